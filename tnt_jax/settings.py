@@ -1,0 +1,122 @@
+"""Reads the `TNT_*` environment variables into one frozen, validated `Settings`.
+
+The launcher writes these variables and the runtime reads them. This module uses the standard library alone, so that the
+launcher can share it without importing JAX.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about this process.
+
+    Attributes:
+        coordinator_address: `host:port` of process 0 (`TNT_COORDINATOR_ADDRESS`), or None outside a TNT job.
+        num_processes: Processes of the job (`TNT_NUM_PROCESSES`).
+        process_id: Number of this process (`TNT_PROCESS_ID`), `0 <= process_id < num_processes`.
+        init_timeout_s: Seconds to wait for all processes at start (`TNT_INIT_TIMEOUT_S`).
+        heartbeat_timeout_s: Seconds after which a silent process counts as dead (`TNT_HEARTBEAT_TIMEOUT_S`).
+        log_level: Level of the logger `tnt_jax` (`TNT_LOG_LEVEL`).
+        log_on_all_devices: Whether every process logs, not the master alone (`TNT_LOG_ON_ALL_DEVICES`).
+        output_on_all_devices: Whether every process prints progress and summaries (`TNT_OUTPUT_ON_ALL_DEVICES`).
+        fusion_threshold_kb: Largest gradient bucket in kB, 0 for one bucket per array (`TNT_FUSION_THRESHOLD`);
+            None for the default of the backend.
+    """
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    init_timeout_s: int = 300
+    heartbeat_timeout_s: int = 100
+    log_level: str = "WARNING"
+    log_on_all_devices: bool = False
+    output_on_all_devices: bool = False
+    fusion_threshold_kb: int | None = None
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Returns the settings that the environment states.
+
+    Args:
+        environ: Variables to read; the process's own by default.
+
+    Raises:
+        ValueError: If a variable has an invalid value, or if only some of `TNT_COORDINATOR_ADDRESS`,
+            `TNT_NUM_PROCESSES` and `TNT_PROCESS_ID` are set. The message lists the valid values.
+    """
+    env = os.environ if environ is None else environ
+    settings = Settings(
+        coordinator_address=_address(env, "TNT_COORDINATOR_ADDRESS"),
+        num_processes=_integer(env, "TNT_NUM_PROCESSES", at_least=1),
+        process_id=_integer(env, "TNT_PROCESS_ID", at_least=0),
+        init_timeout_s=_integer(env, "TNT_INIT_TIMEOUT_S", at_least=1) or Settings.init_timeout_s,
+        heartbeat_timeout_s=_integer(env, "TNT_HEARTBEAT_TIMEOUT_S", at_least=1) or Settings.heartbeat_timeout_s,
+        log_level=_log_level(env),
+        log_on_all_devices=_boolean(env, "TNT_LOG_ON_ALL_DEVICES"),
+        output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
+        fusion_threshold_kb=_integer(env, "TNT_FUSION_THRESHOLD", at_least=0),
+    )
+    _check_job(settings)
+    return settings
+
+
+def _check_job(settings: Settings) -> None:
+    job = {
+        "TNT_COORDINATOR_ADDRESS": settings.coordinator_address,
+        "TNT_NUM_PROCESSES": settings.num_processes,
+        "TNT_PROCESS_ID": settings.process_id,
+    }
+    missing = [name for name, value in job.items() if value is None]
+    if missing and len(missing) < len(job):
+        raise ValueError(
+            f"TNT_COORDINATOR_ADDRESS, TNT_NUM_PROCESSES and TNT_PROCESS_ID must be set together, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Set all three, or none for one process."
+        )
+    if settings.process_id is not None and settings.num_processes is not None and settings.process_id >= settings.num_processes:
+        raise ValueError(
+            f"TNT_PROCESS_ID ({settings.process_id}) must be below TNT_NUM_PROCESSES ({settings.num_processes}). "
+            "Processes are numbered from 0."
+        )
+
+
+def _address(env: Mapping[str, str], name: str) -> str | None:
+    value = env.get(name) or None
+    if value is None:
+        return None
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{name} must be host:port with a port from 1 to 65535, for instance node1:12345, but is {value!r}.")
+    return value
+
+
+def _integer(env: Mapping[str, str], name: str, *, at_least: int) -> int | None:
+    value = env.get(name) or None
+    if value is None:
+        return None
+    if not value.strip().isdigit() or int(value) < at_least:
+        raise ValueError(f"{name} must be an integer of at least {at_least}, but is {value!r}.")
+    return int(value)
+
+
+def _boolean(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name} must be one of {', '.join(_TRUE)} or {', '.join(v for v in _FALSE if v)}, but is {env[name]!r}.")
+
+
+def _log_level(env: Mapping[str, str]) -> str:
+    value = (env.get("TNT_LOG_LEVEL") or Settings.log_level).upper()
+    value = "WARNING" if value == "WARN" else value
+    if value not in LOG_LEVELS:
+        raise ValueError(f"TNT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, but is {env['TNT_LOG_LEVEL']!r}.")
+    return value
