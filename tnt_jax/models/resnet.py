@@ -1,0 +1,164 @@
+"""Residual networks for images of about 224 x 224 pixels (He et al. 2015, arXiv:1512.03385), in the v1.5 form.
+
+v1.5 puts the stride of a bottleneck on its 3x3 convolution, where the paper has it on the first 1x1; it is what
+Goyal et al. 2017 (arXiv:1706.02677) and most published ResNet-50 figures use.
+
+    model = resnet50(num_classes=1000, dtype=jnp.bfloat16, bn_axis_name="data")
+    variables = model.init(key, images, train=False)
+
+Shape legend: B batch, H height, W width, C channels, K classes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+# He et al. 2015, arXiv:1502.01852, eq. 10: normal with variance 2 / fan_in.
+he_normal = nn.initializers.he_normal()
+
+Layer = Callable[..., Any]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (He et al. 2015, fig. 5 left).
+
+    Attributes:
+        features: Channels of the result.
+        strides: Stride of the first convolution.
+        conv: Convolution without bias.
+        norm: Normalisation over the last dimension.
+    """
+
+    features: int
+    strides: int
+    conv: Layer
+    norm: Layer
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
+        y_BHWC = self.conv(self.features, (3, 3), strides=self.strides, padding=1)(x_BHWC)
+        y_BHWC = nn.relu(self.norm()(y_BHWC))
+        y_BHWC = self.conv(self.features, (3, 3), padding=1)(y_BHWC)
+        y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
+        if x_BHWC.shape != y_BHWC.shape:
+            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(x_BHWC)
+            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
+        return nn.relu(x_BHWC + y_BHWC)
+
+
+class BottleneckBlock(nn.Module):
+    """A 1x1, a 3x3 and a widening 1x1 convolution and a shortcut (He et al. 2015, fig. 5 right).
+
+    Attributes:
+        features: Channels of the 3x3 convolution; the result has four times as many.
+        strides: Stride of the block.
+        conv: Convolution without bias.
+        norm: Normalisation over the last dimension.
+        stride_first: Whether the first 1x1 convolution has the stride (v1, as in the paper), not the 3x3 (v1.5).
+    """
+
+    features: int
+    strides: int
+    conv: Layer
+    norm: Layer
+    stride_first: bool = False
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H / strides, W / strides, 4 * features]."""
+        strides = (self.strides, 1) if self.stride_first else (1, self.strides)
+        y_BHWC = self.conv(self.features, (1, 1), strides=strides[0])(x_BHWC)
+        y_BHWC = nn.relu(self.norm()(y_BHWC))
+        y_BHWC = self.conv(self.features, (3, 3), strides=strides[1], padding=1)(y_BHWC)
+        y_BHWC = nn.relu(self.norm()(y_BHWC))
+        y_BHWC = self.conv(4 * self.features, (1, 1))(y_BHWC)
+        y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
+        if x_BHWC.shape != y_BHWC.shape:
+            x_BHWC = self.conv(4 * self.features, (1, 1), strides=self.strides, name="shortcut_conv")(x_BHWC)
+            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
+        return nn.relu(x_BHWC + y_BHWC)
+
+
+class ResNet(nn.Module):
+    """A residual network with the ImageNet stem: 7x7 convolution of stride 2, 3x3 max-pooling of stride 2.
+
+    Convolutions are He-initialised and have no bias; the last BatchNorm scale of each block starts at zero and the
+    classifier from N(0, 0.01), so that training starts from the identity (Goyal et al. 2017, section 5.1).
+
+    Attributes:
+        stage_sizes: Blocks in each stage; a stage after the first halves the image and doubles the channels.
+        block: `BasicBlock` or `BottleneckBlock`.
+        num_classes: Classes K.
+        width: Channels of the stem and of the first stage.
+        dtype: Type of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
+        bn_epsilon: Added to the variance in BatchNorm.
+    """
+
+    stage_sizes: Sequence[int]
+    block: Layer
+    num_classes: int = 1000
+    width: int = 64
+    dtype: Any = jnp.float32
+    bn_axis_name: str | None = None
+    bn_epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Returns the logits of `images`.
+
+        Args:
+            images: Float pixels [B, H, W, C], already normalised, H and W at least 32.
+            train: Whether BatchNorm uses (and updates) the statistics of the batch.
+
+        Returns:
+            Logits [B, K], float32.
+        """
+        conv = partial(nn.Conv, use_bias=False, padding=0, dtype=self.dtype, kernel_init=he_normal)
+        norm = batch_norm(train=train, axis_name=self.bn_axis_name, epsilon=self.bn_epsilon, dtype=self.dtype)
+        x_BHWC = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")(images.astype(self.dtype))
+        x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
+        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        for stage, num_blocks in enumerate(self.stage_sizes):
+            for index in range(num_blocks):
+                strides = 2 if stage > 0 and index == 0 else 1
+                name = f"stage{stage + 1}_block{index + 1}"
+                x_BHWC = self.block(self.width * 2**stage, strides, conv=conv, norm=norm, name=name)(x_BHWC)
+        return classify(x_BHWC, num_classes=self.num_classes)
+
+
+def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5, momentum: float = 0.9) -> Layer:
+    """Returns `nn.BatchNorm` with everything set but the name and the initialisers.
+
+    The defaults are those of Goyal et al. 2017, section 5.1; Flax writes moving = momentum * moving + (1 - momentum) *
+    batch. Statistics are float32 whatever the `dtype` of the result.
+    """
+    return partial(
+        nn.BatchNorm,
+        use_running_average=not train,
+        momentum=momentum,
+        epsilon=epsilon,
+        dtype=dtype,
+        axis_name=axis_name,
+    )
+
+
+def classify(x_BHWC: jax.Array, *, num_classes: int) -> jax.Array:
+    """Averages over the image and adds a float32 dense layer: [B, H, W, C] to [B, K]. Call inside a compact module."""
+    x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
+    return nn.Dense(num_classes, kernel_init=nn.initializers.normal(0.01), name="classifier")(x_BC)
+
+
+# He et al. 2015, table 1.
+resnet18 = partial(ResNet, stage_sizes=(2, 2, 2, 2), block=BasicBlock)
+resnet34 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BasicBlock)
+resnet50 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BottleneckBlock)
+resnet101 = partial(ResNet, stage_sizes=(3, 4, 23, 3), block=BottleneckBlock)
+resnet152 = partial(ResNet, stage_sizes=(3, 8, 36, 3), block=BottleneckBlock)
+# The form of the paper and of keras.applications (which adds a bias, of no effect, before each BatchNorm).
+resnet50_v1 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=partial(BottleneckBlock, stride_first=True))

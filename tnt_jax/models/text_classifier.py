@@ -1,0 +1,61 @@
+"""A text classifier: averaged word embeddings and three dense layers (the NNLM model of the `tf.distribute` lesson).
+
+Shape legend: B batch, T tokens, D width, K outputs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+PAD_ID = 0
+
+
+class TextClassifier(nn.Module):
+    """The mean of a text's word vectors, then dense layers of 256 and 64 with ReLU, then one of `num_outputs`.
+
+    The lesson takes its word vectors ready-made from the neural language model of Bengio et al. 2003 (NNLM-128); here
+    they are learnt with the rest. A text without any word has the mean zero.
+
+    Attributes:
+        vocab_size: Number of token ids, the padding id 0 included.
+        num_outputs: Outputs K: 1 for a yes-no question, else the number of classes.
+        embedding_dim: Length D of a word vector.
+        hidden_dims: Widths of the hidden dense layers.
+        dropout: Share of the mean vector dropped in training, from 0 to 1; the lesson has none.
+        dtype: Type of the computation; parameters and logits are float32.
+    """
+
+    vocab_size: int
+    num_outputs: int = 1
+    embedding_dim: int = 128
+    hidden_dims: Sequence[int] = (256, 64)
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
+        """Returns the logits of `tokens`.
+
+        Args:
+            tokens: Token ids [B, T], integers; 0 is padding, wherever it stands.
+            train: Whether dropout is on (it needs a `dropout` key then).
+
+        Returns:
+            Logits [B, K], float32: of the positive class if K is 1.
+        """
+        embed = nn.Embed(self.vocab_size, self.embedding_dim, dtype=self.dtype, name="embedding")
+        x_BD = masked_mean(embed(tokens), tokens != PAD_ID).astype(self.dtype)
+        x_BD = nn.Dropout(self.dropout, deterministic=not train)(x_BD)
+        for index, features in enumerate(self.hidden_dims, start=1):
+            x_BD = nn.relu(nn.Dense(features, dtype=self.dtype, name=f"hidden{index}")(x_BD))
+        return nn.Dense(self.num_outputs, name="classifier")(x_BD.astype(jnp.float32))
+
+
+def masked_mean(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """Averages `x_BTD` over the positions where `mask_BT` is true, in float32; zeros where there are none."""
+    weight_BT1 = mask_BT[..., None].astype(jnp.float32)
+    total_BD = jnp.sum(x_BTD.astype(jnp.float32) * weight_BT1, axis=1)
+    return total_BD / jnp.maximum(jnp.sum(weight_BT1, axis=1), 1.0)
