@@ -1,0 +1,179 @@
+"""Fetches examples of a random-access dataset, in the caller, in threads or in processes, a bounded number of batches ahead."""
+
+import multiprocessing
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tnt_jax.data.collate import concatenate_batches, stack_examples, take_rows
+from tnt_jax.log import logger
+
+Worker = Literal["threads", "processes"]
+OnError = Literal["raise", "skip"]
+
+
+class Dataset(Protocol):
+    """What a list, a NumPy array, a TFDS data source, a Grain source and a PyTorch map-style dataset have in common."""
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Returns the example at `index`, a tree of arrays."""
+        ...
+
+
+class Chunk(NamedTuple):
+    """Some rows of a batch.
+
+    Attributes:
+        data: Tree of arrays `[rows, ...]`, or None if no example could be fetched.
+        is_good: bool `[rows]`; False where the example failed and another one stands in.
+        failures: Text of each failure.
+    """
+
+    data: Any
+    is_good: np.ndarray
+    failures: list[str]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an index becomes an example; it is sent to worker processes once, so it must be picklable for them.
+
+    Attributes:
+        dataset: The random-access dataset.
+        transform: Called with each example and its own generator, or None.
+        seed: Seed of the generators.
+        on_error: Whether a failing example ends the run or is skipped.
+    """
+
+    dataset: Dataset
+    transform: Callable[[Any, np.random.Generator], Any] | None
+    seed: int
+    on_error: OnError
+
+    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+        """Returns the examples at `indices` as one chunk."""
+        if self.on_error == "raise" and self.transform is None and hasattr(self.dataset, "__getitems__"):
+            examples = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return Chunk(stack_examples(examples), np.ones(len(indices), bool), [])
+        examples, failures = [], []
+        is_good = np.ones(len(indices), bool)
+        for row, index in enumerate(indices):
+            try:
+                examples.append(self._example(epoch, index))
+            except Exception as error:
+                error.add_note(f"This happened in example {index} of {type(self.dataset).__name__} (epoch {epoch}).")
+                if self.on_error == "raise":
+                    raise
+                is_good[row] = False
+                failures.append(f"example {index}: {type(error).__name__}: {error}")
+        return Chunk(_fill(examples, is_good), is_good, failures)
+
+    def _example(self, epoch: int, index: int) -> Any:
+        example = self.dataset[index]
+        if self.transform is None:
+            return example
+        return self.transform(example, example_generator(self.seed, epoch, index))
+
+
+def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Returns the random generator of one example in one epoch: the same on any process, worker and number of devices."""
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
+
+
+class Fetcher:
+    """Runs a recipe over batches of indices, ahead of the consumer.
+
+    Attributes:
+        num_workers: Threads or processes; with 0 the caller fetches.
+        num_batches_ahead: Batches that are in work or wait to be taken, beside the one that the consumer holds.
+    """
+
+    def __init__(self, recipe: Recipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2) -> None:
+        self.num_workers, self.num_batches_ahead = num_workers, num_batches_ahead
+        self._recipe, self._worker = recipe, worker
+        self._pool: Executor | None = None
+
+    def batches(self, epoch: int, index_batches: Iterator[np.ndarray]) -> Iterator[Chunk]:
+        """Yields one chunk for each array of distinct indices, in order."""
+        if self.num_workers == 0:
+            for indices in index_batches:
+                yield self._recipe.fetch(epoch, indices.tolist())
+            return
+        waiting: deque[list[Future[Chunk]]] = deque()
+        try:
+            for indices in index_batches:
+                waiting.append(self._submit(epoch, indices))
+                if len(waiting) > self.num_batches_ahead:
+                    yield _join([future.result() for future in waiting.popleft()])
+            while waiting:
+                yield _join([future.result() for future in waiting.popleft()])
+        finally:
+            for future in (future for futures in waiting for future in futures):
+                future.cancel()
+
+    def _submit(self, epoch: int, indices: np.ndarray) -> list[Future[Chunk]]:
+        if self._pool is None:
+            self._pool = self._start()
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+        parts = np.array_split(indices, min(self.num_workers, len(indices)))
+        if self._worker == "threads":
+            return [self._pool.submit(self._recipe.fetch, epoch, part.tolist()) for part in parts]
+        return [self._pool.submit(_fetch_in_worker, epoch, part.tolist()) for part in parts]
+
+    def _start(self) -> Executor:
+        if self._worker == "threads":
+            return ThreadPoolExecutor(self.num_workers, thread_name_prefix="tnt_jax-fetch")
+        # A forked copy of a process with JAX's threads can deadlock.
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self.num_workers, mp_context=spawn, initializer=_set_recipe, initargs=(self._recipe,))
+
+
+_recipe_of_worker: Recipe | None = None
+
+
+def _set_recipe(recipe: Recipe) -> None:
+    global _recipe_of_worker
+    _recipe_of_worker = recipe
+
+
+def _fetch_in_worker(epoch: int, indices: list[int]) -> Chunk:
+    assert _recipe_of_worker is not None
+    return _recipe_of_worker.fetch(epoch, indices)
+
+
+def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
+    """Returns the batch of all rows, where a failed row repeats a neighbour's example."""
+    if not examples:
+        return None
+    batch = stack_examples(examples)
+    if is_good.all():
+        return batch
+    return take_rows(batch, np.maximum(np.cumsum(is_good) - 1, 0))
+
+
+def _join(chunks: list[Chunk]) -> Chunk:
+    is_good = np.concatenate([chunk.is_good for chunk in chunks])
+    failures = [text for chunk in chunks for text in chunk.failures]
+    stand_in = next((chunk.data for chunk in chunks if chunk.data is not None), None)
+    if stand_in is None:
+        return Chunk(None, is_good, failures)
+    parts = [
+        take_rows(stand_in, np.zeros(len(chunk.is_good), np.int64)) if chunk.data is None else chunk.data for chunk in chunks
+    ]
+    return Chunk(concatenate_batches(parts), is_good, failures)
+
+
+def report_failures(failures: list[str], total: int) -> None:
+    """Warns of each skipped example, with the number skipped by this process so far."""
+    for text in failures:
+        logger.warning("Skipped %s (%d skipped on this process so far).", text, total)
