@@ -1,0 +1,1 @@
+"""Names that Keras users know: `Model`, losses, metrics, optimizers, schedules, callbacks."""

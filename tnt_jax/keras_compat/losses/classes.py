@@ -1,0 +1,94 @@
+"""Keras's loss classes; each binds the settings of one function and says what it expects of outputs and targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tnt_jax.keras_compat.losses import crossentropy, regression
+from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
+
+
+class SparseCategoricalCrossentropy(LossFunctionWrapper):
+    """Cross-entropy of integer labels [batch, ...] and outputs [batch, ..., classes].
+
+    Labels equal to `ignore_class` count neither in the sum nor in the mean; see `losses.sparse_categorical_crossentropy`.
+    """
+
+    targets = "class_index"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        *,
+        ignore_class: int | None = None,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "sparse_categorical_crossentropy",
+    ) -> None:
+        settings: dict[str, Any] = {"from_logits": from_logits, "ignore_class": ignore_class, "axis": axis}
+        super().__init__(crossentropy.sparse_categorical_crossentropy, reduction, name=name, **settings)
+        self.expects_probabilities, self.ignore_class, self.axis = not from_logits, ignore_class, axis
+
+    def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
+        """Returns which labels differ from `ignore_class`, shaped like the values; None if no class is ignored."""
+        if self.ignore_class is None:
+            return None
+        return crossentropy.class_labels(y_true, y_pred, self.axis) != self.ignore_class
+
+
+class CategoricalCrossentropy(LossFunctionWrapper):
+    """Cross-entropy of target distributions and outputs [batch, ..., classes]; see `losses.categorical_crossentropy`."""
+
+    targets = "distribution"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        *,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "categorical_crossentropy",
+    ) -> None:
+        settings: dict[str, Any] = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
+        super().__init__(crossentropy.categorical_crossentropy, reduction, name=name, **settings)
+        self.expects_probabilities, self.axis = not from_logits, axis
+
+
+class BinaryCrossentropy(LossFunctionWrapper):
+    """Cross-entropy of targets in [0, 1] and as many outputs, averaged over `axis`; see `losses.binary_crossentropy`."""
+
+    targets = "binary"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        *,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "binary_crossentropy",
+    ) -> None:
+        settings: dict[str, Any] = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
+        super().__init__(crossentropy.binary_crossentropy, reduction, name=name, **settings)
+        self.expects_probabilities, self.axis = not from_logits, axis
+
+
+class MeanSquaredError(LossFunctionWrapper):
+    """Mean of (y_pred - y_true)^2 over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_error") -> None:
+        super().__init__(regression.mean_squared_error, reduction, name=name)
+
+
+class MeanAbsoluteError(LossFunctionWrapper):
+    """Mean of |y_pred - y_true| over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_error") -> None:
+        super().__init__(regression.mean_absolute_error, reduction, name=name)

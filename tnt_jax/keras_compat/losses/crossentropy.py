@@ -1,0 +1,205 @@
+"""Cross-entropies, in Keras's conventions: probabilities unless `from_logits=True`.
+
+Probabilities are normalised along the classes and clipped to [1e-7, 1 - 1e-7] before the logarithm, as in Keras.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tnt_jax.keras_compat.losses.base import EPSILON, match_ranks
+
+
+def crossentropy(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of probabilities that the shapes call for, as Keras's string `"crossentropy"` does."""
+    y_true, y_pred = match_ranks(y_true, y_pred)
+    functions = {
+        "binary": binary_crossentropy,
+        "class_index": sparse_categorical_crossentropy,
+        "distribution": categorical_crossentropy,
+    }
+    return functions[kind_of_labels(y_true.shape, y_pred.shape)](y_true, y_pred)
+
+
+def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> str:
+    """Returns `"binary"` for one output, `"class_index"` for labels without a class dimension, else `"distribution"`."""
+    if y_pred_shape[-1] == 1:
+        return "binary"
+    has_no_classes = len(y_true_shape) < len(y_pred_shape) or y_true_shape[-1] == 1
+    return "class_index" if has_no_classes else "distribution"
+
+
+def sparse_categorical_crossentropy(
+    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, ignore_class: int | None = None, axis: int = -1
+) -> jax.Array:
+    """Returns -log p(label) for integer labels.
+
+    A label outside [0, classes) has loss 0, as in Keras on JAX; `losses.check_labels` finds such labels.
+
+    Args:
+        y_true: Labels [batch, ...], or with a class dimension of size one.
+        y_pred: Probabilities or logits [batch, ..., classes], the classes along `axis`.
+        from_logits: Whether `y_pred` holds logits.
+        ignore_class: Label whose loss is 0, for instance -1 or 255 for "unknown".
+        axis: Dimension of the classes.
+
+    Returns:
+        Values [batch, ...].
+    """
+    labels = class_labels(y_true, y_pred, axis)
+    if ignore_class is not None:
+        valid = labels != ignore_class
+        labels = jnp.where(valid, labels, 0)
+        # Selected here as well as below, so that a NaN at an ignored position does not reach the gradient.
+        y_pred = jnp.where(jnp.expand_dims(valid, axis), y_pred, 1)
+    one_hot = jax.nn.one_hot(labels, y_pred.shape[axis], axis=axis, dtype=y_pred.dtype)
+    values = categorical_crossentropy(one_hot, y_pred, from_logits, axis=axis)
+    return values if ignore_class is None else jnp.where(valid, values, 0)
+
+
+def categorical_crossentropy(
+    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, label_smoothing: float = 0.0, axis: int = -1
+) -> jax.Array:
+    """Returns -sum(y_true * log p) along the classes.
+
+    Args:
+        y_true: Target distribution [batch, ..., classes].
+        y_pred: Probabilities or logits [batch, ..., classes].
+        from_logits: Whether `y_pred` holds logits.
+        label_smoothing: In [0, 1]; mixes this much of the uniform distribution into the targets
+            (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+        axis: Dimension of the classes.
+
+    Returns:
+        Values [batch, ...].
+    """
+    y_true = _same_shape(y_true, y_pred)
+    if label_smoothing:
+        y_true = optax.smooth_labels(y_true, label_smoothing)
+    if from_logits:
+        return optax.softmax_cross_entropy(y_pred, y_true, axis)
+    return -jnp.sum(y_true * jnp.log(normalized(y_pred, axis)), axis=axis)
+
+
+def binary_crossentropy(
+    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, label_smoothing: float = 0.0, axis: int = -1
+) -> jax.Array:
+    """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)).
+
+    Args:
+        y_true: Targets in [0, 1], [batch, ..., outputs].
+        y_pred: Probabilities or logits, same shape.
+        from_logits: Whether `y_pred` holds logits.
+        label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
+        axis: Dimension of the mean.
+
+    Returns:
+        Values [batch, ...].
+    """
+    y_true = _smoothed_binary(_same_shape(y_true, y_pred), label_smoothing)
+    if from_logits:
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(y_pred, y_true), axis=axis)
+    return jnp.mean(_binary_crossentropy_of_probabilities(y_true, y_pred), axis=axis)
+
+
+def binary_focal_crossentropy(
+    y_true: jax.Array,
+    y_pred: jax.Array,
+    apply_class_balancing: bool = False,
+    *,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Returns the mean over `axis` of (1 - p_t)^gamma times the binary cross-entropy (Lin et al. 2017, arXiv:1708.02002).
+
+    Args:
+        y_true: Targets in [0, 1], [batch, ..., outputs].
+        y_pred: Probabilities or logits, same shape.
+        apply_class_balancing: Whether to weigh class 1 by `alpha` and class 0 by 1 - `alpha`.
+        alpha: Weight of class 1.
+        gamma: Focusing exponent; 0 gives the binary cross-entropy.
+        from_logits: Whether `y_pred` holds logits.
+        label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
+        axis: Dimension of the mean.
+
+    Returns:
+        Values [batch, ...].
+    """
+    y_true = _smoothed_binary(_same_shape(y_true, y_pred), label_smoothing)
+    y_pred = jax.nn.sigmoid(y_pred) if from_logits else y_pred
+    p_t = y_true * y_pred + (1 - y_true) * (1 - y_pred)
+    values = (1 - p_t) ** gamma * _binary_crossentropy_of_probabilities(y_true, y_pred)
+    if apply_class_balancing:
+        values = values * (y_true * alpha + (1 - y_true) * (1 - alpha))
+    return jnp.mean(values, axis=axis)
+
+
+def categorical_focal_crossentropy(
+    y_true: jax.Array,
+    y_pred: jax.Array,
+    alpha: float = 0.25,
+    *,
+    gamma: float = 2.0,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes (Lin et al. 2017, arXiv:1708.02002).
+
+    Args:
+        y_true: Target distribution [batch, ..., classes].
+        y_pred: Probabilities or logits [batch, ..., classes].
+        alpha: Weight, one number or one per class [classes].
+        gamma: Focusing exponent.
+        from_logits: Whether `y_pred` holds logits.
+        label_smoothing: In [0, 1]; mixes this much of the uniform distribution into the targets.
+        axis: Dimension of the classes.
+
+    Returns:
+        Values [batch, ...].
+    """
+    y_true = _same_shape(y_true, y_pred)
+    if label_smoothing:
+        y_true = optax.smooth_labels(y_true, label_smoothing)
+    p = normalized(jax.nn.softmax(y_pred, axis=axis) if from_logits else y_pred, axis)
+    return jnp.sum(-y_true * jnp.log(p) * (1 - p) ** gamma * jnp.asarray(alpha), axis=axis)
+
+
+def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
+    """Returns probabilities that sum to one along `axis`, clipped to [1e-7, 1 - 1e-7]."""
+    return jnp.clip(probabilities / jnp.sum(probabilities, axis, keepdims=True), EPSILON, 1 - EPSILON)
+
+
+def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
+    """Returns integer labels [batch, ...] without a class dimension.
+
+    Raises:
+        ValueError: If there is not one label for each vector of `y_pred`.
+    """
+    labels = jnp.squeeze(y_true, axis) if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1 else y_true
+    dim = axis % y_pred.ndim
+    if labels.shape != y_pred.shape[:dim] + y_pred.shape[dim + 1 :]:
+        raise ValueError(
+            f"Labels of shape {y_true.shape} do not fit outputs of shape {y_pred.shape} with the classes along {axis}."
+        )
+    return labels.astype(jnp.int32)
+
+
+def _same_shape(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    if y_true.shape != y_pred.shape:
+        raise ValueError(f"Targets of shape {y_true.shape} do not fit outputs of shape {y_pred.shape}: the shapes must be equal.")
+    return y_true.astype(y_pred.dtype)
+
+
+def _smoothed_binary(y_true: jax.Array, label_smoothing: float) -> jax.Array:
+    return y_true * (1 - label_smoothing) + 0.5 * label_smoothing if label_smoothing else y_true
+
+
+def _binary_crossentropy_of_probabilities(y_true: jax.Array, p: jax.Array) -> jax.Array:
+    p = jnp.clip(p, EPSILON, 1 - EPSILON)
+    return -(y_true * jnp.log(p) + (1 - y_true) * jnp.log(1 - p))
