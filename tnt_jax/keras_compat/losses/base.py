@@ -180,16 +180,20 @@ def match_ranks(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array
     return left, right
 
 
+def at_least_float32(array: Any) -> jax.Array:
+    """Returns a floating array; half precision and integers become float32."""
+    array = jnp.asarray(array)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
 def _standardized(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
     """Returns arrays, with `y_pred` and floating targets at least float32: half precision is too coarse for sums."""
 
-    def convert(leaf: Any, *, keeps_integers: bool) -> jax.Array:
+    def keep_integers(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        is_integer = not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return leaf if is_integer and keeps_integers else leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        return at_least_float32(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    y_true = jax.tree.map(lambda leaf: convert(leaf, keeps_integers=True), y_true)
-    return y_true, jax.tree.map(lambda leaf: convert(leaf, keeps_integers=False), y_pred)
+    return jax.tree.map(keep_integers, y_true), jax.tree.map(at_least_float32, y_pred)
 
 
 def _where_rows(mask: ArrayLike, leaf: jax.Array, otherwise: float) -> jax.Array:

@@ -1,0 +1,238 @@
+"""Metrics: Keras's numbers, and sums that do not depend on how rows are cut."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tnt_jax.keras_compat import losses, metrics
+
+RNG = np.random.default_rng(1)
+
+
+def labels_and_scores(rows, classes=6, *, time=None):
+    shape = (rows,) if time is None else (rows, time)
+    return RNG.integers(0, classes, size=shape), np.asarray(jax.nn.softmax(RNG.normal(size=(*shape, classes)) * 2), "float32")
+
+
+def one_hot_and_scores(rows, classes=6, *, time=None):
+    labels, scores = labels_and_scores(rows, classes, time=time)
+    return np.eye(classes, dtype="float32")[labels], scores
+
+
+def binary(rows, outputs=1, *, time=None):
+    shape = (rows, outputs) if time is None else (rows, time, outputs)
+    return RNG.integers(0, 2, size=shape).astype("float32"), RNG.random(shape).astype("float32")
+
+
+def real(rows, outputs=3, *, time=None):
+    shape = (rows, outputs) if time is None else (rows, time, outputs)
+    return RNG.normal(size=shape).astype("float32"), RNG.normal(size=shape).astype("float32")
+
+
+def rounded(rows, *, time=None):
+    return tuple(np.round(a) for a in real(rows, time=time))
+
+
+CASES = [
+    ("Accuracy", {}, rounded),
+    ("BinaryAccuracy", {}, binary),
+    ("BinaryAccuracy", {"threshold": 0.3}, binary),
+    ("CategoricalAccuracy", {}, one_hot_and_scores),
+    ("SparseCategoricalAccuracy", {}, labels_and_scores),
+    ("TopKCategoricalAccuracy", {"k": 3}, one_hot_and_scores),
+    ("SparseTopKCategoricalAccuracy", {"k": 2}, labels_and_scores),
+    ("MeanSquaredError", {}, real),
+    ("MeanAbsoluteError", {}, real),
+    ("RootMeanSquaredError", {}, real),
+    ("BinaryCrossentropy", {}, binary),
+    ("BinaryCrossentropy", {"from_logits": True, "label_smoothing": 0.1}, binary),
+    ("CategoricalCrossentropy", {"label_smoothing": 0.1}, one_hot_and_scores),
+    ("SparseCategoricalCrossentropy", {}, labels_and_scores),
+    ("SparseCategoricalCrossentropy", {"from_logits": True, "ignore_class": 2}, labels_and_scores),
+]
+IDS = [f"{name}-{'-'.join(map(str, settings))}" for name, settings, _ in CASES]
+
+
+def keras_metrics():
+    return pytest.importorskip("keras").metrics
+
+
+def add(left, right):
+    return jax.tree.map(jnp.add, left, right)
+
+
+def in_parts(metric, y_true, y_pred, weight, micro):
+    """Returns the metric of rows cut into parts of `micro`, the last part padded by rows of weight 0."""
+    rows = len(y_pred)
+    index = np.arange(-(-rows // micro) * micro)
+    mask = (index < rows).astype("float32")
+    index = np.minimum(index, rows - 1)
+    weight = mask if weight is None else weight[index] * mask.reshape((-1,) + (1,) * (weight.ndim - 1))
+    sums = None
+    for start in range(0, len(index), micro):
+        part = index[start : start + micro]
+        increments = metric.increments(y_true[part], y_pred[part], weight[start : start + micro])
+        sums = increments if sums is None else add(sums, increments)
+    return metric.compute(sums)
+
+
+# With weights, Keras leaves the values at ignore_class out of the mean; without, it does not. Here they are always in it.
+WEIGHTED = [
+    pytest.param(*case, weighted, id=f"{case_id}-{'weighted' if weighted else 'unweighted'}")
+    for case, case_id in zip(CASES, IDS, strict=True)
+    for weighted in (False, True)
+    if not (weighted and "ignore_class" in case[1])
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "batch", "weighted"), WEIGHTED)
+@pytest.mark.parametrize("time", [None, 3])
+def test_metric_equals_keras_whole_and_in_parts(name, settings, batch, weighted, time):
+    ours, theirs = getattr(metrics, name)(**settings), getattr(keras_metrics(), name)(**settings)
+    total = None
+    for rows in (100, 100, 7):
+        y_true, y_pred = batch(rows, time=time)
+        weight = RNG.random(rows).astype("float32") if weighted else None
+        theirs.update_state(y_true, y_pred, sample_weight=weight)
+        ours.update_state(y_true, y_pred, sample_weight=weight)
+        increments = ours.increments(y_true, y_pred, weight)
+        total = increments if total is None else add(total, increments)
+        np.testing.assert_allclose(in_parts(ours, y_true, y_pred, weight, 6), ours.compute(increments), rtol=1e-5)
+    np.testing.assert_allclose(ours.result(), theirs.result(), rtol=1e-6)
+    np.testing.assert_allclose(ours.compute(total), theirs.result(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "settings", "batch"), CASES, ids=IDS)
+def test_rows_of_weight_zero_add_nothing_whatever_they_hold(name, settings, batch):
+    metric = getattr(metrics, name)(**settings)
+    y_true, y_pred = (np.array(a) for a in batch(8))
+    y_pred[6], y_pred[7] = np.nan, np.inf
+    weight = np.array([1, 0.5, 2, 1, 1, 1, 0, 0], "float32")
+    expected = metric.increments(y_true[:6], y_pred[:6], weight[:6])
+    sums = metric.increments(y_true, y_pred, weight)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected)
+
+
+@pytest.mark.parametrize(("name", "settings", "batch"), CASES, ids=IDS)
+def test_increments_summed_over_ranks_equal_those_of_the_batch(name, settings, batch):
+    metric = getattr(metrics, name)(**settings)
+    y_true, y_pred = batch(8)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(y_true, y_pred):
+        return jax.lax.psum(metric.increments(y_true, y_pred), "data")
+
+    sums = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()))(y_true, y_pred)
+    np.testing.assert_allclose(metric.compute(sums), metric(y_true, y_pred), rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["values", "broadcast"])
+def test_weights_of_single_values_equal_keras(weights):
+    y_true, y_pred = labels_and_scores(9, time=4)
+    weight = RNG.random((9, 4) if weights == "values" else (9, 1)).astype("float32")
+    ours, theirs = metrics.SparseCategoricalAccuracy(), keras_metrics().SparseCategoricalAccuracy()
+    theirs.update_state(y_true, y_pred, sample_weight=weight)
+    np.testing.assert_allclose(ours(y_true, y_pred, sample_weight=weight), theirs.result(), rtol=1e-6)
+
+
+def test_mean_and_sum_equal_keras():
+    values, weight = RNG.normal(size=(5, 3)).astype("float32"), RNG.random(5).astype("float32")
+    for ours, theirs in [(metrics.Mean(), keras_metrics().Mean()), (metrics.Sum(), keras_metrics().Sum())]:
+        assert float(ours.result()) == 0
+        for given in (None, weight):
+            theirs.update_state(values, sample_weight=given)
+            np.testing.assert_allclose(ours(values, sample_weight=given), theirs.result(), rtol=1e-6)
+        ours.update_state(2.0)
+        theirs.update_state(2.0)
+        np.testing.assert_allclose(ours.result(), theirs.result(), rtol=1e-6)
+        ours.reset_state()
+        assert float(ours.result()) == 0
+
+
+def test_labels_with_a_class_dimension_of_one():
+    y_true, y_pred = labels_and_scores(20)
+    for cls in (metrics.SparseCategoricalAccuracy, metrics.SparseTopKCategoricalAccuracy):
+        assert cls()(y_true[:, None], y_pred) == cls()(y_true, y_pred)
+
+
+def test_top_k_counts_ties_and_refuses_nan():
+    scores = np.array([[1.0, 1.0, 0.0], [np.nan, 1.0, 0.0]])
+    np.testing.assert_array_equal(metrics.sparse_top_k_categorical_accuracy(jnp.array([1, 0]), scores, 1), [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("accuracy", labels_and_scores, "SparseCategoricalAccuracy"),
+        ("acc", one_hot_and_scores, "CategoricalAccuracy"),
+        ("Accuracy", binary, "BinaryAccuracy"),
+        ("mse", real, "MeanSquaredError"),
+        ("MAE", real, "MeanAbsoluteError"),
+        ("binary_accuracy", binary, "BinaryAccuracy"),
+        ("RootMeanSquaredError", real, "RootMeanSquaredError"),
+    ],
+)
+def test_get_by_name_chooses_as_keras_does(name, batch, expected):
+    y_true, y_pred = batch(5)
+    metric = metrics.get(name, y_true.shape, y_pred.shape)
+    from keras.src.trainers.compile_utils import get_metric
+
+    theirs = get_metric(name, y_true, y_pred)
+    assert (type(metric).__name__, metric.name) == (expected, name)
+    assert (type(theirs).__name__, theirs.name) == (expected, name)
+    theirs.update_state(y_true, y_pred)
+    np.testing.assert_allclose(metric(y_true, y_pred), theirs.result(), rtol=1e-6)
+
+
+def test_labels_of_one_column_are_sparse():
+    assert isinstance(metrics.get("accuracy", (8, 1), (8, 5)), metrics.SparseCategoricalAccuracy)
+
+
+def test_crossentropy_takes_logits_where_the_loss_does():
+    metric = metrics.get("crossentropy", (8,), (8, 5), loss=losses.SparseCategoricalCrossentropy(True))
+    assert not metric.loss.expects_probabilities
+    assert metrics.get("ce", (8,), (8, 5)).loss.expects_probabilities
+
+
+def test_get_takes_instances_classes_losses_and_functions():
+    instance = metrics.Mean()
+    assert metrics.get(instance) is instance
+    assert isinstance(metrics.get(metrics.BinaryAccuracy), metrics.BinaryAccuracy)
+    y_true, y_pred = real(7)
+    expected = metrics.MeanSquaredError()(y_true, y_pred)
+
+    def my_error(y_true, y_pred):
+        return (y_true - y_pred) ** 2
+
+    for given in (losses.MeanSquaredError(), losses.MeanSquaredError, losses.mean_squared_error, my_error):
+        np.testing.assert_allclose(metrics.get(given)(y_true, y_pred), expected, rtol=1e-6)
+    assert metrics.get(my_error).name == "my_error"
+    assert metrics.get(losses.sparse_categorical_crossentropy).loss.expects_probabilities
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match=r"Unknown metric 'acuracy'. Did you mean 'accuracy'\? Known names: acc, accuracy,"):
+        metrics.get("acuracy", (1,), (1, 2))
+    with pytest.raises(ValueError, match="'accuracy' depends on the shapes"):
+        metrics.get("accuracy")
+    with pytest.raises(ValueError, match="must be a name, a Metric or a callable"):
+        metrics.get(3)
+    with pytest.raises(ValueError, match=r"returned values of shape \(\) .*one value per row"):
+        metrics.get(lambda y, p: jnp.mean(p)).increments(np.ones((4, 1)), np.ones((4, 1)))
+    with pytest.raises(ValueError, match=r"Weights of shape \(3,\) do not fit values of shape \(4, 2\)"):
+        metrics.MeanMetricWrapper(lambda y, p: p).increments(np.ones((4, 2)), np.ones((4, 2)), np.ones(3))
+
+
+def test_check_outputs_refuses_logits_and_warns_about_thresholds(caplog):
+    outputs = np.array([[-3.0, 4.0]])
+    with pytest.raises(ValueError, match="expects probabilities"):
+        metrics.check_outputs(metrics.SparseCategoricalCrossentropy(), outputs)
+    with caplog.at_level(logging.WARNING, logger="tnt_jax"):
+        metrics.check_outputs(metrics.BinaryAccuracy(threshold=0.0), outputs)
+        assert not caplog.records
+        metrics.check_outputs(metrics.BinaryAccuracy(), outputs)
+    assert "range from -3 to 4: these look like logits" in caplog.text

@@ -1,0 +1,115 @@
+"""From what a user passes as a metric to a `Metric`, and what the first batch tells about it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tnt_jax.keras_compat import losses, names
+from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
+from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
+from tnt_jax.keras_compat.metrics import accuracy, base, of_losses
+from tnt_jax.keras_compat.metrics.base import MeanMetricWrapper, Metric
+
+_log = logging.getLogger("tnt_jax")
+
+_CLASSES: dict[str, Callable[[], Metric]] = {
+    name: cls
+    for module in (base, accuracy, of_losses)
+    for name, cls in vars(module).items()
+    if inspect.isclass(cls) and issubclass(cls, Metric) and cls not in (Metric, MeanMetricWrapper)
+}
+_ALIASES: dict[str, Callable[[], Metric]] = {
+    "bce": of_losses.BinaryCrossentropy,
+    "mae": of_losses.MeanAbsoluteError,
+    "mse": of_losses.MeanSquaredError,
+}
+_BY_SHAPE: dict[str, dict[str, Callable[..., Metric]]] = {
+    "accuracy": {
+        "binary": accuracy.BinaryAccuracy,
+        "class_index": accuracy.SparseCategoricalAccuracy,
+        "distribution": accuracy.CategoricalAccuracy,
+    },
+    "crossentropy": {
+        "binary": of_losses.BinaryCrossentropy,
+        "class_index": of_losses.SparseCategoricalCrossentropy,
+        "distribution": of_losses.CategoricalCrossentropy,
+    },
+}
+_SHORT = {"acc": "accuracy", "ce": "crossentropy"}
+
+
+def get(
+    identifier: Any, y_true_shape: tuple[int, ...] = (), y_pred_shape: tuple[int, ...] = (), *, loss: Loss | None = None
+) -> Metric:
+    """Returns the metric that `identifier` stands for.
+
+    Args:
+        identifier: A name as in Keras (`"mse"`, `"AUC"`, `"binary_accuracy"`); `"accuracy"` or `"acc"`, `"crossentropy"` or
+            `"ce"`, chosen by the shapes as Keras does: binary for one output, sparse for labels without a class dimension,
+            else categorical; a `Metric` or a subclass of it; a `Loss`; or a callable
+            `f(y_true, y_pred) -> values [batch, ...]`.
+        y_true_shape: Shape of the targets; needed for the names that depend on it.
+        y_pred_shape: Shape of the outputs of the model; needed for the same names.
+        loss: The loss trained with: `"crossentropy"` takes logits if it does.
+
+    Returns:
+        A metric, named by the string or by the function.
+
+    Raises:
+        ValueError: If the name is unknown (the error lists the known ones), or it needs shapes that are missing.
+    """
+    if isinstance(identifier, Metric):
+        return identifier
+    if isinstance(identifier, str):
+        metric = _by_name(identifier, tuple(y_true_shape), tuple(y_pred_shape), loss)
+        metric.name = identifier
+        return metric
+    if inspect.isclass(identifier) and issubclass(identifier, Metric | Loss):
+        identifier = identifier()
+        return MeanMetricWrapper(identifier) if isinstance(identifier, Loss) else identifier
+    if callable(identifier):
+        loss = losses.get(identifier)
+        is_own_function = type(loss) is not LossFunctionWrapper
+        return MeanMetricWrapper(loss if is_own_function else identifier)
+    raise ValueError(f"A metric must be a name, a Metric or a callable f(y_true, y_pred), got {identifier!r}.")
+
+
+def check_outputs(metric: Metric, outputs: Any) -> None:
+    """Checks that a metric of probabilities gets them; see `losses.check_outputs`.
+
+    Args:
+        metric: The metric.
+        outputs: Concrete outputs of the model for the first batch [batch, ...].
+
+    Raises:
+        ValueError: If the metric averages a loss that expects probabilities and the outputs are none.
+    """
+    loss = getattr(metric, "loss", None)
+    if loss is not None:
+        losses.check_outputs(loss, outputs)
+    threshold = getattr(metric, "threshold", None)
+    if threshold == 0.5 and (np.nanmin(outputs) < 0 or np.nanmax(outputs) > 1):
+        _log.warning(
+            "Metric %r compares outputs with the threshold 0.5, but they range from %.4g to %.4g: these look like logits. "
+            "Pass tnt_jax.metrics.%s(threshold=0.0) to count a positive logit as class 1.",
+            metric.name,
+            np.nanmin(outputs),
+            np.nanmax(outputs),
+            type(metric).__name__,
+        )
+
+
+def _by_name(name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None) -> Metric:
+    family = _SHORT.get(name.lower(), name.lower())
+    if family not in _BY_SHAPE:
+        return names.find(name, _CLASSES, _ALIASES, kind="metric", extra=("accuracy", "acc", "crossentropy"))()
+    if not y_pred_shape:
+        raise ValueError(f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or name it in full.")
+    cls = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
+    from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get("from_logits", False)
+    return cls(from_logits=True) if from_logits else cls()
