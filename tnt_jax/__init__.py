@@ -1,0 +1,18 @@
+"""Data-parallel training for Flax and Keras models: the global batch decides the mathematics, the devices only the speed.
+
+```python
+import tnt_jax as tnt
+
+model = tnt.Model(module)
+model.compile(optimizer="adam", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+model.fit(dataset, epochs=3)
+```
+
+The public names are listed in `__init__.pyi`; each is imported when it is first used, so that importing the package is cheap and
+the launcher never starts JAX.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__version__ = "0.1.0"

@@ -1,0 +1,80 @@
+"""Every JAX call whose name or signature differs between the supported versions, or is not public.
+
+The rest of the package calls JAX through its documented API and these few functions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Device
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA_AXIS = "data"
+
+
+def make_data_mesh(devices: Sequence[Device]) -> Mesh:
+    """Returns a mesh of one axis, `data`, over `devices` in the given order."""
+    # jax.make_mesh makes Explicit axes by default and reorders devices; ranks must keep their order.
+    return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def is_varying(x: jax.Array) -> bool:
+    """Tells whether `x` may differ between ranks inside `shard_map`."""
+    aval = jax.typeof(x)
+    # JAX versions differ in where the set of varying axes stands: in the manual axis type, or directly in `vma`.
+    return DATA_AXIS in (aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+
+
+def make_varying(tree: Any) -> Any:
+    """Marks every array of `tree` as different on each rank, so that its gradient stays local.
+
+    Without it, `shard_map` sums gradients of replicated arrays itself, and a sum of ours makes them `num_ranks` times too large.
+    """
+
+    def vary(x: jax.Array) -> jax.Array:
+        return x if is_varying(x) else jax.lax.pcast(x, DATA_AXIS, to="varying")
+
+    return jax.tree.map(vary, tree)
+
+
+def backends_are_initialized() -> bool:
+    """Tells whether JAX has already opened its devices, after which no job can be joined."""
+    from jax._src import xla_bridge  # No public question exists.
+
+    return xla_bridge.backends_are_initialized()
+
+
+def is_distributed() -> bool:
+    """Tells whether `jax.distributed.initialize` has run in this process."""
+    return jax.distributed.is_initialized()
+
+
+def coordination_client() -> Any:
+    """Returns the client of the job's coordination service: its key/value store and its barriers need no device."""
+    from jax._src import distributed  # The client has no public name.
+
+    client = distributed.global_state.client
+    assert client is not None, "The coordination service exists after jax.distributed.initialize only."
+    return client
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Places host arrays on every device of `mesh`; each process must pass the same values."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        # A copy, because buffers of the training state are donated and the caller keeps its own.
+        host = np.array(x)
+        return jax.make_array_from_process_local_data(sharding, host, host.shape)
+
+    return jax.tree.map(place, tree)

@@ -1,0 +1,124 @@
+"""Flax Linen modules as pure functions: all collections, all random streams, and batch statistics without padded rows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tnt_jax.adapters.base import Applied, CallStyle, Variables
+
+# Values that a module sows here are added to the training loss.
+_LOSSES = "losses"
+
+
+class LinenAdapter:
+    """A Linen module; its variables live outside it, so there is nothing to write back.
+
+    Args:
+        module: Module to train.
+        variables: Variables to start from, as `module.init` returns them; fresh ones by default.
+    """
+
+    def __init__(self, module: nn.Module, *, variables: Mapping[str, Any] | None = None) -> None:
+        if variables is not None and "params" not in variables:
+            raise ValueError(
+                f"variables must be what module.init returns, with a collection 'params', but its collections are {sorted(variables)}."
+            )
+        self.module = module
+        self.name = module.name or type(module).__name__
+        self._given = variables
+        self._style = CallStyle.of(module.__call__)
+
+    def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns the given variables, or what `module.init(jax.random.key(seed), ...)` returns for one row of zeros."""
+        variables = self._given if self._given is not None else self._fresh(inputs, seed)
+        return Variables(variables.get("params", {}), self._without_params(variables))
+
+    def apply(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+    ) -> Applied:
+        """Returns the module's forward pass over this rank's rows; see `Adapter.apply`."""
+        args, kwargs = self._style.arguments(inputs, train=train)
+        variables = {"params": params, **model_state}
+        # Linen falls back to the stream "params" for every stream it is not given.
+        rngs = None if key is None else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        if not train:
+            return Applied(self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0)
+        with nn.intercept_methods(_statistics_without_padding(mask)):
+            outputs, changed = self.module.apply(variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs)
+        penalty = sum((jnp.sum(x) for x in jax.tree.leaves(changed.get(_LOSSES, {}))), start=0.0)
+        return Applied(outputs, {name: changed.get(name, value) for name, value in model_state.items()}, penalty)
+
+    def write_back(self, variables: Variables) -> None:
+        """Does nothing: a Linen module holds no variables."""
+
+    def export(self, variables: Variables) -> dict[str, Any]:
+        """Returns variables in the form that `module.apply` takes."""
+        return {"params": variables.params, **variables.model_state}
+
+    def _fresh(self, inputs: Any, seed: int) -> Mapping[str, Any]:
+        row = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
+        args, kwargs = self._style.arguments(row, train=False)
+        return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs))(jax.random.key(seed), args)
+
+    def _without_params(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in variables.items() if name not in ("params", _LOSSES, "intermediates")}
+
+
+def _statistics_without_padding(mask: jax.Array | None) -> Callable:
+    """Returns an interceptor that keeps masked rows out of the statistics of every `nn.BatchNorm`.
+
+    Linen's own `mask` argument does not serve: with `axis_name` it averages the means of ranks that have different numbers of rows.
+    """
+
+    def intercept(call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+        layer = context.module
+        if mask is None or not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        x, inference = _batch_norm_arguments(layer, *args, **kwargs)
+        row_is_elsewhere = x.shape[0] != mask.shape[0] or layer.axis % x.ndim == 0
+        if inference or row_is_elsewhere or layer.axis_index_groups is not None or kwargs.get("mask") is not None:
+            return call(*args, **kwargs)
+        return _masked_batch_norm(layer, x, mask)
+
+    return intercept
+
+
+def _batch_norm_arguments(
+    layer: nn.BatchNorm, x: jax.Array, use_running_average: bool | None = None, **_: Any
+) -> tuple[jax.Array, bool]:
+    return x, bool(nn.merge_param("use_running_average", layer.use_running_average, use_running_average))
+
+
+def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns what `layer` computes in training from the real rows of `x` `[rows, ...]` alone (Ioffe and Szegedy 2015)."""
+    features = layer.axis % x.ndim
+    others = tuple(dim for dim in range(x.ndim) if dim != features)
+    # A rank without a real row and without synchronised statistics normalises its padding by itself.
+    weight = mask if layer.axis_name is not None else jnp.where(jnp.sum(mask) > 0, mask, 1.0)
+    weight = weight.reshape(-1, *(1,) * (x.ndim - 1))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    per_row = x.size // (x.shape[0] * x.shape[features])
+
+    def total(values: jax.Array) -> jax.Array:
+        return values if layer.axis_name is None else jax.lax.psum(values, layer.axis_name)
+
+    count = total(jnp.sum(weight) * per_row)
+    mean = total(jnp.sum(wide * weight, others)) / count
+    centred = wide - jnp.expand_dims(mean, others)
+    var = total(jnp.sum(jnp.square(jnp.abs(centred)) * weight, others)) / count
+    for name, value in (("mean", mean), ("var", var)):
+        old = layer.get_variable("batch_stats", name)
+        layer.put_variable("batch_stats", name, layer.momentum * old + (1 - layer.momentum) * value)
+
+    shape = [1] * x.ndim
+    shape[features] = -1
+    gain = jax.lax.rsqrt(var + layer.epsilon)
+    if layer.use_scale:
+        gain = gain * layer.get_variable("params", "scale")
+    y = centred * gain.reshape(shape)
+    if layer.use_bias:
+        y = y + layer.get_variable("params", "bias").reshape(shape)
+    return y.astype(layer.dtype or x.dtype)

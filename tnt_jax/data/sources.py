@@ -1,0 +1,176 @@
+"""Sources of global batches: arrays, and any iterable of batches, seen by one process.
+
+A source is a pure function of its `Place` on the data axis: every process makes its own, and together they feed each global batch
+exactly once.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from tnt_jax.data.layout import LocalRows, Place, local_rows, num_batches, resolve_batch_size
+
+
+class HostBatch(NamedTuple):
+    """One process's part of a global batch, on the host.
+
+    Attributes:
+        data: Pytree of arrays `[local_rows, ...]`; padded rows repeat the batch's last row.
+        mask: float32 `[local_rows]`, 0 for padded rows; None when no process pads this batch.
+        num_rows: Real rows of the whole global batch.
+    """
+
+    data: Any
+    mask: np.ndarray | None
+    num_rows: int
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream of global batches that can be read once per epoch.
+
+    Attributes:
+        global_batch_size: Rows of a full global batch; None where batches differ.
+        num_batches: Batches of an epoch; None when unknown or infinite.
+        num_examples: Rows of an epoch; None when unknown or infinite.
+        in_memory: Whether a batch costs so little that a thread of its own would cost more.
+    """
+
+    global_batch_size: int | None
+    num_batches: int | None
+    num_examples: int | None
+    in_memory: bool
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's part of each global batch of `epoch`, from batch `start_batch` on."""
+        ...
+
+
+class ArraySource:
+    """Batches of a pytree of arrays that share their first dimension.
+
+    Args:
+        arrays: Pytree of arrays `[examples, ...]`; None is an empty subtree.
+        global_batch_size: Rows of a global batch.
+        place: This process's part of the data axis.
+        shuffle: Whether each epoch has its own order, drawn from `(seed, epoch)` and the same on every process.
+        seed: Seed of the order.
+        drop_remainder: Whether the incomplete last batch is skipped.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+
+    in_memory = True
+
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        global_batch_size: int,
+        place: Place,
+        shuffle: bool = False,
+        seed: int = 42,
+        drop_remainder: bool = False,
+    ) -> None:
+        self._arrays = jax.tree.map(np.asarray, arrays)
+        self.num_examples: int | None = common_length(self._arrays)
+        self.global_batch_size: int | None = global_batch_size
+        self.num_batches: int | None = num_batches(self.num_examples, global_batch_size, drop_remainder=drop_remainder)
+        self._size, self._place, self._shuffle, self._seed = global_batch_size, place, shuffle, seed
+        self._whole = local_rows(global_batch_size, place)
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of each global batch, from batch `start_batch` on."""
+        assert self.num_examples is not None and self.num_batches is not None
+        order = np.random.default_rng((self._seed, epoch)).permutation(self.num_examples) if self._shuffle else None
+        for start in range(start_batch * self._size, self.num_batches * self._size, self._size):
+            num_rows = min(self._size, self.num_examples - start)
+            rows = self._whole if num_rows == self._size else local_rows(num_rows, self._place)
+            if order is not None:
+                data = _take(self._arrays, order[start + rows.indices])
+            elif rows.mask is None:
+                data = _slice(self._arrays, start + rows.first_row, len(rows.indices))
+            else:
+                data = _take(self._arrays, start + rows.indices)
+            yield HostBatch(data, rows.mask, num_rows)
+
+
+class IterableSource:
+    """Batches of any iterable whose elements are whole global batches, the same on every process.
+
+    Args:
+        batches: Iterable of pytrees of arrays `[rows, ...]`. A generator or other iterator is read on from epoch to epoch; anything
+            else is iterated anew each epoch.
+        place: This process's part of the data axis.
+        micro_batch_size: Rows of one rank that the first batch must amount to, if given.
+        length: Batches of an epoch; `len(batches)` where it has a length.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self, batches: Iterable[Any], *, place: Place, micro_batch_size: int | None = None, length: int | None = None
+    ) -> None:
+        self._batches, self._place, self._micro = batches, place, micro_batch_size
+        self._running = iter(batches) if isinstance(batches, Iterator) else None
+        self.global_batch_size: int | None = None
+        self.num_examples: int | None = None
+        self.num_batches: int | None = length if length is not None else _length(batches)
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of each batch; `start_batch` batches are read and dropped first."""
+        for index, batch in enumerate(self._running if self._running is not None else iter(self._batches)):
+            num_rows = common_length(batch)
+            if self.global_batch_size is None:
+                self.global_batch_size = resolve_batch_size(
+                    batch_size=num_rows, micro=self._micro, num_ranks=self._place.num_ranks
+                )
+            if index >= start_batch:
+                yield select_rows(batch, local_rows(num_rows, self._place), num_rows)
+
+
+def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
+    """Returns the rows of a whole global batch that a process feeds.
+
+    Args:
+        batch: Pytree of arrays `[num_rows, ...]`.
+        rows: The process's rows.
+        num_rows: Real rows of the batch.
+    """
+    if rows.mask is None:
+        data = _slice(jax.tree.map(np.asarray, batch), rows.first_row, len(rows.indices))
+    else:
+        data = _take(jax.tree.map(np.asarray, batch), rows.indices)
+    return HostBatch(data, rows.mask, num_rows)
+
+
+def common_length(arrays: Any) -> int:
+    """Returns the first dimension that all arrays of a pytree share.
+
+    Raises:
+        ValueError: If there is no array, an array has no first dimension, or the lengths differ; the message lists them.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        found = ", ".join(f"{path or 'data'}: {length[0] if length else 'a scalar'}" for path, length in lengths.items())
+        raise ValueError(f"All arrays must have the same number of rows, but got {found or 'no array at all'}.")
+    return next(iter(lengths.values()))[0]
+
+
+def _slice(arrays: Any, first: int, size: int) -> Any:
+    return jax.tree.map(lambda x: x[first : first + size], arrays)
+
+
+def _take(arrays: Any, indices: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: x[indices], arrays)
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -1,0 +1,83 @@
+"""Epochs of a source: one pass each, or a given number of steps of passes that follow one another."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.log import logger
+
+
+class EpochStream:
+    """The batches of successive epochs.
+
+    Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many steps, and the next epoch goes on
+    where this one stopped; a pass that ends early ends the epoch, with a warning, as in Keras.
+
+    Args:
+        source: Where batches come from.
+        steps_per_epoch: Steps of an epoch.
+
+    Attributes:
+        num_steps: Steps of an epoch, None when unknown.
+    """
+
+    def __init__(self, source: Source, *, steps_per_epoch: int | None = None) -> None:
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, but is {steps_per_epoch}.")
+        self.source = source
+        self._steps_per_epoch = steps_per_epoch
+        self._pass: Iterator[HostBatch] | None = None
+        self._num_passes = 0
+        self._steps_in_pass = 0
+        self._peeked: tuple[int, HostBatch, Iterator[HostBatch]] | None = None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of an epoch, None when unknown."""
+        return self._steps_per_epoch if self._steps_per_epoch is not None else self.source.num_batches
+
+    def peek(self, epoch: int) -> HostBatch:
+        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._peeked is None or self._peeked[0] != epoch:
+            batches = self._begin(epoch)
+            first = next(batches, None)
+            if first is None:
+                raise ValueError("The dataset is empty: it gave no batch. At least one example is needed.")
+            self._peeked = (epoch, first, batches)
+        return self._peeked[1]
+
+    def epoch(self, epoch: int) -> Iterator[HostBatch]:
+        """Returns the batches of `epoch`."""
+        peeked, self._peeked = self._peeked, None
+        if peeked is not None and peeked[0] == epoch:
+            return chain([peeked[1]], peeked[2])
+        return self._begin(epoch)
+
+    def _begin(self, epoch: int) -> Iterator[HostBatch]:
+        return self.source.batches(epoch) if self._steps_per_epoch is None else self._next_steps(self._steps_per_epoch)
+
+    def _next_steps(self, steps: int) -> Iterator[HostBatch]:
+        for step in range(steps):
+            if self._pass is None:
+                self._pass, self._steps_in_pass = self.source.batches(self._num_passes), 0
+            batch = next(self._pass, None)
+            if batch is None:
+                logger.warning(
+                    "The dataset ended after %d of %d steps of the epoch. Repeat the dataset or give fewer steps_per_epoch.",
+                    step,
+                    steps,
+                )
+                self._end_pass()
+                return
+            self._steps_in_pass += 1
+            yield batch
+        if self._steps_in_pass == self.source.num_batches:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._pass = None
+        self._num_passes += 1

@@ -1,0 +1,35 @@
+"""The record of a training run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tnt_jax.keras_compat.callbacks.base import Callback
+
+
+class History(Callback):
+    """Collects the logs of every epoch; `fit` returns one, the same on every process.
+
+    Attributes:
+        history: For each log its values by epoch.
+        epoch: Numbers of the epochs, from 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[float]] = {}
+        self.epoch: list[int] = []
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Forgets an earlier run's epoch numbers, as Keras does."""
+        self.epoch = []
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Records the logs of an epoch."""
+        self.epoch.append(epoch)
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(value)
+
+    def set_model(self, model: Any) -> None:
+        """Makes itself the model's `history`."""
+        super().set_model(model)
+        model.history = self

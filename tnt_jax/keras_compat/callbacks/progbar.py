@@ -1,0 +1,123 @@
+"""Progress on the screen: a bar on a terminal, plain lines elsewhere, silence on other ranks."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from tnt_jax.keras_compat.callbacks.base import Callback, LazyLogs
+
+# Seconds between two refreshes of a bar, and between two progress lines where there is no terminal.
+_BAR_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 10.0
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_OPEN_FORMAT = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
+
+
+class ProgbarLogger(Callback):
+    """Shows step, examples/s, remaining time and running metrics.
+
+    With `verbose=1` a bar moves during the epoch; with 2 there is one line per epoch. Where the output is no terminal, the bar
+    becomes a line every ten seconds. A moving bar shows the metrics of the step before the last, so that it need not wait for the
+    devices; the line at the end of an epoch is exact.
+
+    Args:
+        verbose: 1 or 2.
+    """
+
+    def __init__(self, verbose: int = 1) -> None:
+        super().__init__()
+        self._verbose = verbose
+        self._bar: Any = None
+        self._epoch = self._steps = self._rows = 0
+        self._start = self._shown = self._train_s = 0.0
+        self._before: LazyLogs | Mapping[str, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Starts the bar of an epoch."""
+        self._epoch = epoch
+        self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params.get("steps"))
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Moves the bar."""
+        self._advance(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Replaces the bar by the epoch's exact numbers."""
+        self._end(f"Epoch {epoch + 1}/{self.params['epochs']}", logs)
+
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Notes the end of the training steps, or starts the bar of an evaluation of its own."""
+        if self._is_training():
+            self._train_s = time.perf_counter() - self._start
+        else:
+            self._begin("Evaluate", self.params.get("steps"))
+
+    def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Moves the bar of an evaluation."""
+        if not self._is_training():
+            self._advance(logs)
+
+    def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Shows the result of an evaluation of its own."""
+        if not self._is_training():
+            self._end("Evaluate", logs)
+
+    def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Starts the bar of a prediction."""
+        self._begin("Predict", self.params.get("steps"))
+
+    def on_predict_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Moves the bar of a prediction."""
+        self._advance(None)
+
+    def on_predict_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Closes the bar of a prediction."""
+        self._end("Predict", {})
+
+    def _is_training(self) -> bool:
+        return "epochs" in self.params
+
+    def _begin(self, title: str, total: int | None) -> None:
+        self._steps = self._rows = 0
+        self._start = self._shown = time.perf_counter()
+        self._train_s, self._before = 0.0, None
+        if self._verbose == 1 and sys.stdout.isatty():
+            layout = _BAR_FORMAT if total else _OPEN_FORMAT
+            self._bar = tqdm(
+                total=total, desc=title, bar_format=layout, file=sys.stdout, leave=False, mininterval=_BAR_INTERVAL_S
+            )
+
+    def _advance(self, logs: Mapping[str, float] | None) -> None:
+        self._steps += 1
+        self._rows += self.model.rows_in_batch
+        elapsed = time.perf_counter()
+        interval = _BAR_INTERVAL_S if self._bar is not None else _LINE_INTERVAL_S
+        if self._verbose == 1 and elapsed - self._shown >= interval:
+            self._show(elapsed)
+        self._before = logs
+
+    def _show(self, moment: float) -> None:
+        self._shown = moment
+        rate = self._rows / (moment - self._start)
+        text = "".join([f", {rate:,.0f} examples/s", *(f", {name} {value:.4g}" for name, value in (self._before or {}).items())])
+        if self._bar is not None:
+            self._bar.set_postfix_str(text[2:], refresh=False)
+            self._bar.n = self._steps
+            self._bar.refresh()
+        else:
+            total = self.params.get("steps")
+            left = f", {(total - self._steps) * (moment - self._start) / self._steps:.0f} s left" if total else ""
+            print(f"  step {self._steps}{f'/{total}' if total else ''}{text}{left}", flush=True)
+
+    def _end(self, title: str, logs: Mapping[str, float] | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        total_s = time.perf_counter() - self._start
+        rate = self._rows / max(self._train_s or total_s, 1e-9)
+        values = "".join(
+            f" - {name}: {value:.4f}" if abs(value) >= 1e-3 else f" - {name}: {value:.4e}" for name, value in (logs or {}).items()
+        )
+        print(f"{title} - {self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s{values}", flush=True)
