@@ -218,3 +218,20 @@ def test_stride_sits_on_the_3x3_convolution():
 
     assert conv_shapes(models.resnet50(num_classes=2)) == [8, 4, 4]
     assert conv_shapes(models.resnet50_v1(num_classes=2)) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet20", "ResNetSmall"])
+def test_kernel_penalty_is_the_sum_of_squared_kernels(name):
+    module = getattr(models, name)(num_classes=3, kernel_l2=1e-4)
+    images = jnp.zeros((2, 32, 32, 3))
+    variables = jax.jit(partial(module.init, train=False))(jax.random.key(0), images)
+    assert "losses" not in variables
+    kernels = [x for path, x in flatten_dict(variables["params"]).items() if path[-1] == "kernel"]
+    expected = 1e-4 * sum(float(np.sum(np.square(kernel, dtype=np.float64))) for kernel in kernels)
+
+    def penalties(train):
+        apply = partial(module.apply, train=train, mutable=["losses", "batch_stats"])
+        return jax.tree.leaves(jax.jit(apply)(variables, images)[1].get("losses", {}))
+
+    np.testing.assert_allclose(penalties(train=True), [expected], rtol=1e-5)
+    assert penalties(train=False) == []

@@ -12,7 +12,9 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "attention": ["Attention"],
         "cnn": ["CNN"],
+        "decoding": ["Sequences", "beam_search", "greedy_search", "length_penalty"],
         "resnet": [
             "BasicBlock",
             "BottleneckBlock",
@@ -27,5 +29,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "resnet_cifar": ["CifarResNet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110"],
         "resnet_small": ["ResNetSmall"],
         "text_classifier": ["TextClassifier"],
+        "transformer": ["PARAM_SETS", "Transformer", "sinusoids"],
+        "translation": ["Translator", "translate", "translate_greedily"],
     },
 )

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tnt_jax.models.regularization import sow_kernel_penalty
+
 # He et al. 2015, arXiv:1502.01852, eq. 10: normal with variance 2 / fan_in.
 he_normal = nn.initializers.he_normal()
 
@@ -97,6 +99,7 @@ class ResNet(nn.Module):
         width: Channels of the stem and of the first stage.
         dtype: Type of the computation; parameters, statistics and logits are float32.
         bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
         bn_epsilon: Added to the variance in BatchNorm.
     """
 
@@ -106,6 +109,7 @@ class ResNet(nn.Module):
     width: int = 64
     dtype: Any = jnp.float32
     bn_axis_name: str | None = None
+    kernel_l2: float = 0.0
     bn_epsilon: float = 1e-5
 
     @nn.compact
@@ -123,13 +127,18 @@ class ResNet(nn.Module):
         norm = batch_norm(train=train, axis_name=self.bn_axis_name, epsilon=self.bn_epsilon, dtype=self.dtype)
         x_BHWC = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")(images.astype(self.dtype))
         x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
-        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        # Padding a maximum with zeros is exact here: ReLU leaves nothing below zero.
+        x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
         for stage, num_blocks in enumerate(self.stage_sizes):
             for index in range(num_blocks):
                 strides = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"
                 x_BHWC = self.block(self.width * 2**stage, strides, conv=conv, norm=norm, name=name)(x_BHWC)
-        return classify(x_BHWC, num_classes=self.num_classes)
+        logits_BK = classify(x_BHWC, num_classes=self.num_classes)
+        if train:
+            sow_kernel_penalty(self, l2=self.kernel_l2)
+        return logits_BK
 
 
 def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5, momentum: float = 0.9) -> Layer:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tnt_jax.models.regularization import sow_kernel_penalty
 from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal
 
 
@@ -53,12 +54,14 @@ class CifarResNet(nn.Module):
         num_classes: Classes K.
         dtype: Type of the computation; parameters, statistics and logits are float32.
         bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
     """
 
     depth: int
     num_classes: int = 10
     dtype: Any = jnp.float32
     bn_axis_name: str | None = None
+    kernel_l2: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depth < 8 or (self.depth - 2) % 6:
@@ -85,7 +88,10 @@ class CifarResNet(nn.Module):
                 strides = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"
                 x_BHWC = CifarBlock(16 * 2**stage, strides, conv=conv, norm=norm, name=name)(x_BHWC)
-        return classify(x_BHWC, num_classes=self.num_classes)
+        logits_BK = classify(x_BHWC, num_classes=self.num_classes)
+        if train:
+            sow_kernel_penalty(self, l2=self.kernel_l2)
+        return logits_BK
 
 
 # He et al. 2015, table 6.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tnt_jax.models.regularization import sow_kernel_penalty
 from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal
 
 
@@ -52,11 +53,13 @@ class ResNetSmall(nn.Module):
         num_classes: Classes K.
         dtype: Type of the computation; parameters, statistics and logits are float32.
         bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
     """
 
     num_classes: int = 10
     dtype: Any = jnp.float32
     bn_axis_name: str | None = None
+    kernel_l2: float = 0.0
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
@@ -76,4 +79,7 @@ class ResNetSmall(nn.Module):
         for stage, features in enumerate((64, 128, 256, 512), start=1):
             for index, strides in enumerate((2, 1), start=1):
                 x_BHWC = SmallBlock(features, strides, conv=conv, norm=norm, name=f"stage{stage}_block{index}")(x_BHWC)
-        return classify(x_BHWC, num_classes=self.num_classes)
+        logits_BK = classify(x_BHWC, num_classes=self.num_classes)
+        if train:
+            sow_kernel_penalty(self, l2=self.kernel_l2)
+        return logits_BK
