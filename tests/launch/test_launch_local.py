@@ -1,0 +1,244 @@
+"""The local launcher, run as a user runs it: a program of its own, real processes, real signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tnt_jax.launch.processtree import descendants, processes_of_job
+
+pytestmark = pytest.mark.multiprocess
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# A grandchild that hides: another session, no environment.
+subprocess.Popen(["setsid", "env", "-i", "sleep", "600"])
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def tnt_jax(*arguments, **popen):
+    command = [sys.executable, "-m", "tnt_jax.launch", *map(str, arguments)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **{**streams, "env": {**os.environ, "PYTHONPATH": _path()}, **popen})
+
+
+def _path():
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+
+
+def run(*arguments, timeout=60, **popen):
+    """Returns (exit code, standard output, standard error)."""
+    launcher = tnt_jax(*arguments, **popen)
+    try:
+        out, err = launcher.communicate(timeout=timeout)
+    finally:
+        launcher.kill()
+    return launcher.returncode, out, err
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def wait_until(condition, *, timeout_s=15.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_master_alone_is_shown_with_its_arguments_untouched(script):
+    path = script("import os, sys; print(os.environ['TNT_PROCESS_ID'], os.environ['TNT_NUM_PROCESSES'], sys.argv[1:])")
+    odd = ["a b", "'\"", "$HOME", "line\nbreak", "", "--", "-n"]
+    code, out, err = run("-n", 3, "--no-gpu", "--", path, *odd)
+    assert (code, out, err) == (0, f"0 3 {odd}\n", "")
+
+
+def test_each_line_carries_its_rank_where_all_print(script):
+    path = script("import os; print('one\\ntwo', end=os.environ['TNT_PROCESS_ID'])")
+    code, out, _ = run("-n", 2, "--no-gpu", "--output-on-all-devices", path)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[rank 0] one", "[rank 0] two0", "[rank 1] one", "[rank 1] two1"]
+
+
+def test_bytes_that_are_no_text_pass_unchanged(script):
+    path = script("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)")
+    code, out, _ = run("-n", 1, "--no-gpu", path, text=False)
+    assert (code, out) == (0, bytes(range(256)) * 2000)
+
+
+def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(script):
+    path = script(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['TNT_PROCESS_ID'] == '2': print('the cause', file=sys.stderr); sys.exit(7)\n"
+        "time.sleep(600)"
+    )
+    started = time.monotonic()
+    code, _, err = run("-n", 3, "--no-gpu", path)
+    assert code == 7
+    assert "Rank 2 on localhost failed with exit code 7" in err
+    assert "the cause" in err
+    assert time.monotonic() - started < 15
+
+
+def test_rank_ended_by_a_signal_is_named_with_it(script):
+    path = script("import os, time\nif os.environ['TNT_PROCESS_ID'] == '1': os.abort()\ntime.sleep(600)")
+    code, _, err = run("-n", 2, "--no-gpu", path)
+    assert code == 128 + signal.SIGABRT
+    assert "Rank 1 on localhost was ended by signal 6" in err
+
+
+@pytest.mark.parametrize("victim", ["launcher", "supervisor"])
+def test_nothing_survives_when_a_part_of_the_launcher_is_killed(script, victim):
+    launcher = tnt_jax("-n", 2, "--no-gpu", script(STUBBORN))
+    wait_until(lambda: len(descendants(launcher.pid)) == 5)  # The supervisor, two ranks, two grandchildren.
+    everyone = [launcher.pid, *descendants(launcher.pid)]
+    os.kill(everyone[0 if victim == "launcher" else 1], signal.SIGKILL)
+    launcher.wait(15)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone))
+
+
+@pytest.mark.parametrize(("signum", "says"), [(signal.SIGINT, "caught SIGINT"), (signal.SIGTERM, "caught SIGTERM")])
+def test_signal_reaches_the_script_which_may_end_well(script, signum, says):
+    path = script(
+        "import signal, sys, time\n"
+        "def end(signum, frame):\n"
+        "    print('caught', signal.Signals(signum).name); sys.exit(0)\n"
+        "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, end)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    launcher = tnt_jax("-n", 1, "--no-gpu", path)
+    assert launcher.stdout.readline() == "up\n"
+    launcher.send_signal(signum)
+    out, _ = launcher.communicate(timeout=15)
+    assert (launcher.returncode, out) == (0, says + "\n")
+
+
+def test_ctrl_c_ends_a_script_that_does_not_handle_it(script):
+    launcher = tnt_jax("-n", 2, "--no-gpu", script("import time; print('up', flush=True); time.sleep(600)"))
+    assert launcher.stdout.readline() == "up\n"
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=15)
+    assert launcher.returncode == 130
+    assert "KeyboardInterrupt" in err
+
+
+def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(script):
+    launcher = tnt_jax("-n", 2, "--no-gpu", "--grace-period", 0.5, script(STUBBORN))
+    assert launcher.stdout.readline() == "up\n"
+    wait_until(lambda: len(descendants(launcher.pid)) == 5)
+    everyone = descendants(launcher.pid)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=15)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone), timeout_s=2)
+
+
+def test_missing_script_is_reported_at_once(tmp_path):
+    code, _, err = run("-n", 2, "--", tmp_path / "nothing.py")
+    assert code == 2
+    assert f"no script {tmp_path}/nothing.py" in err
+
+
+def test_missing_interpreter_is_reported_at_once(script):
+    code, _, err = run("-n", 2, "--python-interpreter", "no_such_python -u", "--", script(""))
+    assert code == 2
+    assert "no interpreter no_such_python" in err
+
+
+def test_script_is_a_program_itself_with_an_empty_interpreter(tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho $TNT_PROCESS_ID $1\n")
+    assert "no permission to execute" in run("--no-gpu", "--python-interpreter", "", "--", program)[2]
+    program.chmod(0o755)
+    assert run("--no-gpu", "--python-interpreter", "", "--", program, "x")[:2] == (0, "0 x\n")
+
+
+def test_exported_variables_refer_to_others_in_the_process(script):
+    path = script("import os; print(os.environ['A'], os.environ['B'], repr(os.environ['C']))")
+    code, out, _ = run("-n", 1, "--no-gpu", "-x", "A=1 =2", r"B=${A}/$TNT_PROCESS_ID/\$A", "C=", "--", path)
+    assert (code, out) == (0, "1 =2 1 =2/0/$A ''\n")
+
+
+def test_log_dir_gets_a_file_for_each_rank(script, tmp_path):
+    path = script("import os, sys; print('out', os.environ['TNT_PROCESS_ID']); print('err', file=sys.stderr)")
+    assert run("-n", 2, "--no-gpu", "--log-dir", "logs", path, cwd=tmp_path)[0] == 0
+    assert sorted((tmp_path / "logs" / "rank1.log").read_text().split()) == ["1", "err", "out"]
+
+
+def test_slow_reader_loses_nothing(script):
+    path = script("for i in range(200000): print(i)")
+    launcher = tnt_jax("-n", 1, "--no-gpu", path)
+    time.sleep(1.5)
+    out, _ = launcher.communicate(timeout=60)
+    assert out.splitlines() == [str(i) for i in range(200000)]
+
+
+def test_dry_run_starts_nothing(script, tmp_path):
+    path = script(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    code, out, _ = run("-n", 2, "--no-gpu", "--dry-run", path)
+    assert code == 0
+    assert "rank 1 on localhost" in out
+    assert not (tmp_path / "mark").exists()
+
+
+def test_processes_are_found_by_the_id_of_their_job(script):
+    launcher = tnt_jax(
+        "-n", 1, "--no-gpu", script("import os, time; print(os.environ['TNT_JOB_ID'], flush=True); time.sleep(600)")
+    )
+    job_id = launcher.stdout.readline().strip()
+    assert len(processes_of_job(job_id)) == 1
+    assert processes_of_job(job_id + "x") == []
+    launcher.terminate()
+    launcher.wait(15)
+    assert processes_of_job(job_id) == []
+
+
+def test_launcher_never_imports_jax(script):
+    check = (
+        "import sys; from tnt_jax.launch.command import main; import tnt_jax.launch.supervisor\n"
+        f"code = main(['-n', '1', '--no-gpu', {str(script('print(1)'))!r}])\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'numpy', 'optax'} & set(sys.modules)\n"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], env={**os.environ, "PYTHONPATH": _path()}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+ALL_REDUCE = """
+import os
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+jax.distributed.initialize(
+    os.environ["TNT_COORDINATOR_ADDRESS"], int(os.environ["TNT_NUM_PROCESSES"]), int(os.environ["TNT_PROCESS_ID"]))
+print(jax.device_count(), jax.local_device_count(), multihost_utils.process_allgather(jnp.ones(1) * jax.process_index()).ravel())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["-n", 2], "2 1 [0. 1.]"), (["-n", 4, "--processes-per-node", 2], "4 2 [0. 1.]")]
+)
+def test_processes_meet_even_with_a_proxy_and_virtual_devices_in_the_environment(script, arguments, expected):
+    hostile = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environ = {**os.environ, "PYTHONPATH": _path(), **hostile, **flags}
+    code, out, err = run(*arguments, "--no-gpu", script(ALL_REDUCE), env=environ)
+    assert code == 0, err
+    assert expected in out.splitlines()

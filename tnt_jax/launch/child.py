@@ -1,0 +1,117 @@
+"""One running process of the job, as its supervisor sees it: how it is started, what it said last, how it ended."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping
+from typing import IO, Any
+
+from tnt_jax.launch.processtree import die_with_parent
+
+TAIL_BYTES = 8192
+_VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
+
+
+def expand(value: str, environ: Mapping[str, str]) -> str:
+    r"""Replaces `$NAME` and `${NAME}` as a shell does in double quotes: unset names vanish, `\$` is a dollar sign.
+
+    Example:
+        >>> expand(r"${HOME}/data:$UNSET:\$5", {"HOME": "/home/ada"})
+        '/home/ada/data::$5'
+    """
+    return _VARIABLE.sub(lambda found: environ.get(found[1] or found[2] or "", "") if found[1] or found[2] else "$", value)
+
+
+class Child:
+    """A started process with its output pipes.
+
+    Attributes:
+        rank: Number of the process in the job.
+        pid: Its process id, which is also its process group's.
+        streams: File descriptor of each open output pipe, by name ("stdout", "stderr").
+        code: Exit code as a shell states it (128 + signal number), or None while it runs.
+    """
+
+    def __init__(self, process: Mapping[str, Any]) -> None:
+        self.rank: int = process["rank"]
+        self.shown: frozenset[str] = frozenset(process["shown"])
+        self._tails = {"stdout": b"", "stderr": b""}
+        self._log: IO[bytes] | None = _open_log(process["log_file"])
+        self._popen = _start(process)
+        self.pid = self._popen.pid
+        self.streams = {"stdout": _pipe(self._popen.stdout), "stderr": _pipe(self._popen.stderr)}
+        self.code: int | None = None
+
+    def read(self, name: str) -> bytes | None:
+        """Returns what a stream has, b"" if it has nothing yet, None if it has ended or was closed."""
+        try:
+            data = os.read(self.streams[name], 65536)
+        except BlockingIOError:
+            return b""
+        if not data:
+            return None
+        self._tails[name] = (self._tails[name] + data)[-TAIL_BYTES:]
+        if self._log is not None:
+            self._log.write(data)
+        return data
+
+    def close(self, name: str) -> None:
+        """Closes one stream."""
+        os.close(self.streams.pop(name))
+
+    def ended(self, wait_status: int) -> None:
+        """Takes note of the status that `waitpid` gave for this process."""
+        code = os.waitstatus_to_exitcode(wait_status)
+        self.code = code if code >= 0 else 128 - code
+        self._popen.returncode = code  # It has been waited for: Popen must not try again.
+
+    def tail(self) -> bytes:
+        """Returns the end of the error output, or of the output where there is no error output."""
+        return self._tails["stderr"] or self._tails["stdout"]
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the process and to what it started in its process group."""
+        try:
+            os.killpg(self.pid, signum)
+        except ProcessLookupError:
+            return
+
+
+def _pipe(stream: IO[bytes] | None) -> int:
+    # The descriptor is duplicated because Popen closes its own when it is collected.
+    assert stream is not None
+    descriptor = os.dup(stream.fileno())
+    stream.close()
+    os.set_blocking(descriptor, False)
+    return descriptor
+
+
+def _open_log(path: str | None) -> IO[bytes] | None:
+    if path is None:
+        return None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return open(path, "wb", buffering=0)
+
+
+def _start(process: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, **process["environment"]}
+    for name, value in process["exports"]:
+        environ[name] = expand(value, environ)
+    return subprocess.Popen(
+        process["command"],
+        cwd=process["cwd"],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # Safe here: the supervisor has one thread.
+        preexec_fn=_before_exec,
+    )
+
+
+def _before_exec() -> None:
+    die_with_parent()
+    # The supervisor ignores Ctrl-C, and a program that starts so would, too.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

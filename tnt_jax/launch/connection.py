@@ -1,0 +1,169 @@
+"""The launcher's end of the talk with one host's supervisor, and the three ways to start it: directly, ssh, srun."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.launch import messages
+
+_STDERR_BYTES = 8192
+
+
+def supervisor_command() -> list[str]:
+    """Returns the command that runs the supervisor, the same on every host."""
+    root = str(Path(__file__).parents[2])
+    # -P keeps the working directory, and with it the user's own modules, out of the supervisor's path.
+    program = f"import sys; sys.path.insert(0, {root!r}); from tnt_jax.launch.supervisor import main; main()"
+    return [sys.executable, "-P", "-c", program]
+
+
+def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
+    """Returns the command that runs the supervisor on another host. ssh takes the first value of an option: the user's."""
+    options = [
+        "-T",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=10",
+        "-o",
+        "ServerAliveInterval=5",
+        "-o",
+        "ServerAliveCountMax=2",
+    ]
+    return ["ssh", *ssh_args, *options, "--", host, "exec " + shlex.join(supervisor_command())]
+
+
+class Connection:
+    """A running supervisor.
+
+    Attributes:
+        host: Name of the host.
+        is_remote: Whether a network is in between, so that silence may mean that the host is lost.
+        finished: Whether the supervisor has said that all processes have ended.
+        closed: Whether the talk is over.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], *, is_remote: bool) -> None:
+        self.host = host
+        self.is_remote = is_remote
+        self.finished = False
+        self.closed = False
+        self._greeted = False
+        self._lines = messages.Lines()
+        self._outgoing = bytearray()
+        self._complaints = b""
+        self._spoke_at = self._heard_at = time.monotonic()
+        # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes it on.
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        for descriptor in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(descriptor, False)
+
+    @property
+    def stdin(self) -> int:
+        """File descriptor for writing to the supervisor."""
+        assert self._popen.stdin is not None
+        return self._popen.stdin.fileno()
+
+    @property
+    def stdout(self) -> int:
+        """File descriptor of the supervisor's messages."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout.fileno()
+
+    @property
+    def stderr(self) -> int:
+        """File descriptor of what ssh, the login scripts and the supervisor complain about."""
+        assert self._popen.stderr is not None
+        return self._popen.stderr.fileno()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the supervisor last said something."""
+        return time.monotonic() - self._heard_at
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends a message, as far as the connection takes it; `keep_alive` sends the rest."""
+        if not self.closed:
+            self._outgoing += messages.encode(kind, **fields)
+            self._flush()
+
+    def keep_alive(self) -> None:
+        """Sends what is left to send, or a sign of life."""
+        if self.is_remote and time.monotonic() - self._spoke_at >= messages.BEAT_INTERVAL_S:
+            self.send("beat")
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self.stdin, self._outgoing)]
+                self._spoke_at = time.monotonic()
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()  # The reading side learns it, too, and knows more about the reason.
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have arrived; sets `closed` at the end of the talk."""
+        try:
+            data = os.read(self.stdout, 1 << 16)
+        except BlockingIOError:
+            return []
+        if not data:
+            self.closed = True
+            return []
+        self._heard_at = time.monotonic()
+        found = []
+        for line in self._lines.feed(data):
+            if self._greeted:
+                found.append(messages.decode(line))
+            elif line == messages.GREETING:
+                self._greeted = True
+            else:
+                self._complaints += line
+        return found
+
+    def read_complaints(self) -> bytes | None:
+        """Returns new error output of the connection, None at its end."""
+        try:
+            data = os.read(self.stderr, 1 << 16)
+        except BlockingIOError:
+            return b""
+        self._complaints = (self._complaints + data)[-_STDERR_BYTES:]
+        return data or None
+
+    def close(self) -> None:
+        """Ends the talk, upon which the supervisor ends its processes."""
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            self._popen.stdin.close()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Returns the exit code of the supervisor or of ssh, None if it has not ended in time."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def abort(self) -> None:
+        """Closes the connection without waiting for the other side; a supervisor that still runs notices it."""
+        self.close()
+        if self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait()
+
+    def reason(self) -> str:
+        """Returns why the talk ended, as far as this side can tell."""
+        while self.read_complaints():
+            continue
+        code = self.wait(2.0)
+        text = self._complaints.decode(errors="replace").strip()
+        if text:
+            return text
+        return "it does not answer" if code is None else f"its supervisor ended with code {code}"

@@ -1,0 +1,79 @@
+"""Counts the GPUs, processors and memory nodes of this host without importing JAX."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+_NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Returns the number of NVIDIA GPUs that a process with this environment can use.
+
+    `nvidia-smi` is asked first, because it respects the device limits of containers and SLURM steps, then the driver's
+    list of devices. `CUDA_VISIBLE_DEVICES` restricts both.
+
+    Args:
+        environ: Variables of the process that will use the GPUs.
+    """
+    listed = _list_gpus_with_nvidia_smi()
+    physical = _parse_nvidia_smi(listed) if listed is not None else _driver_gpus()
+    return visible_gpus(physical, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(physical: int, visible_devices: str | None) -> int:
+    """Returns how many of `physical` GPUs the value of `CUDA_VISIBLE_DEVICES` leaves visible.
+
+    As in CUDA, the first entry that names no device hides itself and all entries after it.
+
+    Args:
+        physical: Number of GPUs of the host.
+        visible_devices: Value of `CUDA_VISIBLE_DEVICES`, or None when it is not set.
+
+    Example:
+        >>> visible_gpus(4, "2,3"), visible_gpus(4, "0,-1,1"), visible_gpus(4, ""), visible_gpus(4, None)
+        (2, 1, 0, 4)
+    """
+    if visible_devices is None:
+        return physical
+    count = 0
+    for entry in visible_devices.split(","):
+        name = entry.strip()
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < physical)):
+            break
+        count += 1
+    return count if physical else 0
+
+
+def _list_gpus_with_nvidia_smi() -> str | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    try:
+        # The driver can take many seconds to wake up where persistence mode is off.
+        listed = subprocess.run([command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return None
+    return listed.stdout if listed.returncode == 0 else None
+
+
+def _parse_nvidia_smi(listed: str) -> int:
+    return len(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))
+
+
+def _driver_gpus() -> int:
+    return len(list(_DRIVER_GPUS.iterdir())) if _DRIVER_GPUS.is_dir() else 0
+
+
+def count_cores() -> int:
+    """Returns the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def numa_nodes() -> list[int]:
+    """Returns the numbers of the host's memory nodes ("sockets" on the command line); empty where the kernel shows none."""
+    return sorted(int(path.name[4:]) for path in _NUMA_NODES.glob("node[0-9]*"))

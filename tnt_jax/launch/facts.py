@@ -1,0 +1,157 @@
+"""What a host is like: asked by the launcher before anything starts, answered by the supervisor on that host."""
+
+import getpass
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.launch.devices import count_cores, count_gpus, numa_nodes
+
+_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the launcher wants to know.
+
+    Attributes:
+        cwd: Directory in which the processes will run.
+        script: The user's script, as given on the command line.
+        interpreter: First word of the command that runs it; empty when the script is a program itself.
+        environment: Variables the processes will get on top of the host's own.
+    """
+
+    cwd: str
+    script: str
+    interpreter: str
+    environment: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the request as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The answer.
+
+    Attributes:
+        hostname: The host's own name.
+        own_addresses: What that name resolves to on the host itself; empty if it resolves to nothing.
+        ssh_address: Address at which the launcher reached the host by ssh, or None.
+        python: Python version.
+        versions: Installed version by package name (tnt-jax, jax, jaxlib), None where there is none.
+        num_cores: Processors the processes may use.
+        num_gpus: GPUs the processes may use.
+        has_cuda_jax: Whether JAX's CUDA plugin is installed.
+        numa_nodes: Numbers of the memory nodes.
+        numactl: Path of numactl, or None.
+        free_port: A port that was free a moment ago.
+        cache_dir: Directory for the user's caches.
+        package_root: Directory that scripts need in their path to find tnt_jax; None where it is installed.
+        missing: What does not exist here, in words; empty when all is there.
+    """
+
+    hostname: str
+    own_addresses: tuple[str, ...]
+    ssh_address: str | None
+    python: str
+    versions: dict[str, str | None]
+    num_cores: int
+    num_gpus: int
+    has_cuda_jax: bool
+    numa_nodes: tuple[int, ...]
+    numactl: str | None
+    free_port: int
+    cache_dir: str
+    package_root: str | None
+    missing: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Facts":
+        """Returns the facts that came as plain data."""
+        tuples = {name: tuple(fields[name]) for name in ("own_addresses", "numa_nodes", "missing")}
+        return cls(**{**fields, **tuples})
+
+
+def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this host's `Facts` as plain data."""
+    environ = {**os.environ, **request["environment"]}
+    hostname = socket.gethostname()
+    facts = Facts(
+        hostname=hostname,
+        own_addresses=resolve(hostname),
+        ssh_address=ssh_address(environ),
+        python=".".join(map(str, sys.version_info[:3])),
+        versions={name: package_version(name) for name in ("tnt-jax", "jax", "jaxlib")},
+        num_cores=count_cores(),
+        num_gpus=count_gpus(environ),
+        has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),
+        numa_nodes=tuple(numa_nodes()),
+        numactl=shutil.which("numactl", path=environ.get("PATH")),
+        free_port=free_port(),
+        cache_dir=cache_dir(environ),
+        package_root=None if package_version("tnt-jax") else str(Path(__file__).parents[2]),
+        missing=tuple(_missing(request, environ)),
+    )
+    return asdict(facts)
+
+
+def resolve(name: str) -> tuple[str, ...]:
+    """Returns the addresses a host name stands for on this host, without repetition; none if it is unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return ()
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def ssh_address(environ: Mapping[str, str]) -> str | None:
+    """Returns the address at which an ssh client reached this host: the third word of `SSH_CONNECTION`."""
+    words = environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+def package_version(name: str) -> str | None:
+    """Returns the installed version of a package without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def free_port() -> int:
+    """Returns a TCP port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def cache_dir(environ: Mapping[str, str]) -> str:
+    """Returns the user's cache directory (XDG base directory specification); one in /tmp for a user without a home."""
+    if environ.get("XDG_CACHE_HOME"):
+        return environ["XDG_CACHE_HOME"]
+    home = environ.get("HOME") or ""
+    if os.path.isdir(home) and os.access(home, os.W_OK):
+        return os.path.join(home, ".cache")
+    return os.path.join("/tmp", f"cache-{getpass.getuser()}")
+
+
+def _missing(request: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    if not os.path.isdir(request["cwd"]):
+        return [f"directory {request['cwd']}"]
+    missing = []
+    script = os.path.join(request["cwd"], request["script"])
+    if not os.path.isfile(script):
+        missing.append(f"script {script}")
+    elif not request["interpreter"] and not os.access(script, os.X_OK):
+        missing.append(f"permission to execute {script}")
+    if request["interpreter"] and shutil.which(request["interpreter"], path=environ.get("PATH")) is None:
+        missing.append(f"interpreter {request['interpreter']}")
+    return missing

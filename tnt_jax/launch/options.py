@@ -1,0 +1,223 @@
+"""The command line of `tnt-jax`, read into one frozen, validated `Options`."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tnt_jax.settings import LOG_LEVELS
+
+_EPILOG = """\
+examples:
+  tnt-jax -- train.py --epochs 3                   every GPU of this host, or one CPU process
+  tnt-jax -n 2 --no-gpu -- train.py                two CPU processes
+  tnt-jax --hostfile hosts -- train.py             every GPU of the hosts in the file, through ssh
+  tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
+  tnt-jax doctor --hostfile hosts                  find out why it does not work
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        script: The script to run; empty with `cleanup`.
+        script_args: Its arguments.
+        interpreter: Words of the command that runs the script; empty to run the script itself.
+        devices_per_node: Devices to use on each host; None for all GPUs, or one CPU.
+        processes_per_node: Processes that share these devices; None for one each.
+        use_gpus: Whether GPUs may be used.
+        log_level: Level of the library's log; None to leave the environment's.
+        log_on_all_devices: Whether every process logs.
+        output_on_all_devices: Whether the output of every process is shown.
+        exports: Variables for every process, in order; values may refer to others as `$NAME`.
+        fusion_threshold_kb: Largest gradient bucket, in kB; None to leave the environment's.
+        pin_to_socket: Whether each process is bound to the processors of one memory node.
+        pin_memory_to_socket: Whether its memory is, too.
+        compilation_cache: Whether compiled programs are kept between runs.
+        hostfile: File that lists the hosts; None for this one.
+        ssh_args: Words to add to the ssh command.
+        log_dir: Directory for one log file a process; None for none.
+        port: Port of the coordinator; None for any free one.
+        grace_period_s: Seconds that processes get to end by themselves after Ctrl-C or SIGTERM.
+        dry_run: Whether to print the plan instead of running it.
+        cleanup: Id of the job whose leftovers are to be ended; None to run a job.
+        force: Whether `cleanup` uses SIGKILL.
+    """
+
+    script: str
+    script_args: tuple[str, ...] = ()
+    interpreter: tuple[str, ...] = (sys.executable,)
+    devices_per_node: int | None = None
+    processes_per_node: int | None = None
+    use_gpus: bool = True
+    log_level: str | None = None
+    log_on_all_devices: bool = False
+    output_on_all_devices: bool = False
+    exports: tuple[tuple[str, str], ...] = ()
+    fusion_threshold_kb: int | None = None
+    pin_to_socket: bool = False
+    pin_memory_to_socket: bool = False
+    compilation_cache: bool = True
+    hostfile: str | None = None
+    ssh_args: tuple[str, ...] = ()
+    log_dir: str | None = None
+    port: int | None = None
+    grace_period_s: float = 30.0
+    dry_run: bool = False
+    cleanup: str | None = None
+    force: bool = False
+
+
+def parse_options(argv: Sequence[str], *, version: str) -> Options:
+    """Returns the options that a command line states; prints help or an error and exits where argparse does.
+
+    Everything after `--`, or from the first word that is not an option, is the script and its arguments.
+
+    Raises:
+        ValueError: If options contradict each other or `-x` is given something that is not K=V.
+    """
+    ours, script = _split(argv)
+    parser = _parser(version)
+    given = parser.parse_args(ours)
+    script = [*given.script, *script]
+    _check(given, script)
+    return Options(
+        script=script[0] if script else "",
+        script_args=tuple(script[1:]),
+        interpreter=(sys.executable,) if given.python_interpreter is None else tuple(shlex.split(given.python_interpreter)),
+        devices_per_node=given.num_processes or given.devices_per_node,
+        processes_per_node=given.processes_per_node,
+        use_gpus=not given.no_gpu,
+        log_level=given.log_level,
+        log_on_all_devices=given.log_on_all_devices,
+        output_on_all_devices=given.output_on_all_devices,
+        exports=tuple(_export(text) for texts in given.exports for text in texts),
+        fusion_threshold_kb=given.fusion_threshold,
+        pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
+        pin_memory_to_socket=given.pin_memory_to_socket,
+        compilation_cache=not given.no_compilation_cache,
+        hostfile=given.hostfile,
+        ssh_args=tuple(shlex.split(given.ssh_args)),
+        log_dir=given.log_dir,
+        port=given.port,
+        grace_period_s=given.grace_period,
+        dry_run=given.dry_run,
+        cleanup=given.cleanup,
+        force=given.force,
+    )
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _check(given: argparse.Namespace, script: Sequence[str]) -> None:
+    if given.num_processes is not None and given.devices_per_node is not None:
+        raise ValueError("Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same.")
+    if given.force and given.cleanup is None:
+        raise ValueError("--force is only valid together with --cleanup.")
+    if not script and given.cleanup is None:
+        raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")
+
+
+def _export(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"-x must be followed by NAME=VALUE, but got {text!r}. If that is the script, put -- before it.")
+    return name, value
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
+        return int(text)
+
+    return integer
+
+
+def _parser(version: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tnt-jax",
+        usage="tnt-jax [options] -- script.py [arguments]",
+        description="Runs a training script in one process for each device.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    _add_placement(parser.add_argument_group("devices"))
+    _add_hosts(parser.add_argument_group("hosts"))
+    _add_output(parser.add_argument_group("output"))
+    _add_processes(parser.add_argument_group("processes"))
+    return parser
+
+
+def _add_placement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("-n", dest="num_processes", type=_at_least(1), metavar="N", help="devices to use; each gets a process")
+    add(
+        "--devices-per-node",
+        "--n-per-node",
+        type=_at_least(1),
+        metavar="N",
+        help="devices to use on each host (default: all GPUs, or one CPU process)",
+    )
+    add(
+        "--processes-per-node",
+        type=_at_least(1),
+        metavar="N",
+        help="processes that share the devices of a host (default: one for each device)",
+    )
+    add("--no-gpu", "--no-gpus", action="store_true", help="use CPUs only")
+    add("--pin-to-socket", action="store_true", help="bind each process to the processors of one socket, with numactl")
+    add("--pin-memory-to-socket", action="store_true", help="bind its memory to that socket, too")
+
+
+def _add_hosts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--hostfile", metavar="FILE", help="hosts to use, one on each line: NAME [slots=N]")
+    add("--ssh-args", default="", metavar="ARGS", help='arguments for ssh, for instance "-F my_config -p 2222"')
+    add("--port", type=_at_least(1), metavar="P", help="port on which the processes find each other (default: a free one)")
+    add("--cleanup", metavar="JOB", help="end what is left of a job on its hosts; its id is printed at --log-level INFO")
+    add("--force", action="store_true", help="with --cleanup: kill without asking")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--log-level", type=str.upper, choices=LOG_LEVELS, help="log level of the library and of the launcher")
+    add("--log-on-all-devices", action="store_true", help="log on every process, not on the first alone")
+    add("--output-on-all-devices", action="store_true", help="show the output of every process, each line with its rank")
+    add("--log-dir", metavar="DIR", help="write the output of each process to a file in this directory, on its host")
+    add("--dry-run", action="store_true", help="show what would be started, start nothing")
+
+
+def _add_processes(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "-x",
+        dest="exports",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set variables in every process; $OTHER in a value stands for the value of OTHER there",
+    )
+    add("--fusion-threshold", type=_at_least(0), metavar="KB", help="largest gradient bucket; 0 reduces every array alone")
+    add("--python-interpreter", metavar="CMD", help='command that runs the script; "" runs the script itself')
+    add("--no-compilation-cache", action="store_true", help="do not keep compiled programs for the next run")
+    add(
+        "--grace-period",
+        type=float,
+        default=Options.grace_period_s,
+        metavar="S",
+        help="seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
+    )

@@ -1,0 +1,229 @@
+"""Turns hosts, devices and options into a list of processes. Everything here is a pure function of its arguments."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tnt_jax.launch.environment import carried_environment, process_environment
+from tnt_jax.launch.facts import Facts
+from tnt_jax.launch.options import Options
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the job and what is known of it.
+
+    Attributes:
+        name: Its name as the user gave it.
+        facts: What it told about itself.
+        slots: Devices that the hostfile grants on it; None for no limit.
+        is_remote: Whether processes there start from the environment of a login, not from the launcher's.
+    """
+
+    name: str
+    facts: Facts
+    slots: int | None = None
+    is_remote: bool = False
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of the job.
+
+    Attributes:
+        kind: "gpu" or "cpu".
+        per_host: Number of devices on each host.
+        warnings: What the user must know about the choice.
+    """
+
+    kind: str
+    per_host: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process to start.
+
+    Attributes:
+        rank: Its number in the job; 0 is the master.
+        local_rank: Its number on its host.
+        host: Name of the host.
+        command: Words of the command.
+        cwd: Directory to run it in.
+        environment: Variables on top of the host's own.
+        exports: The user's own variables, set after these, with `$NAME` replaced on the host.
+        shown: Which of its streams reach the user's screen: "stdout", "stderr".
+        log_file: File on the host that gets both streams, or None.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    command: tuple[str, ...]
+    cwd: str
+    environment: Mapping[str, str]
+    exports: tuple[tuple[str, str], ...]
+    shown: tuple[str, ...]
+    log_file: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the process as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes of a job have in common.
+
+    Attributes:
+        job_id: Name that marks every process of the job.
+        coordinator_address: `host:port` where process 0 listens.
+        cwd: Directory in which the processes run.
+        environ: The environment of the launcher.
+    """
+
+    job_id: str
+    coordinator_address: str
+    cwd: str
+    environ: Mapping[str, str]
+
+
+def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
+    """Returns how many devices of which kind each host contributes.
+
+    Without a number: all GPUs, or one CPU process a host, with a warning, where there are none. With a number: that many
+    GPUs if every host has them, otherwise that many CPU processes, with a warning. Without GPUs by request: no warning.
+
+    Raises:
+        ValueError: If the hostfile and the options grant different numbers, or if hosts differ in their number of GPUs and
+            nothing says how many to use.
+    """
+    wanted = [_wanted(host, options) for host in hosts]
+    if not options.use_gpus:
+        return Devices("cpu", tuple(number or 1 for number in wanted))
+    gpus = [host.facts.num_gpus if host.facts.has_cuda_jax else 0 for host in hosts]
+    if all(gpus) and all(number is None or number <= have for number, have in zip(wanted, gpus, strict=True)):
+        _check_equal_gpus(hosts, wanted)
+        return Devices("gpu", tuple(number or have for number, have in zip(wanted, gpus, strict=True)))
+    return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
+
+
+def _wanted(host: Host, options: Options) -> int | None:
+    asked = options.devices_per_node
+    if asked is not None and host.slots is not None and asked != host.slots:
+        raise ValueError(
+            f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but the command line asks for "
+            f"{asked} on each host. Leave one of the two out."
+        )
+    return host.slots if asked is None else asked
+
+
+def _check_equal_gpus(hosts: Sequence[Host], wanted: Sequence[int | None]) -> None:
+    counts = {host.name: host.facts.num_gpus for host, number in zip(hosts, wanted, strict=True) if number is None}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ValueError(
+            f"The hosts have different numbers of GPUs: {listed}. Say how many to use with --devices-per-node, or with "
+            "slots=N in the hostfile."
+        )
+
+
+def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
+    warnings = [
+        f"{host.name} has {host.facts.num_gpus} GPU(s), but the JAX installed there cannot use them; install jax[cuda13]."
+        for host in hosts
+        if host.facts.num_gpus and not host.facts.has_cuda_jax
+    ]
+    for host, number in zip(hosts, wanted, strict=True):
+        if host.facts.num_gpus < (number or 1):
+            where = "" if len(hosts) == 1 else f" on {host.name}"
+            count = number or 1
+            text = f"Cannot find {count} available GPUs per node as requested" if number else "Cannot find any GPU"
+            warnings.append(f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead.")
+            break
+    return tuple(warnings)
+
+
+def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, job: Job) -> list[Process]:
+    """Returns the processes of a job, host by host, so that neighbouring ranks are on one host.
+
+    Raises:
+        ValueError: If the devices of a host cannot be divided evenly among `options.processes_per_node`, or if processes
+            cannot be pinned to the sockets of a host.
+    """
+    counts = [_processes_on(host, number, options) for host, number in zip(hosts, devices.per_host, strict=True)]
+    processes: list[Process] = []
+    for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
+        for local_rank in range(count):
+            rank = len(processes)
+            environment = process_environment(
+                facts=host.facts,
+                device_kind=devices.kind,
+                local_devices=range(local_rank * num_devices // count, (local_rank + 1) * num_devices // count),
+                rank=rank,
+                num_processes=sum(counts),
+                processes_on_host=count,
+                single_host=len(hosts) == 1,
+                options=options,
+                job_id=job.job_id,
+                coordinator_address=job.coordinator_address,
+                environ=job.environ,
+            )
+            processes.append(
+                Process(
+                    rank=rank,
+                    local_rank=local_rank,
+                    host=host.name,
+                    command=(*_pinning(host, local_rank, count, options), *_script_command(options, job.cwd)),
+                    cwd=job.cwd,
+                    environment={**(carried_environment(job.environ) if host.is_remote else {}), **environment},
+                    exports=options.exports,
+                    shown=_shown(rank, options),
+                    log_file=_log_file(rank, options, job.cwd),
+                )
+            )
+    return processes
+
+
+def _processes_on(host: Host, num_devices: int, options: Options) -> int:
+    count = options.processes_per_node or num_devices
+    if num_devices % count:
+        raise ValueError(
+            f"--processes-per-node ({count}) must divide the number of devices on {host.name} ({num_devices}), so that "
+            "each process drives equally many."
+        )
+    return count
+
+
+def _script_command(options: Options, cwd: str) -> tuple[str, ...]:
+    if options.interpreter:
+        return (*options.interpreter, options.script, *options.script_args)
+    return (os.path.join(cwd, options.script), *options.script_args)
+
+
+def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple[str, ...]:
+    if not options.pin_to_socket:
+        return ()
+    nodes = host.facts.numa_nodes
+    if host.facts.numactl is None:
+        raise FileNotFoundError(f"--pin-to-socket needs the program numactl on {host.name}; install it there.")
+    if not nodes or count > len(nodes):
+        raise ValueError(
+            f"--pin-to-socket needs a socket (NUMA node) for each process, but {host.name} has {len(nodes)} for {count} "
+            "processes. Start fewer processes, or leave the option out."
+        )
+    memory = "--membind" if options.pin_memory_to_socket else "--preferred"
+    node = nodes[local_rank]
+    return (host.facts.numactl, f"--cpunodebind={node}", f"{memory}={node}")
+
+
+def _shown(rank: int, options: Options) -> tuple[str, ...]:
+    if rank == 0 or options.output_on_all_devices:
+        return ("stdout", "stderr")
+    return ("stderr",) if options.log_on_all_devices else ()
+
+
+def _log_file(rank: int, options: Options, cwd: str) -> str | None:
+    return os.path.join(cwd, options.log_dir, f"rank{rank}.log") if options.log_dir else None

@@ -1,0 +1,96 @@
+"""Linux calls that keep a job's processes together: who dies with whom, and who descends from whom."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends, so that `descendants` finds all of them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends. Call it between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of the children of `pid`, their children and so on; zombies are left out."""
+    children: dict[int, list[int]] = {}
+    for child, parent, state in _all_processes():
+        if state not in "ZX":
+            children.setdefault(parent, []).append(child)
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        frontier = [child for parent in frontier for child in children.get(parent, [])]
+        found += frontier
+    return found
+
+
+def processes_of_job(job_id: str) -> list[int]:
+    """Returns the ids of this user's processes whose environment says `TNT_JOB_ID=job_id`, this process excepted."""
+    wanted = f"TNT_JOB_ID={job_id}".encode()
+    found = []
+    for pid, _, state in _all_processes():
+        if pid == os.getpid() or state in "ZX":
+            continue
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            continue  # It belongs to somebody else, or has ended.
+        if wanted in environment.split(b"\0"):
+            found.append(pid)
+    return found
+
+
+def send_signal(pids: Iterable[int], signum: int) -> None:
+    """Sends a signal to each process; one that has ended is passed over."""
+    for pid in pids:
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            continue
+
+
+def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
+    """Kills all descendants of `pid` and returns those that are still there after `patience_s` seconds.
+
+    A process can start another while it is being killed, and one in an uninterruptible system call dies late: the list is
+    read again until it is empty.
+    """
+    deadline = time.monotonic() + patience_s
+    while (left := descendants(pid)) and time.monotonic() < deadline:
+        send_signal(left, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
+
+
+def _all_processes() -> list[tuple[int, int, str]]:
+    """Returns (process id, parent's id, state letter) of every process."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            stat = Path(f"/proc/{name}/stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # The command name stands in parentheses and may itself contain spaces and parentheses.
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        found.append((int(name), int(parent), state))
+    return found

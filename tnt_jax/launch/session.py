@@ -1,0 +1,212 @@
+"""Runs a plan: talks with the supervisors of all hosts until every process has ended."""
+
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tnt_jax.launch.connection import Connection
+from tnt_jax.launch.facts import Facts, Request
+from tnt_jax.launch.plan import Process
+from tnt_jax.launch.screen import Screen, failure_report, say
+
+HOST_TIMEOUT_S = 8.0
+"""Seconds after which a silent host counts as lost, and a silent launcher as dead."""
+FAILURE_GRACE_S = 5.0
+_TICK_S = 0.5
+_logger = logging.getLogger("tnt_jax.launch")
+
+
+class HostError(RuntimeError):
+    """A host cannot take part in the job; the message names it."""
+
+
+class Session:
+    """The launcher's event loop over the supervisors of a job."""
+
+    def __init__(self, connections: Sequence[Connection], *, grace_period_s: float) -> None:
+        self._connections = {connection.host: connection for connection in connections}
+        self._grace_period_s = grace_period_s
+        self._selector = selectors.DefaultSelector()
+        for connection in connections:
+            self._selector.register(connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c))
+            self._selector.register(connection.stderr, selectors.EVENT_READ, lambda c=connection: self._read_complaints(c))
+        self._facts: dict[str, Facts] = {}
+        self._lost: dict[str, str] = {}
+        self._screen = Screen([])
+        self._running: dict[int, str] = {}
+        self._exit_code = 0
+        self._stopping_since: float | None = None
+        self._stop_at: float | None = None
+        self._give_up_at: float | None = None
+        self._caught: int | None = None
+
+    # Before the start.
+
+    def inspect(self, request: Request, *, timeout_s: float) -> dict[str, Facts]:
+        """Returns what each host is like.
+
+        Raises:
+            HostError: If a host cannot be reached or does not answer in time; the message names all such hosts.
+        """
+        for connection in self._connections.values():
+            silence_s = HOST_TIMEOUT_S if connection.is_remote else None
+            connection.send("inspect", request=request.to_json(), silence_s=silence_s)
+        deadline = time.monotonic() + timeout_s
+        while len(self._facts) + len(self._lost) < len(self._connections) and time.monotonic() < deadline:
+            self._turn()
+            if self._caught is not None:
+                raise KeyboardInterrupt
+        silent = self._connections.keys() - self._facts.keys() - self._lost.keys()
+        self._lost |= dict.fromkeys(silent, f"no answer within {timeout_s:g} seconds")
+        if self._lost:
+            raise HostError("\n".join(f"{host}: {reason}" for host, reason in self._lost.items()))
+        return {host: self._facts[host] for host in self._connections}
+
+    # The job.
+
+    def run(self, processes: Sequence[Process]) -> int:
+        """Starts the processes and returns when all have ended.
+
+        Returns:
+            0 if all processes succeeded; 128 + signal number if the launcher was told by a signal to end them and not all
+            succeeded nevertheless; otherwise the exit code of the first process that failed.
+        """
+        self._screen = Screen(processes)
+        self._running = {process.rank: process.host for process in processes}
+        for host, connection in self._connections.items():
+            connection.send("start", processes=[process.to_json() for process in processes if process.host == host])
+        while any(not connection.finished and not connection.closed for connection in self._connections.values()):
+            self._turn()
+            self._keep_time()
+            if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+                break
+        return self._exit_code
+
+    def watch_signals(self) -> Callable[[], None]:
+        """Takes the signals that end or concern a job; returns the function that gives them back."""
+        read_fd, write_fd = os.pipe()
+        for descriptor in (read_fd, write_fd):
+            os.set_blocking(descriptor, False)
+        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        taken = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+        previous = {signum: signal.signal(signum, lambda signum, frame: None) for signum in taken}
+        if any(connection.is_remote for connection in self._connections.values()):
+            # A stopped launcher is silent, and the hosts would take it for dead.
+            previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        self._selector.register(read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64)))
+
+        def restore() -> None:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(previous_fd)
+            os.close(read_fd)
+            os.close(write_fd)
+
+        return restore
+
+    def _catch(self, caught: bytes) -> None:
+        for signum in caught:
+            if signum in (signal.SIGUSR1, signal.SIGUSR2):
+                self._tell_all("signal", signum=signum)
+            elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._end_by(signal.SIGTERM if signum == signal.SIGHUP else signum)
+
+    def _end_by(self, signum: int) -> None:
+        if self._caught is not None and signum == signal.SIGINT:
+            self._stop(0.0)
+            return
+        _logger.warning("Passing on %s; %g seconds to end.", signal.Signals(signum).name, self._grace_period_s)
+        self._caught = signum
+        self._tell_all("signal", signum=signum)
+        self._stop_at = time.monotonic() + self._grace_period_s
+
+    def _turn(self) -> None:
+        for connection in self._connections.values():
+            connection.keep_alive()
+        for key, _ in self._selector.select(_TICK_S):
+            key.data()
+
+    def _keep_time(self) -> None:
+        if self._stop_at is not None and time.monotonic() > self._stop_at:
+            self._stop_at = None
+            self._stop(0.0)
+        for connection in self._connections.values():
+            if connection.is_remote and not connection.closed and connection.silent_s > HOST_TIMEOUT_S:
+                self._lose(connection, f"it has been silent for {connection.silent_s:.0f} seconds")
+
+    def _tell_all(self, kind: str, **fields: Any) -> None:
+        for connection in self._connections.values():
+            if not connection.finished:
+                connection.send(kind, **fields)
+
+    def _stop(self, grace_s: float) -> None:
+        self._tell_all("stop", grace_s=grace_s)
+        self._give_up_at = time.monotonic() + grace_s + HOST_TIMEOUT_S
+
+    def _fail(self, exit_code: int, report: str) -> None:
+        """The first failure decides the exit code; what follows it, or a signal, is only a consequence."""
+        if self._exit_code:
+            return
+        if self._caught is not None:
+            self._exit_code = 128 + self._caught
+        else:
+            self._exit_code = exit_code
+            say(report)
+            self._stop(FAILURE_GRACE_S)
+
+    # From the hosts.
+
+    def _receive(self, connection: Connection) -> None:
+        for message in connection.receive():
+            getattr(self, f"_on_{message['kind']}")(connection, message)
+        if connection.closed:
+            self._selector.unregister(connection.stdout)
+            if not connection.finished:
+                self._lose(connection, connection.reason())
+
+    def _read_complaints(self, connection: Connection) -> None:
+        data = connection.read_complaints()
+        if data is None:
+            self._selector.unregister(connection.stderr)
+        elif data and self._facts:
+            say(f"{connection.host}: {data.decode(errors='replace').rstrip()}")
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        connection.closed = True
+        self._lost[connection.host] = reason
+        lost = [rank for rank, host in self._running.items() if host == connection.host]
+        if lost:
+            self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
+
+    def _on_facts(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._facts[connection.host] = Facts.from_json(message["facts"])
+
+    def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        _logger.info("Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"])
+
+    def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._fail(1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}")
+
+    def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._screen.write(message["rank"], message["stream"], message["data"].encode("latin-1"))
+
+    def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        rank, code = message["rank"], message["code"]
+        self._running.pop(rank)
+        self._screen.finish(rank)
+        _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
+        if code:
+            tail = message["tail"].encode("latin-1")
+            self._fail(code, failure_report(rank, connection.host, code, tail, shown=self._screen.shows(rank)))
+
+    def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        """Hearing it was all."""
+
+    def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        connection.finished = True
+        if message["leftover"]:
+            say(f"Processes on {connection.host} that cannot be killed: {', '.join(map(str, message['leftover']))}")

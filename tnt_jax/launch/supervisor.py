@@ -1,0 +1,238 @@
+"""The small program that starts a host's processes, passes their output on and lets none of them survive the job.
+
+It is started once on every host and talks with the launcher through its standard input and output (`messages`). When that
+connection ends, for whatever reason, or falls silent, it ends its processes and everything they started.
+"""
+
+import fcntl
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tnt_jax.launch import messages
+from tnt_jax.launch.child import Child
+from tnt_jax.launch.facts import inspect_host
+from tnt_jax.launch.processtree import adopt_orphans, descendants, kill_descendants, send_signal
+
+_BACKLOG_BYTES = 1 << 20
+_ABANDONED_GRACE_S = 5.0
+# A pipe holds 64 KiB by default and at most 1 MiB; what comes after that was written by a process that lives on.
+_LAST_PIECES = 16
+FileLike = int | selectors.EpollSelector
+
+
+class Supervisor:
+    """The event loop of one host. One thread: nothing can be forked in a bad moment, nothing blocks the clock."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._read_fd, self._write_fd = read_fd, write_fd
+        self._selector = selectors.DefaultSelector()
+        self._outputs = selectors.EpollSelector()
+        self._incoming = messages.Lines()
+        self._outgoing = bytearray(messages.GREETING)
+        self._children: dict[int, Child] = {}
+        self._connected = True
+        self._started = False
+        self._kill_at: float | None = None
+        self._silence_s: float | None = None
+        self._heard_at = self._spoke_at = time.monotonic()
+        self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "inspect": self._inspect,
+            "start": self._start,
+            "signal": self._forward_signal,
+            "stop": lambda message: self._stop(message["grace_s"]),
+            "beat": lambda message: None,
+        }
+
+    def run(self) -> None:
+        """Serves the launcher until every process has ended or the launcher is gone."""
+        adopt_orphans()
+        self._watch_signals()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._selector.register(self._read_fd, selectors.EVENT_READ, self._hear)
+        while self._connected or self._running():
+            self._write()
+            self._watch(self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outgoing))
+            # When the launcher reads more slowly than the processes write, these wait, as a terminal would make them.
+            self._watch(self._outputs, selectors.EVENT_READ, self._relay_all, wanted=len(self._outgoing) < _BACKLOG_BYTES)
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            self._keep_time()
+            if self._started and not self._running():
+                break
+        leftover = kill_descendants(os.getpid())
+        if self._connected:
+            self._send("done", leftover=leftover)
+            self._write_rest(patience_s=10.0)
+
+    def _running(self) -> list[Child]:
+        return [child for child in self._children.values() if child.code is None]
+
+    def _patience(self) -> float:
+        return 0.05 if self._kill_at is not None else messages.BEAT_INTERVAL_S / 2
+
+    def _watch(self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool) -> None:
+        watched = source in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(source, events, action)
+        elif watched and not wanted:
+            self._selector.unregister(source)
+
+    def _watch_signals(self) -> None:
+        read_fd, write_fd = os.pipe()
+        for descriptor in (read_fd, write_fd):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda signum, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is for the launcher to pass on.
+
+        def wake() -> None:
+            caught = os.read(read_fd, 4096)
+            self._reap()
+            if signal.SIGTERM in caught or signal.SIGHUP in caught:
+                self._abandon()
+
+        self._selector.register(read_fd, selectors.EVENT_READ, wake)
+
+    # From the launcher.
+
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._read_fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._abandon()
+            return
+        self._heard_at = time.monotonic()
+        for line in self._incoming.feed(data):
+            message = messages.decode(line)
+            self._handlers[message["kind"]](message)
+
+    def _inspect(self, message: Mapping[str, Any]) -> None:
+        self._silence_s = message["silence_s"]
+        self._send("facts", facts=inspect_host(message["request"]))
+
+    def _start(self, message: Mapping[str, Any]) -> None:
+        self._started = True
+        for process in message["processes"]:
+            try:
+                child = Child(process)
+            except OSError as error:
+                self._send("refused", rank=process["rank"], reason=str(error))
+                self._stop(0.0)
+                return
+            self._children[child.pid] = child
+            self._listen(child)
+            self._send("started", rank=child.rank, pid=child.pid)
+
+    def _forward_signal(self, message: Mapping[str, Any]) -> None:
+        for child in self._running():
+            child.signal(message["signum"])
+
+    def _stop(self, grace_s: float) -> None:
+        """Asks all processes to end and sets the time at which they are killed."""
+        if self._kill_at is None:
+            for child in self._running():
+                child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _abandon(self) -> None:
+        """The launcher is gone: nobody reads, nobody will speak again."""
+        if self._connected:
+            self._connected = False
+            self._selector.unregister(self._read_fd)
+            self._outgoing.clear()
+            self._stop(_ABANDONED_GRACE_S)
+
+    # From the processes.
+
+    def _listen(self, child: Child) -> None:
+        for name, descriptor in child.streams.items():
+            self._outputs.register(descriptor, selectors.EVENT_READ, (child, name))
+
+    def _relay_all(self) -> None:
+        for key, _ in self._outputs.select(0):
+            self._relay(*key.data)
+
+    def _relay(self, child: Child, name: str) -> bool:
+        """Passes one piece of output on; returns whether there may be more."""
+        data = child.read(name)
+        if data is None:
+            self._outputs.unregister(child.streams[name])
+            child.close(name)
+        elif data and name in child.shown:
+            self._send("output", rank=child.rank, stream=name, data=data.decode("latin-1"))
+        return bool(data)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:  # Otherwise an orphan that a process of the job left behind.
+                self._end(self._children[pid], status)
+
+    def _end(self, child: Child, status: int) -> None:
+        child.ended(status)
+        for name in list(child.streams):
+            for _ in range(_LAST_PIECES):
+                if not self._relay(child, name):
+                    break
+        self._send("exit", rank=child.rank, code=child.code, tail=child.tail().decode("latin-1"))
+
+    # Time and the way back.
+
+    def _keep_time(self) -> None:
+        moment = time.monotonic()
+        if self._silence_s is not None and moment - self._heard_at > self._silence_s:
+            self._abandon()
+        if self._kill_at is not None and moment >= self._kill_at:
+            send_signal(descendants(os.getpid()), signal.SIGKILL)
+        if moment - self._spoke_at >= messages.BEAT_INTERVAL_S and not self._outgoing:
+            self._send("beat")
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        if self._connected:
+            self._outgoing += messages.encode(kind, **fields)
+            self._spoke_at = time.monotonic()
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._write_fd, self._outgoing[:65536])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._abandon()
+
+    def _write_rest(self, *, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        self._write()
+        while self._outgoing and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._write()
+
+
+def main() -> None:
+    """Talks with the launcher through standard input and output."""
+    # Nothing that this process or a library prints may get into the talk.
+    write_fd = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.dup2(2, 1)
+    Supervisor(sys.stdin.fileno(), write_fd).run()
+
+
+if __name__ == "__main__":
+    main()
