@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Device
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = "data"
 
 
-def make_data_mesh(devices: Sequence[Device]) -> Mesh:
+def make_data_mesh(devices: Sequence[Any]) -> Mesh:
     """Returns a mesh of one axis, `data`, over `devices` in the given order."""
     # jax.make_mesh makes Explicit axes by default and reorders devices; ranks must keep their order.
     return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
+from typing import Any
 
 import jax
-from jax import Device
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
@@ -226,7 +226,7 @@ def _cpu_collectives_are_needed() -> bool:
     return (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu"  # type: ignore[attr-defined]
 
 
-def _choose_devices(indices: Sequence[int] | None) -> list[Device]:
+def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
     """Returns the devices of the job, process by process; of this process's own only those at `indices`."""
     own = jax.local_devices()
     if indices is None:
