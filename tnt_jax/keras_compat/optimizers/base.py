@@ -1,0 +1,220 @@
+"""What every optimizer shares: clipping, weight decay, averaged weights, and the Optax transformation around one rule.
+
+A rule is written for one array (`init_leaf`, `update_leaf`), so that it reads like its formula; `transformation` maps it over
+the parameters. The order is Keras's: clip the gradients, decay the weights, apply the rule, average the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tnt_jax.keras_compat.optimizers import clipping
+
+Slots = dict[str, jax.Array]
+LearningRate = float | Callable[[jax.Array], jax.Array]
+
+
+class OptionsButDecay(TypedDict, total=False):
+    """What every optimizer takes besides its own settings and weight decay; see `Optimizer`."""
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    name: str | None
+
+
+class Options(OptionsButDecay, total=False):
+    """What every optimizer takes besides its own settings; see `Optimizer`."""
+
+    weight_decay: float | None
+
+
+class OptimizerState(NamedTuple):
+    """State of the transformation of an `Optimizer`, below `inject_hyperparams`.
+
+    Attributes:
+        count: Number of updates made, int32.
+        slots: Like the parameters, each array replaced by the rule's arrays for it, by name.
+        shared: Scalars of the rule that serve all parameters, by name.
+        average: Averaged weights like the parameters; None without `use_ema`.
+    """
+
+    count: jax.Array
+    slots: Any
+    shared: Slots
+    average: Any
+
+
+class Optimizer:
+    """Base class of optimizers, with the options, order and numbers of `keras.optimizers.Optimizer`.
+
+    Args:
+        learning_rate: A number, or a schedule `step -> rate` (step counts updates from 0, an int32 scalar).
+        weight_decay: Before each update a weight w becomes w - w * weight_decay * learning_rate.
+        clipnorm: Largest norm of each gradient array. At most one of the three clips may be given.
+        clipvalue: Largest absolute value of each gradient entry.
+        global_clipnorm: Largest norm of all gradients taken together.
+        use_ema: Whether to keep an average of the weights, `averaged_params`.
+        ema_momentum: average = ema_momentum * average + (1 - ema_momentum) * weights after each update, in [0, 1].
+        ema_overwrite_frequency: Replace the weights by their average every this many updates; never if None.
+        name: Name of the optimizer; that of the class in lower case by default.
+
+    Raises:
+        ValueError: If an option is out of its range, or several clips are given.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        *,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not (callable(learning_rate) or jnp.ndim(learning_rate) == 0):
+            raise ValueError(f"learning_rate must be a number or a schedule step -> rate, got {learning_rate!r}.")
+        if not 0 <= ema_momentum <= 1:
+            raise ValueError(f"ema_momentum must be in [0, 1], got {ema_momentum}.")
+        if ema_overwrite_frequency is not None and ema_overwrite_frequency < 1:
+            raise ValueError(f"ema_overwrite_frequency must be at least 1 or None, got {ema_overwrite_frequency}.")
+        self.learning_rate: LearningRate | None = learning_rate if callable(learning_rate) else float(learning_rate)
+        self.weight_decay = weight_decay
+        self.clip = clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
+        self.use_ema = use_ema
+        self.ema_momentum = ema_momentum
+        self.ema_overwrite_frequency = ema_overwrite_frequency
+        self.name = name or type(self).__name__.lower()
+        self._undecayed: tuple[str, ...] = ()
+
+    def exclude_from_weight_decay(self, var_names: Sequence[str]) -> None:
+        """Exempts parameters from weight decay.
+
+        Args:
+            var_names: Regular expressions, searched in the path of a parameter (`"Dense_0/bias"`) and in its last part.
+        """
+        self._undecayed = tuple(var_names)
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the arrays that the rule keeps for one parameter, by name."""
+        return {}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule to one parameter.
+
+        Args:
+            grad: Clipped gradient, at least float32.
+            param: The parameter after weight decay, at least float32.
+            slots: What `init_leaf` returned, as of the last update, at least float32.
+            rate: Learning rate, float32 scalar.
+            step: Number of this update, from 1, float32 scalar.
+            shared: What `update_shared` returned for this update.
+
+        Returns:
+            What to add to the parameter, and its slots.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement update_leaf.")
+
+    def init_shared(self) -> Slots:
+        """Returns the scalars that the rule keeps for all parameters, by name."""
+        return {}
+
+    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+        """Returns the scalars for update number `step`, from 1."""
+        return shared
+
+    def decay_of(self, param: jax.Array, path: str) -> float:
+        """Returns the weight decay of one parameter, 0 for an exempt one."""
+        return 0.0 if self.weight_decay is None or self.is_exempt(path) else self.weight_decay
+
+    def is_exempt(self, path: str) -> bool:
+        """Tells whether `exclude_from_weight_decay` names the parameter at `path`."""
+        texts = (path, path.rsplit("/", 1)[-1])
+        return any(re.search(pattern, text) for pattern in self._undecayed for text in texts)
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Returns the Optax transformation; its state holds the rate as `hyperparams["learning_rate"]`, a float32 scalar."""
+
+        def at_rate(learning_rate: jax.Array) -> optax.GradientTransformation:
+            def update(grads: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
+                return self._update(grads, state, params, learning_rate)
+
+            return optax.GradientTransformation(self._init, update)  # pyright: ignore[reportArgumentType]
+
+        injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore[reportArgumentType]
+        return injected(learning_rate=self.learning_rate)  # pyright: ignore[reportReturnType]
+
+    def averaged_params(self, opt_state: Any) -> Any:
+        """Returns the averaged weights held by a state of the transformation.
+
+        Raises:
+            ValueError: If the optimizer keeps no average.
+        """
+        if not self.use_ema:
+            raise ValueError(f"The optimizer {self.name!r} keeps no averaged weights: create it with use_ema=True.")
+        return optax.tree.get(opt_state, "average")
+
+    def _init(self, params: Any) -> OptimizerState:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        slots = structure.unflatten([self.init_leaf(leaf, _path(path)) for path, leaf in leaves])
+        average = jax.tree.map(jnp.zeros_like, params) if self.use_ema else None
+        return OptimizerState(jnp.zeros((), jnp.int32), slots, self.init_shared(), average)
+
+    def _update(self, grads: Any, state: OptimizerState, params: Any, rate: jax.Array) -> tuple[Any, OptimizerState]:
+        if params is None:
+            raise ValueError(f"The optimizer {self.name!r} needs the parameters: call update(grads, state, params).")
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        all_slots = structure.flatten_up_to(state.slots)
+        step = (state.count + 1).astype(jnp.float32)
+        shared = self.update_shared(state.shared, step)
+        updates, new_slots = [], []
+        for (path, param), grad, slots in zip(leaves, self.clip(structure.flatten_up_to(grads)), all_slots, strict=True):
+            update, slots = self._update_one(grad, param, slots, _path(path), rate, step, shared)
+            updates.append(update)
+            new_slots.append(slots)
+        updates, average = self._averaged(structure.unflatten(updates), params, state)
+        return updates, OptimizerState(state.count + 1, structure.unflatten(new_slots), shared, average)
+
+    def _update_one(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, path: str, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
+        wide = jnp.promote_types(param.dtype, jnp.float32)
+        decay = self.decay_of(param, path) * rate * param.astype(wide)
+        wide_slots = {name: slot.astype(wide) for name, slot in slots.items()}
+        update, wide_slots = self.update_leaf(grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared)
+        return (update - decay).astype(param.dtype), {name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()}
+
+    def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
+        """Returns updates and averaged weights; the updates lead to the average where it overwrites the weights."""
+        if not self.use_ema:
+            return updates, None
+        momentum = jnp.where(state.count == 0, 0.0, self.ema_momentum)
+        new_params = optax.apply_updates(params, updates)
+        average = jax.tree.map(
+            lambda old, new: (momentum * old + (1 - momentum) * new).astype(new.dtype), state.average, new_params
+        )
+        if self.ema_overwrite_frequency is None:
+            return updates, average
+        overwrites = (state.count + 1) % self.ema_overwrite_frequency == 0
+        updates = jax.tree.map(lambda u, p, a: jnp.where(overwrites, a - p, u), updates, params, average)
+        return updates, average
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

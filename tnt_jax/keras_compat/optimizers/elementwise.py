@@ -1,0 +1,298 @@
+"""Optimizers whose rule treats every number by itself, with the update rules and defaults of Keras 3.
+
+Optax has rules of most of these names; where it differs, the docstring says how.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, OptionsButDecay, Slots
+
+
+class SGD(Optimizer):
+    """Gradient descent, m = momentum * m - rate * g, w += m; with Nesterov w += momentum * m - rate * g.
+
+    Optax multiplies by the rate after the momentum, which differs when the rate changes.
+    """
+
+    def __init__(
+        self, learning_rate: LearningRate = 0.01, momentum: float = 0.0, *, nesterov: bool = False, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must be in [0, 1], got {momentum}.")
+        self.momentum, self.nesterov = momentum, nesterov
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the momentum, if there is any."""
+        return {"momentum": jnp.zeros_like(param)} if self.momentum else {}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        if not slots:
+            return -rate * grad, slots
+        momentum = self.momentum * slots["momentum"] - rate * grad
+        return (self.momentum * momentum - rate * grad if self.nesterov else momentum), {"momentum": momentum}
+
+
+class RMSprop(Optimizer):
+    """Divides by a running root mean square: v = rho * v + (1 - rho) * g^2, w -= rate * g / sqrt(v + epsilon).
+
+    With `centered`, v - mean(g)^2 stands for v; with momentum, m = momentum * m + rate * g / sqrt(v + epsilon), w -= m
+    (Hinton, Neural Networks for Machine Learning, lecture 6).
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        *,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, centered
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the running square, and the momentum and the running gradient where the settings need them."""
+        names = ["velocity", *(["momentum"] if self.momentum > 0 else []), *(["average_gradient"] if self.centered else [])]
+        return {name: jnp.zeros_like(param) for name in names}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        rho, slots = self.rho, dict(slots)
+        slots["velocity"] = variance = rho * slots["velocity"] + (1 - rho) * jnp.square(grad)
+        if self.centered:
+            slots["average_gradient"] = rho * slots["average_gradient"] + (1 - rho) * grad
+            variance = variance - jnp.square(slots["average_gradient"])
+        increment = rate * grad / jnp.sqrt(variance + self.epsilon)
+        if self.momentum > 0:
+            slots["momentum"] = increment = self.momentum * slots["momentum"] + increment
+        return -increment, slots
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980), in the form before section 2.1 with "epsilon hat".
+
+    m += (1 - beta_1) * (g - m), v += (1 - beta_2) * (g^2 - v),
+    w -= rate * sqrt(1 - beta_2^t) / (1 - beta_1^t) * m / (sqrt(v) + epsilon); with `amsgrad`, the largest v so far stands for v
+    (Reddi et al. 2018). Optax adds epsilon after the bias correction and defaults to 1e-8.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        *,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.beta_1, self.beta_2, self.epsilon, self.amsgrad = beta_1, beta_2, epsilon, amsgrad
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns both moments, and the largest second one for `amsgrad`."""
+        names = ["momentum", "velocity", *(["velocity_hat"] if self.amsgrad else [])]
+        return {name: jnp.zeros_like(param) for name in names}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        moments = update_moments(grad, slots, self.beta_1, self.beta_2)
+        velocity = moments["velocity"]
+        if self.amsgrad:
+            moments["velocity_hat"] = velocity = jnp.maximum(slots["velocity_hat"], velocity)
+        alpha = rate * jnp.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
+        return -alpha * moments["momentum"] / (jnp.sqrt(velocity) + self.epsilon), moments
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, 0.004 by default (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        weight_decay: float = 0.004,
+        *,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **options: Unpack[OptionsButDecay],
+    ) -> None:
+        super().__init__(
+            learning_rate, beta_1, beta_2=beta_2, epsilon=epsilon, amsgrad=amsgrad, weight_decay=weight_decay, **options
+        )
+
+
+class Adamax(Optimizer):
+    """Adam with the infinity norm, w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|).
+
+    Kingma and Ba 2015, arXiv:1412.6980, algorithm 2. Optax adds epsilon to |g| instead of u.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        *,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the first moment and the norm."""
+        return {"momentum": jnp.zeros_like(param), "norm": jnp.zeros_like(param)}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        momentum = slots["momentum"] + (1 - self.beta_1) * (grad - slots["momentum"])
+        norm = jnp.maximum(self.beta_2 * slots["norm"], jnp.abs(grad))
+        update = -rate * momentum / ((1 - self.beta_1**step) * (norm + self.epsilon))
+        return update, {"momentum": momentum, "norm": norm}
+
+
+class Nadam(Optimizer):
+    """Adam with Nesterov momentum and the momentum schedule u_t = beta_1 * (1 - 0.96^t / 2).
+
+    Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 2; w -= rate * m_hat / (sqrt(v / (1 - beta_2^t)) + epsilon)
+    with m_hat = u_(t+1) * m / (1 - prod_(i <= t+1) u_i) + (1 - u_t) * g / (1 - prod_(i <= t) u_i). Optax has no schedule of u.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        *,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns both moments."""
+        return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
+
+    def init_shared(self) -> Slots:
+        """Returns the empty product of the u."""
+        return {"u_product": jnp.ones(())}
+
+    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+        """Returns the product of the u up to `step`."""
+        return {"u_product": shared["u_product"] * self._u(step)}
+
+    def _u(self, step: jax.Array) -> jax.Array:
+        return self.beta_1 * (1 - 0.5 * 0.96**step)
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        moments = update_moments(grad, slots, self.beta_1, self.beta_2)
+        product, following = shared["u_product"], self._u(step + 1)
+        momentum = following * moments["momentum"] / (1 - product * following) + (1 - self._u(step)) * grad / (1 - product)
+        velocity = moments["velocity"] / (1 - self.beta_2**step)
+        return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
+
+
+class Adadelta(Optimizer):
+    """Steps in units of past steps: d = -rms(past d) / rms(g) * g, w += rate * d (Zeiler 2012, arXiv:1212.5701)."""
+
+    def __init__(
+        self, learning_rate: LearningRate = 0.001, rho: float = 0.95, *, epsilon: float = 1e-7, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.rho, self.epsilon = rho, epsilon
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the running squares of gradients and of steps."""
+        return {"accumulated_grad": jnp.zeros_like(param), "accumulated_delta": jnp.zeros_like(param)}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        rho, epsilon = self.rho, self.epsilon
+        squares = rho * slots["accumulated_grad"] + (1 - rho) * jnp.square(grad)
+        delta = -jnp.sqrt(slots["accumulated_delta"] + epsilon) * grad / jnp.sqrt(squares + epsilon)
+        deltas = rho * slots["accumulated_delta"] + (1 - rho) * jnp.square(delta)
+        return rate * delta, {"accumulated_grad": squares, "accumulated_delta": deltas}
+
+
+class Adagrad(Optimizer):
+    """Divides by all past gradients: a += g^2, w -= rate * g / sqrt(a + epsilon) (Duchi et al. 2011)."""
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        *,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the sum of squares at its initial value."""
+        return {"accumulator": jnp.full_like(param, self.initial_accumulator_value)}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        accumulator = slots["accumulator"] + jnp.square(grad)
+        return -rate * grad / jnp.sqrt(accumulator + self.epsilon), {"accumulator": accumulator}
+
+
+class Lion(Optimizer):
+    """Steps by a sign: w -= rate * sign(beta_1 * m + (1 - beta_1) * g) (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+
+    def __init__(
+        self, learning_rate: LearningRate = 0.001, beta_1: float = 0.9, *, beta_2: float = 0.99, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        if not 0 < beta_1 <= 1:
+            raise ValueError(f"beta_1 must be in (0, 1], got {beta_1}; at 0 Lion is the sign of the gradient.")
+        self.beta_1, self.beta_2 = beta_1, beta_2
+
+    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+        """Returns the momentum."""
+        return {"momentum": jnp.zeros_like(param)}
+
+    def update_leaf(
+        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+    ) -> tuple[jax.Array, Slots]:
+        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        momentum = slots["momentum"]
+        update = -rate * jnp.sign(self.beta_1 * momentum + (1 - self.beta_1) * grad)
+        return update, {"momentum": self.beta_2 * momentum + (1 - self.beta_2) * grad}
+
+
+def update_moments(grad: jax.Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:
+    """Returns the running means of the gradient and of its square after one more gradient."""
+    momentum, velocity = slots["momentum"], slots["velocity"]
+    return {
+        "momentum": momentum + (1 - beta_1) * (grad - momentum),
+        "velocity": velocity + (1 - beta_2) * (jnp.square(grad) - velocity),
+    }

@@ -1,0 +1,110 @@
+"""From what a user passes as an optimizer to an `Optimizer`, and the learning rate inside its state."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from tnt_jax.keras_compat import names
+from tnt_jax.keras_compat.optimizers import elementwise, layerwise
+from tnt_jax.keras_compat.optimizers.base import Optimizer
+
+_CLASSES: dict[str, type[Optimizer]] = {
+    name: cls
+    for module in (elementwise, layerwise)
+    for name, cls in vars(module).items()
+    if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
+}
+
+
+class OptaxOptimizer(Optimizer):
+    """An Optax transformation as it is, for whoever asks an optimizer for its name and transformation.
+
+    Its learning rate can be read and set if it was built by `optax.inject_hyperparams` with an argument `learning_rate`.
+    """
+
+    def __init__(self, transformation: optax.GradientTransformation) -> None:
+        super().__init__(0.0, name="optax")
+        self.learning_rate = None
+        self._transformation = transformation
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Returns the transformation that was given."""
+        return self._transformation
+
+
+def get(identifier: Any) -> Optimizer:
+    """Returns the optimizer that `identifier` stands for.
+
+    Args:
+        identifier: A name as in Keras, in any case (`"adam"`, `"SGD"`), an `Optimizer` or a subclass of it, or an Optax
+            transformation.
+
+    Raises:
+        ValueError: If the name is unknown; the error lists the known ones.
+    """
+    if isinstance(identifier, Optimizer):
+        return identifier
+    if isinstance(identifier, str):
+        by_lower_name = {name.lower(): cls for name, cls in _CLASSES.items()}
+        return names.find(identifier.lower(), {}, by_lower_name, kind="optimizer")()  # pyright: ignore[reportCallIssue]
+    if inspect.isclass(identifier) and issubclass(identifier, Optimizer):
+        return identifier()  # pyright: ignore[reportCallIssue]
+    if isinstance(identifier, optax.GradientTransformation):
+        return OptaxOptimizer(identifier)
+    raise ValueError(f"optimizer must be a name, a tnt_jax.optimizers object or an Optax transformation, got {identifier!r}.")
+
+
+def read_learning_rate(opt_state: Any) -> jax.Array | None:
+    """Returns the rate of the last update (before the first: of the next) held by a state; None if it holds none."""
+    injected = _injected(opt_state)
+    return injected[0].hyperparams["learning_rate"] if injected else None
+
+
+def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
+    """Returns the state with another learning rate, of the same type and placement, so that nothing is traced again.
+
+    Args:
+        opt_state: State of the transformation of an optimizer.
+        learning_rate: The rate, a number or scalar.
+
+    Raises:
+        TypeError: If a schedule decides the rate.
+        ValueError: If the state holds no rate, as for an Optax transformation not built by `optax.inject_hyperparams`.
+    """
+    injected = _injected(opt_state)
+    if not injected:
+        raise ValueError(
+            "This optimizer's state holds no learning rate to set. Build the Optax transformation with "
+            "optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a tnt_jax.optimizers class."
+        )
+    if any("learning_rate" in state.hyperparams_states for state in injected):
+        raise TypeError("A schedule decides the learning rate, so it cannot be set; create the optimizer with a number.")
+
+    def replaced(node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        old = node.hyperparams["learning_rate"]
+        return node._replace(hyperparams={**node.hyperparams, "learning_rate": _like(old, learning_rate)})
+
+    return jax.tree.map(replaced, opt_state, is_leaf=_is_injected)
+
+
+def _like(old: Any, value: Any) -> Any:
+    """Returns a number as an array of the type and, on devices, the sharding of another."""
+    value = np.asarray(value, old.dtype)
+    # Every process builds its own copies: device_put to several processes would communicate.
+    return jax.make_array_from_callback((), old.sharding, lambda _: value) if isinstance(old, jax.Array) else value
+
+
+def _is_injected(node: Any) -> bool:
+    return "learning_rate" in getattr(node, "hyperparams", ()) and hasattr(node, "hyperparams_states")
+
+
+def _injected(opt_state: Any) -> list[Any]:
+    """Returns the states of `inject_hyperparams` within a state that hold a learning rate."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_injected) if _is_injected(node)]
