@@ -1,33 +1,49 @@
-"""Which job this process belongs to, read from the environment alone."""
+"""Finds out from the environment which job a process belongs to, whoever started it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from tnt_jax.launch.devices import count_gpus
+from tnt_jax.launch.job import GpuCounter, Job
+from tnt_jax.launch.kubernetes import detect_kubernetes
+from tnt_jax.launch.openmpi import detect_open_mpi
+from tnt_jax.launch.slurm import detect_slurm
+from tnt_jax.launch.tfconfig import detect_tf_config
 from tnt_jax.settings import read_settings
 
+__all__ = ["Job", "detect_job"]
 
-@dataclass(frozen=True)
-class Job:
-    """A job of several processes, as one of them sees it.
 
-    Attributes:
-        coordinator_address: `host:port` of process 0.
-        num_processes: Processes of the job.
-        process_id: Number of this process, from 0.
-        local_device_ids: Devices of the host that this process may use; None for all that it sees.
-        source: What named the job, for messages.
+def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpus) -> Job | None:
+    """Returns the job that the environment names, or None for a process that trains alone.
+
+    The first of these that names a job of several processes is believed: `TNT_*` variables, `TF_CONFIG`, Open MPI (which may
+    run inside SLURM), SLURM, Kubernetes. JAX's own `JAX_COORDINATOR_ADDRESS`, `JAX_COORDINATOR_PORT` and
+    `JAX_LOCAL_DEVICE_IDS` overrule what Open MPI, SLURM and Kubernetes say.
+
+    Args:
+        environ: The environment of the process.
+        count_gpus: Counts the GPUs visible to a process with this environment; called only where several processes of
+            SLURM or Open MPI share a host and may share its GPUs.
+
+    Raises:
+        ValueError: If variables contradict each other, are incomplete, or describe something that cannot be trained on; the
+            message names them.
     """
+    return (
+        _detect_tnt(environ)
+        or detect_tf_config(environ)
+        or detect_open_mpi(environ, count_gpus)
+        or detect_slurm(environ, count_gpus)
+        or detect_kubernetes(environ)
+    )
 
-    coordinator_address: str
-    num_processes: int
-    process_id: int
-    local_device_ids: list[int] | None
-    source: str
 
-
-def detect_job(environ: Mapping[str, str]) -> Job | None:
-    """Returns the job that the environment names, or None for a process on its own."""
+def _detect_tnt(environ: Mapping[str, str]) -> Job | None:
     settings = read_settings(environ)
-    if settings.coordinator_address is None or settings.num_processes is None or settings.process_id is None:
+    if settings.coordinator_address is None:
         return None
-    return Job(settings.coordinator_address, settings.num_processes, settings.process_id, None, "TNT_COORDINATOR_ADDRESS")
+    assert settings.num_processes is not None
+    assert settings.process_id is not None
+    given = environ.get("JAX_LOCAL_DEVICE_IDS")
+    devices = tuple(int(number) for number in given.split(",")) if given else None
+    return Job(settings.coordinator_address, settings.num_processes, settings.process_id, devices, "TNT_*")

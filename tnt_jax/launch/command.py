@@ -14,7 +14,7 @@ from pathlib import Path
 from tnt_jax.launch.connection import Connection, supervisor_command
 from tnt_jax.launch.facts import Facts, Request
 from tnt_jax.launch.options import Options, parse_options
-from tnt_jax.launch.plan import Host, Job, Process, choose_devices, plan_processes
+from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
 from tnt_jax.launch.preflight import find_obstacles
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
 from tnt_jax.launch.screen import say
@@ -83,7 +83,7 @@ def _plan(facts: Mapping[str, Facts], options: Options, job_id: str, environ: Ma
     for warning in devices.warnings:
         _logger.warning(warning)
     address = f"127.0.0.1:{options.port or hosts[0].facts.free_port}"
-    return plan_processes(hosts, devices, options, Job(job_id, address, os.getcwd(), environ))
+    return plan_processes(hosts, devices, options, Launch(job_id, address, os.getcwd(), environ))
 
 
 def _request(options: Options) -> Request:

@@ -12,7 +12,12 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Returns the number of NVIDIA GPUs that a process with this environment can use.
+    """Returns the number of NVIDIA GPUs that a process with this environment can use; see `list_gpus`."""
+    return len(list_gpus(environ))
+
+
+def list_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the NVIDIA GPUs that a process with this environment can use, as `CUDA_VISIBLE_DEVICES` spells them.
 
     `nvidia-smi` is asked first, because it respects the device limits of containers and SLURM steps, then the driver's
     list of devices. `CUDA_VISIBLE_DEVICES` restricts both.
@@ -25,8 +30,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return visible_gpus(physical, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible_gpus(physical: int, visible_devices: str | None) -> int:
-    """Returns how many of `physical` GPUs the value of `CUDA_VISIBLE_DEVICES` leaves visible.
+def visible_gpus(physical: int, visible_devices: str | None) -> list[str]:
+    """Returns which of `physical` GPUs the value of `CUDA_VISIBLE_DEVICES` leaves visible.
 
     As in CUDA, the first entry that names no device hides itself and all entries after it.
 
@@ -36,17 +41,17 @@ def visible_gpus(physical: int, visible_devices: str | None) -> int:
 
     Example:
         >>> visible_gpus(4, "2,3"), visible_gpus(4, "0,-1,1"), visible_gpus(4, ""), visible_gpus(4, None)
-        (2, 1, 0, 4)
+        (['2', '3'], ['0'], [], ['0', '1', '2', '3'])
     """
     if visible_devices is None:
-        return physical
-    count = 0
+        return [str(number) for number in range(physical)]
+    visible: list[str] = []
     for entry in visible_devices.split(","):
         name = entry.strip()
         if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < physical)):
             break
-        count += 1
-    return count if physical else 0
+        visible.append(name)
+    return visible if physical else []
 
 
 def _list_gpus_with_nvidia_smi() -> str | None:

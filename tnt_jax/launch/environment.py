@@ -59,7 +59,7 @@ def process_environment(
     }
     return {
         **{name: value for name, value in defaults.items() if not environ.get(name)},
-        **(_cpu_devices(len(local_devices)) if device_kind == "cpu" else _gpu_devices(local_devices)),
+        **(_cpu_devices(len(local_devices)) if device_kind == "cpu" else _gpu_devices(facts, local_devices, num_processes)),
         **_job(rank, num_processes, job_id, coordinator_address, single_host=single_host),
         **_path(facts, environ),
         **_direct_connections(environ, coordinator_address),
@@ -89,7 +89,10 @@ def _cpu_devices(num_devices: int) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
 
 
-def _gpu_devices(local_devices: Sequence[int]) -> dict[str, str]:
+def _gpu_devices(facts: Facts, local_devices: Sequence[int], num_processes: int) -> dict[str, str]:
+    if num_processes == 1:
+        # JAX_LOCAL_DEVICE_IDS is read by processes that join others, and this one has none.
+        return {"CUDA_VISIBLE_DEVICES": ",".join(facts.gpus[number] for number in local_devices)}
     return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, local_devices))}
 
 

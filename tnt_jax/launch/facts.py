@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.devices import count_cores, count_gpus, numa_nodes
+from tnt_jax.launch.devices import count_cores, list_gpus, numa_nodes
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -48,7 +48,7 @@ class Facts:
         python: Python version.
         versions: Installed version by package name (tnt-jax, jax, jaxlib), None where there is none.
         num_cores: Processors the processes may use.
-        num_gpus: GPUs the processes may use.
+        gpus: GPUs the processes may use, as `CUDA_VISIBLE_DEVICES` spells them.
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
         numa_nodes: Numbers of the memory nodes.
         numactl: Path of numactl, or None.
@@ -64,7 +64,7 @@ class Facts:
     python: str
     versions: dict[str, str | None]
     num_cores: int
-    num_gpus: int
+    gpus: tuple[str, ...]
     has_cuda_jax: bool
     numa_nodes: tuple[int, ...]
     numactl: str | None
@@ -73,10 +73,15 @@ class Facts:
     package_root: str | None
     missing: tuple[str, ...]
 
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs the processes may use."""
+        return len(self.gpus)
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Facts":
         """Returns the facts that came as plain data."""
-        tuples = {name: tuple(fields[name]) for name in ("own_addresses", "numa_nodes", "missing")}
+        tuples = {name: tuple(fields[name]) for name in ("own_addresses", "gpus", "numa_nodes", "missing")}
         return cls(**{**fields, **tuples})
 
 
@@ -91,7 +96,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         python=".".join(map(str, sys.version_info[:3])),
         versions={name: package_version(name) for name in ("tnt-jax", "jax", "jaxlib")},
         num_cores=count_cores(),
-        num_gpus=count_gpus(environ),
+        gpus=tuple(list_gpus(environ)),
         has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),
         numa_nodes=tuple(numa_nodes()),
         numactl=shutil.which("numactl", path=environ.get("PATH")),

@@ -74,7 +74,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Job:
+class Launch:
     """What the processes of a job have in common.
 
     Attributes:
@@ -146,7 +146,7 @@ def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[
     return tuple(warnings)
 
 
-def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, job: Job) -> list[Process]:
+def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, launch: Launch) -> list[Process]:
     """Returns the processes of a job, host by host, so that neighbouring ranks are on one host.
 
     Raises:
@@ -167,21 +167,21 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, jo
                 processes_on_host=count,
                 single_host=len(hosts) == 1,
                 options=options,
-                job_id=job.job_id,
-                coordinator_address=job.coordinator_address,
-                environ=job.environ,
+                job_id=launch.job_id,
+                coordinator_address=launch.coordinator_address,
+                environ=launch.environ,
             )
             processes.append(
                 Process(
                     rank=rank,
                     local_rank=local_rank,
                     host=host.name,
-                    command=(*_pinning(host, local_rank, count, options), *_script_command(options, job.cwd)),
-                    cwd=job.cwd,
-                    environment={**(carried_environment(job.environ) if host.is_remote else {}), **environment},
+                    command=(*_pinning(host, local_rank, count, options), *_script_command(options, launch.cwd)),
+                    cwd=launch.cwd,
+                    environment={**(carried_environment(launch.environ) if host.is_remote else {}), **environment},
                     exports=options.exports,
                     shown=_shown(rank, options),
-                    log_file=_log_file(rank, options, job.cwd),
+                    log_file=_log_file(rank, options, launch.cwd),
                 )
             )
     return processes

@@ -1,0 +1,48 @@
+import pytest
+
+from tnt_jax.launch import devices
+
+
+@pytest.mark.parametrize(
+    ("physical", "value", "expected"),
+    [
+        (4, None, ["0", "1", "2", "3"]),
+        (4, "2,3", ["2", "3"]),
+        (4, " 1 , 0", ["1", "0"]),
+        (4, "", []),
+        (4, "-1", []),
+        (4, "0,-1,1", ["0"]),  # CUDA hides everything from the first entry that names no device.
+        (4, "0,4,1", ["0"]),
+        (2, "GPU-8932f937-d72c,MIG-31b3", ["GPU-8932f937-d72c", "MIG-31b3"]),
+        (0, "0,1", []),
+        (0, None, []),
+    ],
+)
+def test_visible_gpus(physical, value, expected):
+    assert devices.visible_gpus(physical, value) == expected
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    def make(text):
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return make
+
+
+def test_gpus_are_those_nvidia_smi_lists(nvidia_smi):
+    nvidia_smi("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-1)'; echo 'GPU 1: NVIDIA H100'")
+    assert devices.count_gpus({}) == 2
+    assert devices.list_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
+
+
+def test_driver_is_asked_where_nvidia_smi_fails(nvidia_smi, tmp_path, monkeypatch):
+    nvidia_smi("exit 9")
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    monkeypatch.setattr(devices, "_DRIVER_GPUS", tmp_path / "gpus")
+    assert devices.count_gpus({}) == 1
+    monkeypatch.setattr(devices, "_DRIVER_GPUS", tmp_path / "none")
+    assert devices.count_gpus({}) == 0
