@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
+from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 
 # Values that a module sows here are added to the training loss.
 _LOSSES = "losses"
@@ -93,32 +94,13 @@ def _batch_norm_arguments(
 
 
 def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns what `layer` computes in training from the real rows of `x` `[rows, ...]` alone (Ioffe and Szegedy 2015)."""
-    features = layer.axis % x.ndim
-    others = tuple(dim for dim in range(x.ndim) if dim != features)
-    # A rank without a real row and without synchronised statistics normalises its padding by itself.
-    weight = mask if layer.axis_name is not None else jnp.where(jnp.sum(mask) > 0, mask, 1.0)
-    weight = weight.reshape(-1, *(1,) * (x.ndim - 1))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    per_row = x.size // (x.shape[0] * x.shape[features])
-
-    def total(values: jax.Array) -> jax.Array:
-        return values if layer.axis_name is None else jax.lax.psum(values, layer.axis_name)
-
-    count = total(jnp.sum(weight) * per_row)
-    mean = total(jnp.sum(wide * weight, others)) / count
-    centred = wide - jnp.expand_dims(mean, others)
-    var = total(jnp.sum(jnp.square(jnp.abs(centred)) * weight, others)) / count
+    """Returns what `layer` computes in training from the real rows of `x` `[rows, ...]` alone."""
+    feature_dim = layer.axis
+    mean, var = real_row_moments(x, mask, feature_dim=feature_dim, axis_name=layer.axis_name)
     for name, value in (("mean", mean), ("var", var)):
         old = layer.get_variable("batch_stats", name)
         layer.put_variable("batch_stats", name, layer.momentum * old + (1 - layer.momentum) * value)
-
-    shape = [1] * x.ndim
-    shape[features] = -1
-    gain = jax.lax.rsqrt(var + layer.epsilon)
-    if layer.use_scale:
-        gain = gain * layer.get_variable("params", "scale")
-    y = centred * gain.reshape(shape)
-    if layer.use_bias:
-        y = y + layer.get_variable("params", "bias").reshape(shape)
+    scale = layer.get_variable("params", "scale") if layer.use_scale else None
+    bias = layer.get_variable("params", "bias") if layer.use_bias else None
+    y = normalize(x, mean, var, scale=scale, bias=bias, feature_dim=feature_dim, epsilon=layer.epsilon)
     return y.astype(layer.dtype or x.dtype)
