@@ -68,7 +68,7 @@ def sum_in_buckets(tree: Any, *, threshold: int, in_order: bool) -> Any:
     for bucket in plan:
         arrays = [backwards[index] for index in bucket]
         if in_order and summed:
-            arrays, summed[-1] = jax.lax.optimization_barrier((arrays, summed[-1]))
+            arrays, _ = jax.lax.optimization_barrier((arrays, summed[-1]))
         summed.extend(jax.lax.psum(arrays, _jax.DATA_AXIS))
     return jax.tree.unflatten(structure, summed[::-1])
 

@@ -1,1 +1,7 @@
-"""Names that Keras users know: `Model`, losses, metrics, optimizers, schedules, callbacks."""
+"""Names that Keras users know, over the trainer: thin enough that everything below works without it."""
+
+import lazy_loader
+
+_ROOMS = ["callbacks", "losses", "metrics", "optimizers", "schedules"]
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, _ROOMS)
