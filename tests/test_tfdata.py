@@ -1,0 +1,458 @@
+"""Distributed tf.data pipelines, process by process in one Python process, against the stream of TensorFlow itself."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
+
+from tensorflow.python.eager import context  # noqa: E402
+
+from tnt_jax.data.layout import Place  # noqa: E402
+from tnt_jax.data.tfdata import TfData, TfDataSource  # noqa: E402
+
+AUTOTUNE = tf.data.AUTOTUNE
+Dataset = tf.data.Dataset
+
+
+def sources(dataset, num_processes, ranks_per_process=1, **kwargs):
+    num_ranks = num_processes * ranks_per_process
+    places = [Place(num_ranks, process * ranks_per_process, ranks_per_process) for process in range(num_processes)]
+    return [TfDataSource(dataset, place, **kwargs) for place in places]
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_union_is(parts, expected, epoch=0, start_batch=0):
+    """Checks that the processes' rows, in order and without padding, are the batches `expected`."""
+    num_batches = 0
+    for batch, whole in zip(zip(*(p.batches(epoch, start_batch) for p in parts), strict=True), expected, strict=True):
+        rows = len(jax.tree.leaves(whole)[0])
+        assert {part.num_rows for part in batch} == {rows}
+        assert len({part.mask is None for part in batch}) == 1
+        micro = -(-rows // (ranks := parts[0]._place.num_ranks))
+        assert sum(len(jax.tree.leaves(part.data)[0]) for part in batch) == micro * ranks
+        real = [jax.tree.map(lambda x, m=part.mask: x if m is None else x[m > 0], part.data) for part in batch]
+        assert_same(jax.tree.map(lambda *x: np.concatenate(x), *real), whole)
+        for part in batch:
+            if part.mask is not None and not part.mask.all():
+                padding = jax.tree.map(lambda x, m=part.mask: x[m == 0], part.data)
+                assert_same(padding, jax.tree.map(lambda x, p=padding: np.repeat(x[-1:], _length(p), axis=0), whole))
+        num_batches += 1
+    return num_batches
+
+
+def _length(tree):
+    return len(jax.tree.leaves(tree)[0])
+
+
+def numpy_batches(dataset):
+    return list(dataset.as_numpy_iterator())
+
+
+# ---- The pipelines that Tarantella tests, and more, on elements (i, [i, i, i]) ----
+
+
+def pairs(count):
+    return Dataset.range(count).map(lambda i: (i, tf.fill([3], tf.cast(i, tf.float32))))
+
+
+PIPELINES = {
+    "batch": lambda n, b, d: pairs(n).batch(b, d),
+    "parallel batch": lambda n, b, d: pairs(n).batch(b, d, num_parallel_calls=2, deterministic=False),
+    "shuffle": lambda n, b, d: pairs(n).shuffle(10, seed=44, reshuffle_each_iteration=True).batch(b, d),
+    "shuffle twice": lambda n, b, d: pairs(n).shuffle(7, seed=1).skip(3).shuffle(9, seed=5).batch(b, d),
+    "padded batch, fixed": lambda n, b, d: Dataset.range(n).map(lambda i: tf.fill([i % 4], i)).padded_batch(b, [5], drop_remainder=d),
+    "padded batch, longest": lambda n, b, d: Dataset.range(n).map(lambda i: tf.fill([i % 4], i)).padded_batch(b, drop_remainder=d),
+    "padded batch, value": lambda n, b, d: pairs(n).padded_batch(b, ([], [4]), (tf.constant(-1, tf.int64), -2.0), d),
+    "everything": lambda n, b, d: (
+        pairs(n).map(lambda i, x: (x, i)).cache().shuffle(64, seed=42).take(n).repeat(2)
+        .map(lambda x, i: {"x": x, "y": i * i}, num_parallel_calls=2).batch(b, d).prefetch(2)
+    ),
+    "nested batch": lambda n, b, d: pairs(n).batch(2, drop_remainder=True).map(lambda i, x: (x, i)).batch(b, d),
+    "batch, unbatch": lambda n, b, d: pairs(n).batch(3).unbatch().batch(b, d),
+    "filter": lambda n, b, d: pairs(n).filter(lambda i, x: i % 3 != 1).map(lambda i, x: (x, i)).batch(b, d),
+    "flat_map": lambda n, b, d: pairs(n).flat_map(lambda i, x: Dataset.from_tensor_slices(x)).batch(b, d),
+    "flat_map after batch": lambda n, b, d: pairs(n).batch(5).flat_map(lambda i, x: Dataset.from_tensor_slices((i, x))).batch(b, d),
+    "map after batch": lambda n, b, d: pairs(n).batch(b, d).map(lambda i, x: (x / 255.0 - [0.1, 0.2, 0.3], tf.one_hot(i, 5))),
+    "map that mixes rows": lambda n, b, d: pairs(n).batch(b, d).map(lambda i, x: (i[::-1], x - tf.reduce_mean(x))),
+    "parallel map": lambda n, b, d: pairs(n).map(lambda i, x: i, num_parallel_calls=3).batch(b, d),
+    "interleave": lambda n, b, d: (
+        Dataset.range(4).interleave(lambda i: Dataset.range(i, n, 4), cycle_length=3, block_length=2).map(lambda i: i + 1).batch(b, d)
+    ),
+    "parallel interleave": lambda n, b, d: (
+        Dataset.range(4).interleave(lambda i: Dataset.range(i, n, 4), 2, 3, num_parallel_calls=2, deterministic=True).batch(b, d)
+    ),
+    "concatenate": lambda n, b, d: pairs(n // 2).concatenate(pairs(n - n // 2)).batch(b, d),
+    "concatenate after batch": lambda n, b, d: pairs(n // 2).batch(b, d).concatenate(pairs(n).batch(b, d)),
+    "zip": lambda n, b, d: Dataset.zip((pairs(n).map(lambda i, x: x * 2), Dataset.range(n).map(lambda i: -i))).batch(b, d),
+    "zip of dictionaries": lambda n, b, d: (
+        Dataset.zip({"a": pairs(n), "b": Dataset.range(n + 3).map(lambda i: -i)}).shuffle(5, 3).batch(b, d)
+    ),
+    "zip after batch": lambda n, b, d: Dataset.zip((pairs(n).batch(b, d), Dataset.range(n).batch(b, d))),
+    "enumerate": lambda n, b, d: pairs(n).enumerate().map(lambda k, e: (k, e[1])).batch(b, d),
+    "shard": lambda n, b, d: pairs(n).shard(2, 1).batch(b, d).shard(2, 0),
+    "take, skip, repeat after batch": lambda n, b, d: pairs(n).batch(b, d).skip(1).repeat(2).take(5),
+    "shuffle of batches": lambda n, b, d: pairs(n).batch(b, d).shuffle(8, seed=1),
+    "cache after batch": lambda n, b, d: pairs(n).map(lambda i, x: x).batch(b, d).cache().repeat(2),
+    "cache before batch": lambda n, b, d: pairs(n).map(lambda i, x: x).cache().map(lambda x: x + 1).batch(b, d).repeat(2),
+    "filter of batches": lambda n, b, d: pairs(n).batch(b, d).filter(lambda i, x: tf.reduce_sum(i) % 2 == 0),
+    "scan": lambda n, b, d: Dataset.range(n).scan(tf.constant(0, tf.int64), lambda s, i: (s + i, s + i)).batch(b, d),
+    "take_while": lambda n, b, d: Dataset.range(n).take_while(lambda i: i < n - 2).map(lambda i: i * 2).batch(b, d),
+    "window": lambda n, b, d: Dataset.range(n).window(3, drop_remainder=True).flat_map(lambda w: w.batch(3)).batch(b, d),
+    "unique": lambda n, b, d: Dataset.range(n).map(lambda i: i // 2).unique().batch(b, d),
+    "rebatch": lambda n, b, d: pairs(n).batch(3).rebatch(b, drop_remainder=d),
+    "options": lambda n, b, d: pairs(n).with_options(tf.data.Options()).map(lambda i, x: x).batch(b, d).with_options(tf.data.Options()),
+    "bucketing": lambda n, b, d: Dataset.range(n).map(lambda i: tf.fill([i % 7], i)).bucket_by_sequence_length(
+        tf.size, [3, 5], [b, b, b], drop_remainder=d
+    ),
+    "generator": lambda n, b, d: Dataset.from_generator(lambda: iter(range(n)), output_signature=tf.TensorSpec([], tf.int32)).batch(b, d),
+    "generator of batches": lambda n, b, d: Dataset.from_generator(
+        lambda: (np.arange(k, min(k + b, n)) for k in range(0, n, b)), output_signature=tf.TensorSpec([None], tf.int64)
+    ),
+    "dictionaries": lambda n, b, d: pairs(n).map(lambda i, x: ({"a": x, "b": (i, x)}, i, 1.0)).batch(b, d),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("num_processes", [1, 3, 4])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_union_of_processes_is_the_stream_of_tensorflow(name, num_processes, drop_remainder):
+    dataset = PIPELINES[name](37, 8, drop_remainder)
+    assert_union_is(sources(dataset, num_processes), numpy_batches(PIPELINES[name](37, 8, drop_remainder)))
+
+
+@pytest.mark.parametrize("name", ["batch", "shuffle", "padded batch, value", "everything"])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("last_batch", [0, 2, 5])
+@pytest.mark.parametrize("batch_remainder", [0, 2])
+@pytest.mark.parametrize("num_processes", [1, 3, 4])
+def test_remainders(name, num_processes, batch_remainder, last_batch, drop_remainder):
+    batch = 5 * num_processes + batch_remainder
+    make = lambda: PIPELINES[name](6 * batch + last_batch, batch, drop_remainder)  # noqa: E731
+    expected = numpy_batches(make())
+    parts = sources(make(), num_processes)
+    assert assert_union_is(parts, expected) == len(expected) == parts[0].num_batches
+    assert parts[0].global_batch_size == batch
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_pipelines(seed):
+    """Every pipeline that a random generator writes is split exactly, wherever the selection ends up."""
+    generator = np.random.default_rng(seed)
+    make, text = random_pipeline(generator)
+    num_processes, ranks = int(generator.integers(2, 5)), int(generator.integers(1, 3))
+    expected = numpy_batches(make())
+    if not expected:
+        return
+    try:
+        assert_union_is(sources(make(), num_processes, ranks), expected)
+    except AssertionError as error:
+        raise AssertionError(f"{text} on {num_processes} x {ranks} ranks") from error
+
+
+def random_pipeline(generator):
+    """Returns a function that makes a pipeline, and its text."""
+    elementwise = [
+        ".map(lambda i: i * 3 + 1)", ".map(lambda i: i - 7, num_parallel_calls=2)", ".prefetch(2)", ".cache()",
+        ".map(lambda i: i // 2, num_parallel_calls=2)", ".shuffle({k}, seed={k})", ".take({n})", ".skip({k})", ".repeat(2)",
+        ".shard(2, 1)", ".filter(lambda i: i % {k} != 0)", ".batch({k}).unbatch()", ".flat_map(lambda i: Dataset.range(i % 3))",
+        ".interleave(lambda i: Dataset.range(i % 4), cycle_length=2, num_parallel_calls=2)", ".concatenate(Dataset.range({n}))",
+        ".enumerate().map(lambda k, i: k + i)", ".scan(tf.constant(0, tf.int64), lambda s, i: (s + i, s))", ".unique()",
+        ".window({k}).flat_map(lambda w: w)",
+    ]  # fmt: skip
+    batched = [
+        ".map(lambda i: i + 1)", ".map(lambda i: i - tf.reduce_max(i))", ".prefetch(1)", ".cache()", ".take({k})", ".skip(1)", ".repeat(2)",
+        ".shuffle({k}, seed={k})", ".shard(2, 0)", ".filter(lambda i: i[0] % 2 == 0)", ".concatenate(Dataset.range({n}).batch({b}))",
+        ".map(lambda i: tf.one_hot(i, 4))",
+    ]  # fmt: skip
+    values = {"k": int(generator.integers(2, 9)), "n": int(generator.integers(20, 60)), "b": int(generator.integers(8, 15))}
+    ops = [elementwise[i] for i in generator.integers(0, len(elementwise), generator.integers(1, 6))]
+    ops.append(f".batch({{b}}, drop_remainder={bool(generator.integers(2))})")
+    after = [batched[i] for i in generator.integers(0, len(batched), generator.integers(0, 4))]
+    one_hots = [op for op in after if "one_hot" in op]
+    ops += [op for op in after if op not in one_hots] + one_hots[:1]
+    text = "Dataset.range({n})" + "".join(ops)
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return (lambda: eval(text, {"Dataset": Dataset, "tf": tf})), text
+
+
+# ---- Where the selection stands ----
+
+
+def counted(calls, name):
+    def count(i):
+        def add(x):
+            calls[name] = calls.get(name, 0) + 1
+            return x
+
+        return tf.numpy_function(add, [i], tf.int64)
+
+    return count
+
+
+def test_maps_run_for_own_rows_only():
+    calls = {}
+    dataset = (
+        Dataset.range(64).map(counted(calls, "decode")).shuffle(16, seed=3).repeat(2).map(counted(calls, "augment")).batch(16)
+    )
+    for source in sources(dataset, 4, split="before"):
+        calls.clear()
+        list(source.batches(0))
+        assert calls == {"decode": 32, "augment": 32}
+    calls.clear()
+    list(sources(dataset, 4, split="after")[0].batches(0))
+    assert calls == {"decode": 128, "augment": 128}
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (lambda: Dataset.range(9).map(abs).shuffle(3).map(abs).batch(4).prefetch(1), "range shuffle", "map(abs) map(abs) batch prefetch"),
+        (lambda: Dataset.range(9).map(abs).cache().shuffle(3).map(abs).batch(4), "range map(abs) cache shuffle", "map(abs) batch"),
+        (lambda: Dataset.range(9).map(abs).cache().batch(4), "range", "map(abs) cache batch"),
+        (lambda: Dataset.range(9).map(abs).filter(lambda i: i > 2).map(abs).batch(4), "range map(abs) filter(lambda)", "map(abs) batch"),
+        (lambda: Dataset.zip((Dataset.range(9).map(abs), Dataset.range(9))).batch(4), "range range zip", "map(abs) batch"),
+        (lambda: Dataset.range(9).batch(4).map(lambda i: i + 1).take(2), "range", "batch map(lambda) take"),
+        (lambda: Dataset.range(9).map(abs).batch(4).map(lambda i: i[::-1]), "range map(abs) batch map(lambda)", ""),
+    ],
+)  # fmt: skip
+def test_place_of_the_selection(make, before, after):
+    distribution = sources(make(), 2)[1].distribution
+    assert " ".join(distribution.before) == before
+    assert " ".join(distribution.after) == after
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: Dataset.range(9).batch(4).map(lambda i: i[::-1]),
+            r"map\(lambda\) works on whole batches and may mix .*\(StridedSlice\)",
+        ),
+        (lambda: Dataset.range(9).batch(4).filter(lambda i: True), r"filter\(lambda\) stands after the batching"),
+        (lambda: Dataset.range(9).map(lambda i: tf.fill([i], i)).padded_batch(4), "padded_batch pads to the longest row"),
+        (
+            lambda: Dataset.range(9).map(lambda i: tf.random.uniform([])).batch(4),
+            r"runs for all rows, because RandomUniform depends",
+        ),
+        (
+            lambda: Dataset.range(9).map(lambda i: tf.random.uniform([], seed=1), num_parallel_calls=2).batch(4),
+            r"because RandomUniform draws in parallel, so that its results differ from run to run",
+        ),
+        (
+            lambda: Dataset.range(9).map(lambda i: tf.py_function(lambda x: x, [i], tf.int64)).batch(4),
+            "because EagerPyFunc depends",
+        ),
+        (
+            lambda: Dataset.range(9).filter(lambda i: True).batch(4),
+            r"filter\(lambda\) and what stands before it run for all rows",
+        ),
+    ],
+)
+def test_reason_is_given_at_info(make, reason, caplog):
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        source = sources(make(), 2)[0]
+    assert re.search(reason, "\n".join(source.distribution.notes))
+    assert re.search(reason, caplog.text)
+
+
+def test_distribution_is_logged_once_per_source(caplog):
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        sources(Dataset.range(21).map(abs).shuffle(4).batch(8), 2, 2)[0]
+    assert "global batch 8, 2 rows on each of 4 ranks, 3 steps per epoch, 3 padded rows in the last batch." in caplog.text
+    assert "for all rows: range, shuffle.\nIt runs for its own rows: map(abs), batch." in caplog.text
+    assert "shuffle has no seed, so every process uses 42." in caplog.text
+
+
+def test_forcing_what_is_impossible_is_an_error():
+    with pytest.raises(ValueError, match=r"split='before' is impossible: filter\(lambda\) stands after the batching"):
+        sources(Dataset.range(9).batch(4).filter(lambda i: True), 2, split="before")
+    with pytest.raises(ValueError, match="split must be one of 'auto', 'before', 'after', but is 'early'"):
+        TfData(Dataset.range(9), split="early")  # pyright: ignore[reportArgumentType]
+
+
+def test_forced_split_moves_maps_with_random_operations():
+    dataset = Dataset.range(32).map(lambda i: (i, tf.random.uniform([]))).batch(8)
+    (first, second) = sources(dataset, 2, split="before")
+    assert first.distribution.before == ("range",)
+    ids = [np.concatenate([a.data[0], b.data[0]]) for a, b in zip(first.batches(0), second.batches(0), strict=True)]
+    np.testing.assert_array_equal(np.concatenate(ids), np.arange(32))
+
+
+# ---- The same order and the same random numbers everywhere ----
+
+
+def test_unseeded_shuffle_is_seeded_with_42_everywhere():
+    nested = lambda s: Dataset.range(4).interleave(lambda i: Dataset.range(i, 40, 4).shuffle(9, **s), cycle_length=2)  # noqa: E731
+    branch = lambda s: Dataset.zip((Dataset.range(40).shuffle(7, **s), Dataset.range(40)))  # noqa: E731
+    second = lambda s: Dataset.range(20).concatenate(Dataset.range(20).shuffle(9, **s))  # noqa: E731
+    for make in (branch, second):
+        assert_union_is(sources(make({}).batch(8), 3), numpy_batches(make({"seed": 42}).batch(8)))
+    one, two = (sources(nested({}).batch(8), 3) for _ in range(2))
+    assert_union_is(one, [batch.data for batch in sources(nested({}).batch(8), 1)[0].batches(0)])
+    assert any(
+        "interleave(lambda) draws random numbers without a seed (ShuffleDatasetV3)" in note for note in two[0].distribution.notes
+    )
+
+
+def test_seeds_under_a_global_seed_are_kept():
+    make = lambda: Dataset.range(40).shuffle(40).shuffle(11, seed=3).batch(8)  # noqa: E731
+    tf.random.set_seed(7)
+    try:
+        expected = numpy_batches(make())
+        tf.random.set_seed(7)
+        assert_union_is(sources(make(), 2), expected)
+    finally:
+        context.context()._seed = None
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_random_operations_in_sequential_maps_give_the_same_pixels(num_processes):
+    make = lambda: Dataset.range(40).map(lambda i: (i, tf.random.uniform([3]))).shuffle(9).batch(8)  # noqa: E731
+    expected = [batch.data for batch in sources(make(), 1)[0].batches(0)]
+    assert_union_is(sources(make(), num_processes), expected)
+    assert len({float(x) for batch in expected for x in batch[1].ravel()}) == 120
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_stateless_random_operations_run_for_own_rows(num_processes):
+    def augment(index, i):
+        return i, tf.random.stateless_uniform([2], tf.stack([index, 5]))
+
+    make = lambda: Dataset.range(40).shuffle(40, seed=1).enumerate().map(augment, num_parallel_calls=AUTOTUNE).batch(8)  # noqa: E731
+    parts = sources(make(), num_processes)
+    assert "map(augment)" in parts[0].distribution.after
+    assert_union_is(parts, numpy_batches(make()))
+
+
+def test_nondeterministic_order_is_made_deterministic():
+    make = lambda: Dataset.range(50).map(abs, num_parallel_calls=4, deterministic=False).batch(10)  # noqa: E731
+    parts = sources(make(), 2)
+    assert any("deterministic=False" in note for note in parts[0].distribution.notes)
+    assert_union_is(parts, [np.arange(k, k + 10) for k in range(0, 50, 10)])
+    options = tf.data.Options()
+    options.deterministic = False
+    parts = sources(make().with_options(options), 2)
+    assert any("option deterministic=False is not followed" in note for note in parts[0].distribution.notes)
+
+
+# ---- Epochs and positions ----
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Dataset.range(30).shuffle(30, seed=5).batch(8),
+    lambda: Dataset.range(30).shuffle(30, seed=5).repeat(2).batch(8),
+    lambda: Dataset.range(30).shuffle(30, seed=5, reshuffle_each_iteration=False).batch(8),
+    lambda: Dataset.range(30).map(abs).cache().shuffle(30, seed=5).batch(8),
+])  # fmt: skip
+def test_epochs_are_those_of_tensorflow_in_any_order(make):
+    serial = make()
+    epochs = [numpy_batches(serial) for _ in range(4)]
+    for visited in ([0, 1, 2, 3], [2], [3, 1, 1, 0]):
+        parts = sources(make(), 3)
+        for epoch in visited:
+            assert_union_is(parts, epochs[epoch], epoch=epoch)
+    assert_union_is(sources(make(), 2), epochs[2][2:], epoch=2, start_batch=2)
+
+
+def test_iterated_dataset_starts_at_its_first_order():
+    dataset = Dataset.range(30).shuffle(30, seed=5).batch(8)
+    expected = numpy_batches(dataset)
+    list(dataset)
+    assert_union_is(sources(dataset, 2), expected)
+
+
+def test_infinite_dataset():
+    parts = sources(Dataset.range(10).repeat().batch(8), 2)
+    assert parts[0].num_batches is None
+    assert parts[0].num_examples is None
+    streams = [source.batches(0) for source in parts]
+    for step in range(9):
+        rows = np.concatenate([next(stream).data for stream in streams])
+        np.testing.assert_array_equal(rows, np.arange(step * 8, step * 8 + 8) % 10)
+
+
+def test_cardinality_is_read_not_counted():
+    calls = {}
+    dataset = Dataset.range(20).map(counted(calls, "read")).filter(lambda i: i % 2 == 0).batch(4)
+    assert [source.num_batches for source in sources(dataset, 2)] == [None, None]
+    assert calls == {}
+    assert sources(Dataset.range(21).map(abs).batch(4), 2)[0].num_examples == 21
+    assert sources(Dataset.range(21).batch(4, drop_remainder=True), 2)[0].num_examples == 20
+
+
+# ---- Sizes ----
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_unbatched_dataset_with_micro_batch(num_processes):
+    parts = sources(pairs(20), num_processes, micro_batch_size=3)
+    assert parts[0].global_batch_size == 3 * num_processes
+    assert_union_is(parts, numpy_batches(pairs(20).batch(3 * num_processes)))
+
+
+def test_micro_batch_of_a_batched_dataset_must_agree():
+    assert sources(pairs(20).batch(6), 2, micro_batch_size=3)[0].global_batch_size == 6
+    with pytest.raises(ValueError, match=r"tnt_micro_batch_size \(4\) \* ranks \(2\) must equal the dataset's batch size \(6\)"):
+        sources(pairs(20).batch(6), 2, micro_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: pairs(20),
+        lambda: pairs(20).batch(4).unbatch(),
+        lambda: pairs(20).batch(4).flat_map(lambda i, x: Dataset.from_tensor_slices((i, x))),
+    ],
+)
+def test_unbatched_dataset_needs_a_size(dataset):
+    with pytest.raises(ValueError, match="not batched and no tnt_micro_batch_size"):
+        sources(dataset(), 2)
+
+
+def test_batch_smaller_than_ranks_is_refused():
+    with pytest.raises(ValueError, match=r"global batch size \(3\) must be at least the number of ranks \(4\)"):
+        sources(pairs(20).batch(3), 4)
+
+
+def test_components_that_no_device_holds_are_refused():
+    with pytest.raises(TypeError, match="component 1 is text"):
+        sources(Dataset.from_tensor_slices((np.arange(4), ["a", "b", "c", "d"])).batch(2), 2)
+    with pytest.raises(TypeError, match="component 0 is a RaggedTensorSpec"):
+        sources(Dataset.range(4).map(tf.range).ragged_batch(2), 2)
+
+
+def test_cache_files_of_processes_are_apart(tmp_path):
+    make = lambda: Dataset.range(20).map(abs).cache(str(tmp_path / "cache")).batch(8)  # noqa: E731
+    for _ in range(2):
+        assert_union_is(sources(make(), 2), [np.arange(8), np.arange(8, 16), np.arange(16, 20)])
+    assert {path.name.split(".")[1] for path in tmp_path.iterdir()} == {"ranks-0-of-2", "ranks-1-of-2"}
+
+
+def test_lookup_tables_and_captured_variables_work():
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(tf.range(10, dtype=tf.int64), tf.range(10, 20)), -1)
+    offset = tf.Variable(100)
+    parts = sources(Dataset.range(20).map(lambda i: table.lookup(i % 10) + offset).batch(8), 2)
+    assert parts[0].distribution.after == ("map(lambda)", "batch")
+    whole = np.arange(20) % 10 + 110
+    assert_union_is(parts, [whole[:8].astype(np.int32), whole[8:16].astype(np.int32), whole[16:].astype(np.int32)])
+
+
+def test_error_in_the_pipeline_is_raised_on_the_process_that_meets_it():
+    def fail(i):
+        tf.debugging.assert_less(i, tf.constant(12, tf.int64), f"record {i} is broken")
+        return i
+
+    first, second = sources(Dataset.range(16).map(fail).batch(8), 2)
+    assert len(list(first.batches(0))) == 2
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is broken"):
+        list(second.batches(0))

@@ -1,0 +1,83 @@
+"""What the functions of a `tf.data` pipeline do: which of their operations keep state or draw random numbers, and with what seed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tnt_jax.data import _tensorflow
+
+# Seed of everything that the user left unseeded, so that all processes draw the same; Tarantella's choice.
+DEFAULT_SEED = 42
+
+# Operations that TensorFlow marks as stateful although running them for other elements, or more or less often, changes nothing.
+_HARMLESS = frozenset(
+    """Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather If While Case StatefulPartitionedCall PartitionedCall
+    HashTableV2 MutableHashTableV2 LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2 AnonymousHashTable""".split()  # noqa: SIM905
+)
+# Datasets made inside a function are marked as stateful because they are resources; only these draw random numbers.
+_RANDOM_DATASETS = frozenset(["ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3", "RandomDataset", "RandomDatasetV2"])
+_PYTHON = frozenset(["PyFunc", "PyFuncStateless", "EagerPyFunc"])
+
+
+def function_nodes(wrapper: Any) -> list[Any]:
+    """Returns the nodes of a dataset's traced function, with those of the functions that it calls."""
+    graph = wrapper.function.graph.as_graph_def()
+    return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+
+
+def stateful_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of operation in a function whose result may depend on how often, or for which elements, it ran before."""
+    return sorted({node.op for node in function_nodes(wrapper) if _keeps_state(node)})
+
+
+def unseeded_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of random operation in a function that draw a seed of their own in each process."""
+    nodes = function_nodes(wrapper)
+    constants = {node.name: node for node in nodes if node.op == "Const"}
+    return sorted({node.op for node in nodes if _is_unseeded(node, constants)})
+
+
+def callable_of(wrapper: Any) -> Callable[..., Any]:
+    """Returns the traced function as a plain one, without running the user's Python code again."""
+
+    def call(*arguments: Any) -> Any:
+        element = arguments[0] if len(arguments) == 1 and type(wrapper._input_structure) is not tuple else arguments
+        flat = _tensorflow.to_tensor_list(wrapper._input_structure, element)
+        return _tensorflow.from_tensor_list(wrapper.output_structure, wrapper.function(*flat))
+
+    return call
+
+
+def reseeded_callable_of(wrapper: Any) -> Callable[..., Any]:
+    """Returns the user's own function, to be traced anew where its random operations get seeds (see `seeded_tracing`)."""
+    return wrapper._func
+
+
+def seeded_tracing() -> AbstractContextManager[None]:
+    """Gives random operations and shuffles that are traced inside, and have no seed, one derived from `DEFAULT_SEED`."""
+    return _tensorflow.global_seed(DEFAULT_SEED)
+
+
+def name_of(wrapper: Any) -> str:
+    """Returns the name of the user's function."""
+    name = getattr(wrapper._func, "__name__", type(wrapper._func).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def _keeps_state(node: Any) -> bool:
+    if node.op in _PYTHON:
+        return True
+    if node.op in _HARMLESS or (
+        node.op.endswith(("Dataset", "DatasetV2", "DatasetV3", "DatasetV4")) and node.op not in _RANDOM_DATASETS
+    ):
+        return False
+    return node.op != "DummySeedGenerator" and _tensorflow.is_stateful(node.op)
+
+
+def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:
+    if node.op in _RANDOM_DATASETS:
+        seeds = [constants.get(name.split(":")[0]) for name in node.input[-4:]]
+        values = [c.attr["value"].tensor for c in seeds if c is not None and "seed" in c.name]
+        return bool(values) and all(not any(value.int64_val) for value in values)
+    attributes = node.attr
+    return "seed" in attributes and "seed2" in attributes and attributes["seed"].i == 0 and attributes["seed2"].i == 0

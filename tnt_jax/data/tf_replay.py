@@ -1,0 +1,174 @@
+"""Rebuilds single operations of a `tf.data` pipeline on other inputs: the same stream, with fixed seeds and a fixed order."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tnt_jax.data import _tensorflow
+from tnt_jax.data.tf_functions import (
+    DEFAULT_SEED,
+    callable_of,
+    name_of,
+    reseeded_callable_of,
+    seeded_tracing,
+    unseeded_operations,
+)
+
+Dataset = tf.data.Dataset
+Function = Callable[[Any], Callable[..., Any]]
+
+MAPS = ("_MapDataset", "_ParallelMapDataset")
+BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
+# Operations that choose, repeat or reorder elements by their position, whatever they contain: they commute with any map.
+INDEX_OPERATIONS = ("_TakeDataset", "_SkipDataset", "_RepeatDataset", "_ShardDataset", "_ShuffleDataset")
+
+_Replay = Callable[[Any, list[Any], Function], Any]
+
+_REPLAYS: dict[str, _Replay] = {
+    "_TakeDataset": lambda op, ins, _: ins[0].take(op._count),
+    "_SkipDataset": lambda op, ins, _: ins[0].skip(op._count),
+    "_RepeatDataset": lambda op, ins, _: ins[0].repeat(op._count),
+    "_ShardDataset": lambda op, ins, _: ins[0].shard(op._num_shards, op._index),
+    "_ShuffleDataset": lambda op, ins, _: shuffle_like(op, ins[0]),
+    "_PrefetchDataset": lambda op, ins, _: ins[0].prefetch(int(op._buffer_size)),
+    "CacheDataset": lambda op, ins, _: ins[0].cache(op._filename),
+    "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op._options),
+    "_MapDataset": lambda op, ins, f: ins[0].map(f(op._map_func)),
+    "_ParallelMapDataset": lambda op, ins, f: ins[0].map(f(op._map_func), int(op._num_parallel_calls), deterministic=True),
+    "_FilterDataset": lambda op, ins, f: ins[0].filter(f(op._predicate)),
+    "_TakeWhileDataset": lambda op, ins, f: ins[0].take_while(f(op._predicate)),
+    "_FlatMapDataset": lambda op, ins, f: ins[0].flat_map(f(op._map_func)),
+    "_InterleaveDataset": lambda op, ins, f: ins[0].interleave(f(op._map_func), int(op._cycle_length), int(op._block_length)),
+    "_ParallelInterleaveDataset": lambda op, ins, f: ins[0].interleave(
+        f(op._map_func), int(op._cycle_length), int(op._block_length), int(op._num_parallel_calls), deterministic=True
+    ),
+    "_ScanDataset": lambda op, ins, f: ins[0].scan(op._initial_state, f(op._scan_func)),
+    "_GroupByWindowDataset": lambda op, ins, f: ins[0].group_by_window(
+        f(op._key_func), f(op._reduce_func), window_size_func=f(op._window_size_func)
+    ),
+    # The methods unbatch() and rebatch() put a re-encoding before the operation, which is an operation of its own here.
+    "_UnbatchDataset": lambda op, ins, _: type(op)(ins[0]),
+    "_RebatchDataset": lambda op, ins, _: type(op)(ins[0], op._batch_sizes, op._drop_remainder),
+    "_RestructuredDataset": lambda op, ins, _: _tensorflow.with_element_spec(ins[0], op.element_spec),
+    "_UniqueDataset": lambda op, ins, _: ins[0].unique(),
+    "_WindowDataset": lambda op, ins, _: ins[0].window(op._size, op._shift, op._stride, op._drop_remainder),
+    "_BatchDataset": lambda op, ins, _: ins[0].batch(op._batch_size, op._drop_remainder),
+    "_ParallelBatchDataset": lambda op, ins, _: ins[0].batch(
+        op._batch_size, op._drop_remainder, int(op._num_parallel_calls), deterministic=True
+    ),
+    "_PaddedBatchDataset": lambda op, ins, _: ins[0].padded_batch(
+        op._batch_size, op._padded_shapes, op._padding_values, op._drop_remainder
+    ),
+    "_ZipDataset": lambda op, ins, _: Dataset.zip(_tensorflow.pack_sequence_as(op._datasets, ins)),
+    "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
+}
+
+
+class Repairs:
+    """Rebuilds pipelines so that every process sees the same stream, and remembers what had to be changed for it.
+
+    Attributes:
+        notes: One sentence for each change, or for what could not be changed.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._done: dict[int, Any] = {}
+
+    def repaired(self, dataset: Any) -> Any:
+        """Returns the dataset with unseeded shuffles and random operations seeded and its order fixed; itself if it needs nothing."""
+        if id(dataset) not in self._done:
+            inputs = [self.repaired(source) for source in dataset._inputs()]
+            changed = any(new is not old for new, old in zip(inputs, dataset._inputs(), strict=True))
+            self._done[id(dataset)] = self.rebuild(dataset, inputs) if changed or self._needs_repair(dataset) else dataset
+        return self._done[id(dataset)]
+
+    def note_order(self, dataset: Any) -> None:
+        """Notes an operation that asks for any order and does not get it."""
+        if getattr(dataset, "_deterministic", "") == "false":
+            name = operation_name(dataset)
+            self.notes.append(f"{name} has deterministic=False; it runs in order, because every process must see one order.")
+
+    def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
+        """Returns the operation `dataset` applied to `inputs`, repaired; the dataset itself where its kind is not known."""
+        kind = type(dataset).__name__
+        if kind not in _REPLAYS:
+            self.notes.append(
+                f"{operation_name(dataset)} is not known, so what stands before it was left as it is: if that shuffles without a seed, "
+                "processes see different orders. Give every shuffle a seed."
+            )
+            return dataset
+        self._note_repair(dataset)
+        if self.is_unseeded(dataset):
+            with seeded_tracing():
+                return _REPLAYS[kind](dataset, inputs, reseeded_callable_of)
+        return _REPLAYS[kind](dataset, inputs, callable_of)
+
+    def is_unseeded(self, dataset: Any) -> bool:
+        """Tells whether a function of this operation draws random numbers without a seed and can be given one."""
+        return type(dataset).__name__ in _REPLAYS and any(unseeded_operations(function) for function in dataset._functions())
+
+    def _needs_repair(self, dataset: Any) -> bool:
+        # A seeded shuffle is made anew as well: the user's object may have been iterated before, which advances its order.
+        return (
+            type(dataset).__name__ == "_ShuffleDataset"
+            or getattr(dataset, "_deterministic", "") == "false"
+            or self.is_unseeded(dataset)
+        )
+
+    def _note_repair(self, dataset: Any) -> None:
+        name = operation_name(dataset)
+        if type(dataset).__name__ == "_ShuffleDataset":
+            chosen = "no seed, so every process uses" if is_unseeded_shuffle(dataset) else "the seed"
+            seed = DEFAULT_SEED if is_unseeded_shuffle(dataset) else int(dataset._seed2)
+            self.notes.append(f"{name} has {chosen} {seed}.")
+        self.note_order(dataset)
+        if self.is_unseeded(dataset):
+            kinds = ", ".join(sorted({kind for function in dataset._functions() for kind in unseeded_operations(function)}))
+            self.notes.append(
+                f"{name} draws random numbers without a seed ({kinds}); every process seeds them with {DEFAULT_SEED}."
+            )
+
+
+def is_unseeded_shuffle(dataset: Any) -> bool:
+    """Tells whether the operation is a shuffle that draws its seed in each process."""
+    return type(dataset).__name__ == "_ShuffleDataset" and int(dataset._seed) == 0 and int(dataset._seed2) == 0
+
+
+def shuffle_like(operation: Any, dataset: Any) -> Any:
+    """Returns `dataset` shuffled as by `operation`, with `DEFAULT_SEED` where that has no seed."""
+    unseeded = is_unseeded_shuffle(operation)
+    return _tensorflow.shuffle_with_seeds(
+        dataset,
+        buffer_size=operation._buffer_size,
+        # The pair that shuffle(seed=DEFAULT_SEED) has without a global seed.
+        seeds=(_tensorflow.DEFAULT_GRAPH_SEED, DEFAULT_SEED) if unseeded else (operation._seed, operation._seed2),
+        reshuffle_each_iteration=operation._reshuffle_each_iteration,
+    )
+
+
+def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:
+    """Returns `stream` with the options of `dataset` and a deterministic order, and a note if that differs from the options."""
+    options = dataset.options()
+    notes = []
+    if options.deterministic is False:
+        notes.append("The option deterministic=False is not followed, because every process must see one order.")
+    fixed = tf.data.Options().merge(options)
+    fixed.deterministic = True
+    return stream.with_options(fixed), notes
+
+
+def operation_name(dataset: Any) -> str:
+    """Returns a short name such as `map(decode)` for the last operation of a dataset."""
+    kind = type(dataset).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower().removeprefix("parallel_")
+    functions = [name_of(function) for function in dataset._functions()[:1]]
+    return f"{words}({functions[0]})" if functions else words
+
+
+def operation_names(dataset: Any) -> list[str]:
+    """Returns the names of all operations of a pipeline, source first."""
+    names = [name for source in dataset._inputs() for name in operation_names(source)]
+    return names if type(dataset).__name__ == "_OptionsDataset" else [*names, operation_name(dataset)]

@@ -1,0 +1,215 @@
+"""`tf.data` pipelines: every process rebuilds the user's pipeline for its own rows; together they see the single-process stream.
+
+    model.fit(dataset.map(decode).shuffle(10_000).batch(256))  # decode runs for own rows only
+    model.fit(TfData(dataset, split="after"))  # every process prepares all rows and keeps its own
+
+TensorFlow is imported when a source is made, not before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tnt_jax.data.layout import Place, local_rows, micro_batch_size, num_batches, num_padded_rows, resolve_batch_size
+from tnt_jax.data.sources import HostBatch, common_length, select_rows
+from tnt_jax.log import logger
+
+if TYPE_CHECKING:
+    from tnt_jax.data.dispatch import Reading
+
+Split = Literal["auto", "before", "after"]
+_SPLITS = ("auto", "before", "after")
+
+
+@dataclass(frozen=True)
+class TfData:
+    """A `tf.data.Dataset` with the choice where the rows of a process are selected.
+
+    Attributes:
+        dataset: The dataset.
+        split: `"auto"` selects as early as the stream stays exactly that of one process. `"before"` trusts besides that maps with random
+            operations, and maps on whole batches, may run on own rows alone. `"after"` prepares all rows on every process.
+    """
+
+    dataset: Any
+    split: Split = "auto"
+
+    def __post_init__(self) -> None:
+        if self.split not in _SPLITS:
+            raise ValueError(f"split must be one of {', '.join(map(repr, _SPLITS))}, but is {self.split!r}.")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a pipeline is distributed.
+
+    Attributes:
+        place: This process's part of the data axis.
+        global_batch_size: Rows of a full global batch; None where batches differ.
+        num_batches: Batches of an epoch; None when unknown or infinite.
+        num_padded_rows: Rows that the ranks together add to the last batch; None when unknown.
+        before: Operations that run for all rows on every process, in order.
+        after: Operations that run for this process's rows.
+        notes: What was changed in the pipeline, and why the selection stands where it stands.
+    """
+
+    place: Place
+    global_batch_size: int | None
+    num_batches: int | None
+    num_padded_rows: int | None
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        def known(value: int | None) -> str:
+            return "unknown" if value is None else str(value)
+
+        size, ranks = self.global_batch_size, self.place.num_ranks
+        lines = [
+            f"Data: global batch {known(size)}, {known(size and micro_batch_size(size, ranks))} rows on each of {ranks} ranks, "
+            f"{known(self.num_batches)} steps per epoch, {known(self.num_padded_rows)} padded rows in the last batch.",
+            f"Every process runs for all rows: {', '.join(self.before) or 'nothing'}.",
+            f"It runs for its own rows: {', '.join(self.after) or 'nothing'}.",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+class TfDataSource:
+    """The rows of one process of a `tf.data` pipeline.
+
+    Args:
+        dataset: A batched dataset, or with `micro_batch_size` an unbatched one.
+        place: This process's part of the data axis.
+        micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the batch.
+        split: See `TfData`.
+
+    Attributes:
+        global_batch_size: Rows of a full global batch; None where batches differ or the pipeline does not tell.
+        num_batches: Batches of an epoch; None when unknown or infinite. No pass is made to count them.
+        num_examples: Rows of an epoch; None when unknown or infinite.
+        in_memory: False: a thread reads ahead.
+        distribution: Where the pipeline was split, and why.
+
+    Raises:
+        TypeError: If the elements hold text, ragged or sparse tensors.
+        ValueError: If the dataset is unbatched and no `micro_batch_size` is given, if sizes contradict one another, or if
+            `split="before"` is impossible.
+    """
+
+    in_memory = False
+
+    def __init__(self, dataset: Any, place: Place, *, micro_batch_size: int | None = None, split: Split = "auto") -> None:
+        from tnt_jax.data.tf_inspect import Batching, batching_of, check_tensors
+
+        check_tensors(dataset)
+        batching = batching_of(dataset)
+        size: int | None = None
+        if batching is None or batching.size is not None:
+            size = resolve_batch_size(
+                batch_size=batching and batching.size,
+                micro=micro_batch_size,
+                num_ranks=place.num_ranks,
+                drop_remainder=batching is not None and batching.drop_remainder,
+                num_examples=_known(dataset.cardinality()) if batching is None else batching.num_examples,
+            )
+        if batching is None:
+            dataset = dataset.batch(size)
+            batching = batching_of(dataset) or Batching(size)
+        self.global_batch_size: int | None = size
+        self.num_batches: int | None = _known(dataset.cardinality())
+        self.num_examples: int | None = batching.num_examples
+        self._dataset, self._place = dataset, place
+        self._split: Split = split
+        self._num_passes = 0
+        self._build()
+        logger.info("%s", self.distribution)
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on; the ones before are prepared and dropped.
+
+        A dataset that reshuffles gives the order of its pass number `epoch`: earlier passes that were not made are started, and
+        an earlier epoch than the last one builds the pipeline anew.
+        """
+        self._go_to(epoch)
+        self._num_passes += 1
+        stream = self._stream.skip(start_batch) if start_batch else self._stream
+        make = self._from_own_rows if self._is_early else self._from_all_rows
+        for element in stream.as_numpy_iterator():
+            yield make(element)
+
+    def _from_own_rows(self, element: tuple[np.ndarray, Any]) -> HostBatch:
+        count = int(element[0].flat[0])
+        return HostBatch(element[1], local_rows(count, self._place).mask, count)
+
+    def _from_all_rows(self, element: Any) -> HostBatch:
+        count = common_length(element)
+        return select_rows(element, local_rows(count, self._place), count)
+
+    def _build(self) -> None:
+        """Makes the pipeline of this process; its shuffles stand at their first order."""
+        from tnt_jax.data.tf_replay import Repairs, operation_names, with_fixed_order
+        from tnt_jax.data.tf_split import CannotSplitEarly, Splitter
+
+        repairs = Repairs()
+        splitter = Splitter(self._place, self._split, repairs)
+        self._is_early = False
+        try:
+            if (reason := self._why_not_early()) is not None:
+                raise CannotSplitEarly(reason)
+            stream = splitter.local_batches(self._dataset)
+            self._is_early, names, notes = True, (splitter.before, splitter.after), splitter.notes
+        except CannotSplitEarly as reason:
+            if self._split == "before":
+                raise ValueError(f"split='before' is impossible: {reason}. Use split='auto', or change the pipeline.") from None
+            stream = repairs.repaired(self._dataset)
+            names, notes = (operation_names(self._dataset), []), [f"Rows are selected last: {reason}."]
+        self._stream, order_notes = with_fixed_order(stream, self._dataset)
+        self.distribution = Distribution(
+            self._place, self.global_batch_size, self.num_batches, self._num_padded_rows(), tuple(names[0]), tuple(names[1]),
+            tuple(dict.fromkeys([*notes, *repairs.notes, *order_notes])),
+        )  # fmt: skip
+
+    def _why_not_early(self) -> str | None:
+        if self._split == "after":
+            return "split='after' asks for it"
+        if self._place.local_ranks == self._place.num_ranks:
+            return None if self._split == "before" else "this process feeds all ranks"
+        return None
+
+    def _num_padded_rows(self) -> int | None:
+        size, examples = self.global_batch_size, self.num_examples
+        if size is None or not examples:
+            return None
+        last = examples - (num_batches(examples, size) - 1) * size
+        return num_padded_rows(last, self._place.num_ranks)
+
+    def _go_to(self, epoch: int) -> None:
+        """Brings the shuffles of the pipeline to their order of pass `epoch`."""
+        from tnt_jax.data.tf_inspect import reshuffles, reshuffles_within_a_pass
+
+        if not reshuffles(self._dataset):
+            return
+        if epoch < self._num_passes:
+            self._build()
+            self._num_passes = 0
+        while self._num_passes < epoch:
+            # A pass draws its seeds when it starts; a shuffle below a repeat draws again on the way.
+            stream = iter(self._stream)
+            next(stream, None)
+            if reshuffles_within_a_pass(self._dataset):
+                for _ in stream:
+                    pass
+            self._num_passes += 1
+
+
+def tf_source(dataset: Any, reading: "Reading") -> TfDataSource:
+    """Returns the source of a `tf.data.Dataset`, or of a `TfData`, that is the same on every process."""
+    choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
+    return TfDataSource(choice.dataset, reading.place, micro_batch_size=reading.micro_batch_size, split=choice.split)
+
+
+def _known(cardinality: Any) -> int | None:
+    return int(cardinality) if int(cardinality) >= 0 else None
