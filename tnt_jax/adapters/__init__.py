@@ -11,11 +11,12 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None) -> A
     """Returns the adapter for a model of any known kind.
 
     Args:
-        module: A Flax Linen module.
-        variables: Variables to start from, for modules that hold none themselves.
+        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend.
+        variables: Variables to start from, for Linen modules, which hold none themselves.
 
     Raises:
         TypeError: If the kind of `module` is unknown, or if its class was passed instead of an object.
+        ValueError: If `variables` are given with a module that holds its own, or a Keras model computes on another backend.
     """
     if isinstance(module, type):
         raise TypeError(f"tnt_jax.Model needs a module, but got the class {module.__name__}. Create one: {module.__name__}(...).")
@@ -24,4 +25,29 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None) -> A
         from tnt_jax.adapters.linen import LinenAdapter
 
         return LinenAdapter(module, variables=variables)
-    raise TypeError(f"tnt_jax.Model needs a flax.linen.Module, but got {type(module).__module__}.{type(module).__qualname__}.")
+    kind = _kind_with_variables(module)
+    if kind is None:
+        raise TypeError(
+            "tnt_jax.Model needs a flax.linen.Module, a flax.nnx.Module or a keras.Model, "
+            f"but got {type(module).__module__}.{type(module).__qualname__}."
+        )
+    if variables is not None:
+        raise ValueError(
+            f"variables are for Linen modules; a {kind} model holds its own. Set them in the model before it is wrapped."
+        )
+    if kind == "Keras":
+        from tnt_jax.adapters.keras import KerasAdapter
+
+        return KerasAdapter(module)
+    from tnt_jax.adapters.nnx import NnxAdapter
+
+    return NnxAdapter(module)
+
+
+def _kind_with_variables(module: Any) -> str | None:
+    """Returns the library of a module that holds its own variables, without importing a library that is not in use."""
+    keras, nnx = sys.modules.get("keras"), sys.modules.get("flax.nnx")
+    # Keras first: with its NNX integration switched on, its models are NNX modules, too.
+    if keras is not None and isinstance(module, keras.Model):
+        return "Keras"
+    return "NNX" if nnx is not None and isinstance(module, nnx.Module) else None

@@ -33,9 +33,15 @@ class Applied(NamedTuple):
 
 
 class Adapter(Protocol):
-    """A model as pure functions; the step calls `apply` inside `shard_map` over the axis `data`."""
+    """A model as pure functions; the step calls `apply` inside `shard_map` over the axis `data`.
+
+    Attributes:
+        name: Name of the model in tables.
+        holds_variables: Whether the user's object holds variables, so that `write_back` has something to do.
+    """
 
     name: str
+    holds_variables: bool
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""

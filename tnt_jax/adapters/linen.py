@@ -22,6 +22,8 @@ class LinenAdapter:
         variables: Variables to start from, as `module.init` returns them; fresh ones by default.
     """
 
+    holds_variables = False
+
     def __init__(self, module: nn.Module, *, variables: Mapping[str, Any] | None = None) -> None:
         if variables is not None and "params" not in variables:
             raise ValueError(

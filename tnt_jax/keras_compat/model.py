@@ -1,4 +1,4 @@
-"""`Model`: a Flax module with Keras's compile, fit, evaluate and predict."""
+"""`Model`: a Flax or Keras model with Keras's compile, fit, evaluate and predict on every device of the job."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -32,9 +32,12 @@ class Model:
     """A model that trains on every device of the job, with the numbers of one.
 
     Args:
-        module: A Flax Linen module.
-        seed: Seed of fresh variables (`module.init(jax.random.key(seed), ...)`), of dropout, and of the order of shuffled arrays.
-        variables: Variables to start from, as `module.init` returns them; fresh ones by default, made when data is first seen.
+        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The last two hold their variables:
+            training starts from them, and every `fit` ends by writing the results back into them.
+        seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`), of dropout, and of the order of
+            shuffled arrays.
+        variables: Variables of a Linen module to start from, as `module.init` returns them; fresh ones by default, made when data
+            is first seen.
 
     Attributes:
         history: The `History` of the last `fit`.
@@ -43,6 +46,7 @@ class Model:
 
     Raises:
         TypeError: If `module` is of no known kind.
+        ValueError: If `variables` come with a module that holds its own, or a Keras model computes on another backend than JAX.
     """
 
     def __init__(self, module: Any, *, seed: int = 0, variables: Mapping[str, Any] | None = None) -> None:
@@ -169,6 +173,7 @@ class Model:
             if self.stop_training:
                 break
         hooks.call("on_train_end", logs)
+        self.write_back()
         assert self.history is not None
         return self.history
 
@@ -270,9 +275,19 @@ class Model:
         if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
             print(summary_table(self._adapter.name, *variables), flush=True)
 
+    def write_back(self) -> None:
+        """Stores the trained variables in the wrapped object, if it holds variables; `fit` does so when it ends.
+
+        A Linen module holds none. Call it in a callback that looks into the NNX module or the Keras model during training.
+        """
+        if self._adapter.holds_variables and self._trainer.state is not None:
+            self._adapter.write_back(self._trainer.variables())
+
     @property
     def variables(self) -> Any:
-        """Copies of the variables in the form of the model's library; for Linen a dict ready for `module.apply`.
+        """Copies of the variables in the form of the model's library.
+
+        For Linen a dict ready for `module.apply`, for NNX a state for `nnx.update`, for Keras a list as of `get_weights`.
 
         Raises:
             RuntimeError: If the model has no variables yet.

@@ -1,0 +1,142 @@
+"""Flax NNX modules as pure functions: every kind of variable, random streams drawn per row, and results written back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+
+from tnt_jax.adapters.base import Applied, CallStyle, Variables
+from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
+
+# Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the training loss.
+_Loss = nnx.variable_type_from_name("losses", allow_register=True)
+
+
+class NnxAdapter:
+    """An NNX module, which holds its own variables: training starts from them and is written back into them.
+
+    Params are the variables of type `nnx.Param`; all other variables and arrays are model state, except random streams. Those
+    are seeded afresh in every step from the step's key and the position of the stream in the module, so that dropout depends
+    neither on the number of ranks nor on how often the module was called before.
+
+    Args:
+        module: Module to train.
+    """
+
+    holds_variables = True
+
+    def __init__(self, module: nnx.Module) -> None:
+        if not callable(module):
+            raise TypeError(f"An NNX module must be callable to be trained, but {type(module).__name__} has no __call__.")
+        self.module = module
+        self.name = type(module).__name__
+        self._style = CallStyle.of(module)
+        self._graph, _, self._random, _ = nnx.split(module, nnx.Param, _is_random, ...)
+
+    def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns the variables that the module holds, whatever the inputs and the seed."""
+        _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)
+        return Variables(_nested(params), _nested(rest))
+
+    def apply(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+    ) -> Applied:
+        """Returns the module's forward pass over this rank's rows; see `Adapter.apply`.
+
+        The module is in its mode `train()` or `eval()`, and is told again if its call takes a flag such as `train`.
+        """
+        random = self._random if key is None else _reseeded(self._random, key)
+        # A copy, because the variables of the user's own object belong to another trace.
+        module = nnx.merge(self._graph, self._state(Variables(params, model_state)), random, copy=True)
+        module.train() if train else module.eval()
+        if train and mask is not None:
+            _leave_out_padding(module, mask)
+        args, kwargs = self._style.arguments(inputs, train=train)
+        outputs = module(*args, **kwargs)
+        penalty = sum((jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0)
+        return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
+
+    def export(self, variables: Variables) -> nnx.State:
+        """Returns variables as a state for `nnx.update(module, state)`."""
+        return self._state(jax.tree.map(jnp.asarray, variables))
+
+    def write_back(self, variables: Variables) -> None:
+        """Stores variables in the user's module, as if it had been trained by hand; its random streams stay where they were."""
+        nnx.update(self.module, self.export(variables))
+
+    def _state(self, variables: Variables) -> nnx.State:
+        """Returns the given arrays as the state of the module without its random streams."""
+        arrays = {**traverse_util.flatten_dict(variables.params), **traverse_util.flatten_dict(variables.model_state)}
+        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(_is_random)))
+        return nnx.from_flat_state([(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves])
+
+
+class _BatchNormOfRealRows(nnx.BatchNorm):
+    """A batch normalisation whose statistics leave out padded rows, by the mask `real_rows` `[rows]`.
+
+    NNX's own `mask` argument does not serve: with `axis_name` it averages the means of ranks that have different numbers of rows.
+    """
+
+    real_rows: jax.Array
+
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None) -> jax.Array:
+        average = self.use_running_average if use_running_average is None else use_running_average
+        is_elsewhere = x.shape[0] != self.real_rows.shape[0] or self.axis % x.ndim == 0
+        if average or mask is not None or is_elsewhere or self.axis_index_groups is not None:
+            return super().__call__(x, use_running_average, mask=mask)
+        mean, var = real_row_moments(x, self.real_rows, feature_dim=self.axis, axis_name=self.axis_name)
+        for moving, value in ((self.mean, mean), (self.var, var)):
+            moving[...] = self.momentum * moving[...] + (1 - self.momentum) * value
+        scale = None if self.scale is None else self.scale[...]
+        bias = None if self.bias is None else self.bias[...]
+        y = normalize(x, mean, var, scale=scale, bias=bias, feature_dim=self.axis, epsilon=self.epsilon)
+        return y.astype(self.dtype or jnp.result_type(x, *(v for v in (scale, bias) if v is not None)))
+
+
+def _leave_out_padding(module: nnx.Module, mask: jax.Array) -> None:
+    """Keeps masked rows out of the statistics of every `nnx.BatchNorm` in `module`, which must be a copy of the user's."""
+    for _, layer in nnx.iter_graph(module):
+        # A subclass with another call knows best what its statistics are.
+        if isinstance(layer, nnx.BatchNorm) and type(layer).__call__ is nnx.BatchNorm.__call__:
+            layer.__class__ = _BatchNormOfRealRows
+            layer.real_rows = mask  # type: ignore[attr-defined]
+
+
+def _reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
+    """Returns random state with fresh keys that follow from `key` and the position in the state, and counts of 0."""
+    streams = []
+    for index, (path, leaf) in enumerate(nnx.to_flat_state(random)):
+        value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        fresh = _keys(jax.random.fold_in(key, index), value.shape) if is_key else jnp.zeros_like(value)
+        streams.append((path, _with_value(leaf, fresh)))
+    return nnx.from_flat_state(streams)
+
+
+def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return key if shape == () else jax.random.split(key, shape)
+
+
+def _changed(module: nnx.Module, before: Any) -> Any:
+    """Returns what became of the model state `before`; variables that the call created, such as sown ones, are left out."""
+    after = traverse_util.flatten_dict(_nested(nnx.state(module)))
+    return traverse_util.unflatten_dict({path: after[path] for path in traverse_util.flatten_dict(before)})
+
+
+def _is_random(path: Any, value: Any) -> bool:
+    return isinstance(value, nnx.RngState) or jnp.issubdtype(getattr(value, "dtype", jnp.float32), jax.dtypes.prng_key)
+
+
+def _nested(state: nnx.State) -> dict[str, Any]:
+    """Returns the arrays of a state as nested dicts with strings as keys."""
+    flat = {_names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in nnx.to_flat_state(state)}
+    return traverse_util.unflatten_dict(flat)
+
+
+def _with_value(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, path))
