@@ -82,7 +82,7 @@ class Loss:
 
     def terms(
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None, mask: ArrayLike | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | float | None]:
         """Returns the sums whose quotient is the loss; both add up over the parts of a batch.
 
         The loss of a batch cut into parts is `divide_no_nan(sum of totals, sum of counts)`, or the sum of the totals
@@ -118,12 +118,14 @@ class Loss:
 
     def _count(
         self, values: jax.Array, weight: jax.Array | None, sample_weight: Any, valid: jax.Array | None, mask: Any
-    ) -> jax.Array | None:
+    ) -> jax.Array | float | None:
         if self.reduction == "sum":
             return None
         if self.reduction == "mean_with_sample_weight" and sample_weight is not None:
             assert weight is not None
             return jnp.sum(weight)
+        if valid is None and mask is None:
+            return float(values.size)  # Known while tracing: its sum over ranks is a multiplication.
         counted = jnp.ones(values.shape, values.dtype) if valid is None else valid.astype(values.dtype)
         return jnp.sum(counted if mask is None else _where_rows(mask, counted, 0))
 
@@ -162,9 +164,9 @@ class LossFunctionWrapper(Loss):
         return jnp.asarray(self.fn(y_true, y_pred, **self.fn_kwargs))
 
 
-def divide_no_nan(total: jax.Array, count: jax.Array) -> jax.Array:
+def divide_no_nan(total: jax.Array, count: jax.Array | float) -> jax.Array:
     """Returns total / count, and 0 where count is 0."""
-    is_empty = count == 0
+    is_empty = jnp.equal(count, 0)
     return jnp.where(is_empty, 0, total / jnp.where(is_empty, 1, count))
 
 
