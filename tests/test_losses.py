@@ -42,6 +42,15 @@ def real_batch(rows=7, outputs=3, *, time=None, logits=True):
     return RNG.normal(size=shape).astype("float32"), RNG.normal(size=shape).astype("float32")
 
 
+def count_batch(rows=7, **kwargs):
+    return RNG.poisson(2.0, size=(rows, 3)).astype("float32"), RNG.random((rows, 3)).astype("float32") * 4
+
+
+def sign_batch(**kwargs):
+    y_true, y_pred = binary_batch(**kwargs)
+    return 2 * y_true - 1, y_pred
+
+
 def sequence_batch(**kwargs):
     labels, outputs = class_batch(time=4, **kwargs)
     return np.where(RNG.random(labels.shape) < 0.3, -1, labels), outputs
@@ -60,8 +69,24 @@ CASES = [
     ("BinaryCrossentropy", {}, binary_batch),
     ("MeanSquaredError", {}, real_batch),
     ("MeanAbsoluteError", {}, real_batch),
+    ("MeanAbsolutePercentageError", {}, real_batch),
+    ("MeanSquaredLogarithmicError", {}, real_batch),
+    ("Huber", {}, real_batch),
+    ("Huber", {"delta": 0.3}, real_batch),
+    ("LogCosh", {}, real_batch),
+    ("CosineSimilarity", {}, real_batch),
+    ("Poisson", {}, count_batch),
+    ("Hinge", {}, sign_batch),
+    ("Hinge", {}, binary_batch),
+    ("SquaredHinge", {}, sign_batch),
+    ("CategoricalHinge", {}, soft_batch),
+    ("KLDivergence", {}, soft_batch),
+    ("BinaryFocalCrossentropy", {}, binary_batch),
+    ("BinaryFocalCrossentropy", {"from_logits": True, "gamma": 1.5, "apply_class_balancing": True, "alpha": 0.4}, binary_batch),
+    ("CategoricalFocalCrossentropy", {"label_smoothing": 0.1}, soft_batch),
+    ("CategoricalFocalCrossentropy", {"from_logits": True, "alpha": 0.5}, soft_batch),
 ]
-IDS = [f"{name}-{'-'.join(map(str, settings))}" for name, settings, _ in CASES]
+IDS = [f"{name}-{'-'.join([*settings, batch.__name__])}" for name, settings, batch in CASES]
 REDUCTIONS = ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 # Reductions and weights are the same code for every loss: the whole grid for one with and one without ignored labels.
 GRID = [
@@ -210,17 +235,22 @@ def test_classes_along_another_axis():
     np.testing.assert_allclose(losses.CategoricalCrossentropy(True, axis=1)(one_hot, moved), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("function", ["binary_focal_crossentropy", "categorical_focal_crossentropy"])
-@pytest.mark.parametrize("from_logits", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"alpha": 0.4, "gamma": 1.5, "label_smoothing": 0.1}])
-def test_focal_functions_equal_keras(function, from_logits, settings):
-    batch = binary_batch if function.startswith("binary") else soft_batch
-    if function.startswith("binary") and settings:
-        settings = {**settings, "apply_class_balancing": True}
-    y_true, y_pred = batch(logits=from_logits)
-    expected = getattr(keras_losses(), function)(y_true, y_pred, from_logits=from_logits, **settings)
-    ours = getattr(losses, function)(jnp.asarray(y_true), jnp.asarray(y_pred), from_logits=from_logits, **settings)
-    np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
+def test_hinge_with_zeros_among_negative_labels_is_refused():
+    losses.check_labels(losses.Hinge(), np.array([[0.0], [1.0]]), (2, 1))
+    losses.check_labels(losses.Hinge(), np.array([[-1], [1]]), (2, 1))
+    with pytest.raises(ValueError, match=r"targets that are -1 and 1, or 0 and 1; row 0 of this batch holds 0"):
+        losses.check_labels(losses.Hinge(), np.array([[0], [1], [-1]]), (3, 1))
+
+
+def test_the_cosine_of_a_zero_vector_is_zero_and_has_a_gradient():
+    value, grad = jax.value_and_grad(lambda p: losses.CosineSimilarity()(np.ones((1, 2)), p))(jnp.zeros((1, 2)))
+    assert float(value) == 0
+    assert np.all(np.isfinite(grad))
+
+
+def test_kl_divergence_names_the_layer_that_is_missing():
+    with pytest.raises(ValueError, match=r"CategoricalCrossentropy\(from_logits=True\); or end the model with jax.nn.softmax"):
+        losses.check_outputs(losses.KLDivergence(), np.array([[-1.0, 2.0]]))
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,12 @@ def categorical_focal_crossentropy(
     return jnp.sum(-y_true * jnp.log(p) * (1 - p) ** gamma * jnp.asarray(alpha), axis=axis)
 
 
+def kl_divergence(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns sum(y_true * log(y_true / y_pred)) along the last dimension [batch, ...]; both are clipped to [1e-7, 1]."""
+    y_true, y_pred = jnp.clip(_same_shape(y_true, y_pred), EPSILON, 1), jnp.clip(y_pred, EPSILON, 1)
+    return jnp.sum(y_true * jnp.log(y_true / y_pred), axis=-1)
+
+
 def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
     """Returns probabilities that sum to one along `axis`, clipped to [1e-7, 1 - 1e-7]."""
     return jnp.clip(probabilities / jnp.sum(probabilities, axis, keepdims=True), EPSILON, 1 - EPSILON)

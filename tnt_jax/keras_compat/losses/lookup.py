@@ -7,18 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from tnt_jax.keras_compat import names
-from tnt_jax.keras_compat.losses import classes, crossentropy
+from tnt_jax.keras_compat.losses import crossentropy, crossentropy_classes, margin, regression
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 
 _CLASSES: dict[str, Callable[[], Loss]] = {
     name: cls
-    for name, cls in vars(classes).items()
-    if inspect.isclass(cls) and issubclass(cls, Loss) and cls.__module__ == classes.__name__
+    for module in (crossentropy_classes, regression, margin)
+    for name, cls in vars(module).items()
+    if inspect.isclass(cls) and issubclass(cls, Loss) and cls.__module__ == module.__name__
 }
 _ALIASES: dict[str, Callable[[], Loss]] = {
-    "bce": classes.BinaryCrossentropy,
-    "mae": classes.MeanAbsoluteError,
-    "mse": classes.MeanSquaredError,
+    "bce": crossentropy_classes.BinaryCrossentropy,
+    "kld": crossentropy_classes.KLDivergence,
+    "mae": regression.MeanAbsoluteError,
+    "mape": regression.MeanAbsolutePercentageError,
+    "mse": regression.MeanSquaredError,
+    "msle": regression.MeanSquaredLogarithmicError,
 }
 _FUNCTIONS = {cls().fn: cls for cls in _CLASSES.values()}  # type: ignore[attr-defined]
 

@@ -1,23 +1,144 @@
-"""Losses on real numbers, as functions `(y_true, y_pred) -> values [batch, ...]` that reduce the last dimension."""
+"""Losses on real numbers: functions `(y_true, y_pred) -> values [batch, ...]`, and their classes.
+
+The functions reduce the last dimension; a last dimension of size one is added to or removed from either argument to match.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from tnt_jax.keras_compat.losses.base import match_ranks
+from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, match_ranks
 
 
 def mean_squared_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns the mean of (y_pred - y_true)^2 over the last dimension [batch, ...]."""
-    return jnp.mean(jnp.square(_error(y_true, y_pred)), axis=-1)
+    """Returns the mean of (y_pred - y_true)^2 [batch, ...]."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return jnp.mean(jnp.square(y_pred - y_true), axis=-1)
 
 
 def mean_absolute_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns the mean of |y_pred - y_true| over the last dimension [batch, ...]."""
-    return jnp.mean(jnp.abs(_error(y_true, y_pred)), axis=-1)
+    """Returns the mean of |y_pred - y_true| [batch, ...]."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return jnp.mean(jnp.abs(y_pred - y_true), axis=-1)
 
 
-def _error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    y_true, y_pred = match_ranks(y_true.astype(y_pred.dtype), y_pred)
-    return y_pred - y_true
+def mean_absolute_percentage_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns the mean of 100 * |y_true - y_pred| / max(|y_true|, 1e-7) [batch, ...]."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return 100 * jnp.mean(jnp.abs((y_true - y_pred) / jnp.maximum(jnp.abs(y_true), EPSILON)), axis=-1)
+
+
+def mean_squared_logarithmic_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...]; numbers below 1e-7 count as 1e-7."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    difference = jnp.log(jnp.maximum(y_pred, EPSILON) + 1) - jnp.log(jnp.maximum(y_true, EPSILON) + 1)
+    return jnp.mean(jnp.square(difference), axis=-1)
+
+
+def huber(y_true: jax.Array, y_pred: jax.Array, delta: float = 1.0) -> jax.Array:
+    """Returns the mean of e^2 / 2 where |e| <= delta, else delta * |e| - delta^2 / 2 [batch, ...] (Huber 1964)."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return jnp.mean(optax.huber_loss(y_pred, y_true, delta=delta), axis=-1)
+
+
+def log_cosh(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns the mean of log(cosh(y_pred - y_true)) [batch, ...]."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return jnp.mean(optax.log_cosh(y_pred, y_true), axis=-1)
+
+
+def cosine_similarity(y_true: jax.Array, y_pred: jax.Array, axis: int = -1) -> jax.Array:
+    """Returns minus the cosine of the angle between vectors along `axis`, so that less is better [batch, ...]."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return -jnp.sum(_unit(y_true, axis) * _unit(y_pred, axis), axis=axis)
+
+
+def poisson(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """Returns the mean of y_pred - y_true * log(y_pred + 1e-7) [batch, ...], for rates `y_pred` >= 0."""
+    y_true, y_pred = _matched(y_true, y_pred)
+    return jnp.mean(y_pred - y_true * jnp.log(y_pred + EPSILON), axis=-1)
+
+
+def _matched(y_true: jax.Array, y_pred: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return match_ranks(jnp.asarray(y_true, y_pred.dtype), y_pred)
+
+
+def _unit(vectors: jax.Array, axis: int) -> jax.Array:
+    """Returns vectors of length one; shorter ones than 1e-7 stay shorter, so that zero has a gradient."""
+    squares = jnp.sum(jnp.square(vectors), axis=axis, keepdims=True)
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2))
+
+
+class MeanSquaredError(LossFunctionWrapper):
+    """Mean of (y_pred - y_true)^2 over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_error") -> None:
+        super().__init__(mean_squared_error, reduction, name=name)
+
+
+class MeanAbsoluteError(LossFunctionWrapper):
+    """Mean of |y_pred - y_true| over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_error") -> None:
+        super().__init__(mean_absolute_error, reduction, name=name)
+
+
+class MeanAbsolutePercentageError(LossFunctionWrapper):
+    """Mean of 100 * |y_true - y_pred| / |y_true| over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_percentage_error") -> None:
+        super().__init__(mean_absolute_percentage_error, reduction, name=name)
+
+
+class MeanSquaredLogarithmicError(LossFunctionWrapper):
+    """Mean of (log(y_pred + 1) - log(y_true + 1))^2 over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_logarithmic_error") -> None:
+        super().__init__(mean_squared_logarithmic_error, reduction, name=name)
+
+
+class Huber(LossFunctionWrapper):
+    """Squared error for errors up to `delta` and absolute error beyond; see `losses.huber`."""
+
+    targets = "like_outputs"
+
+    def __init__(self, delta: float = 1.0, *, reduction: str | None = "sum_over_batch_size", name: str = "huber_loss") -> None:
+        super().__init__(huber, reduction, name=name, delta=delta)
+
+
+class LogCosh(LossFunctionWrapper):
+    """Mean of log(cosh(y_pred - y_true)) over the last dimension."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "log_cosh") -> None:
+        super().__init__(log_cosh, reduction, name=name)
+
+
+class CosineSimilarity(LossFunctionWrapper):
+    """Minus the cosine of the angle between target and output vectors, in [-1, 1]."""
+
+    targets = "like_outputs"
+
+    def __init__(self, axis: int = -1, *, reduction: str | None = "sum_over_batch_size", name: str = "cosine_similarity") -> None:
+        super().__init__(cosine_similarity, reduction, name=name, axis=axis)
+        self.axis = axis
+
+
+class Poisson(LossFunctionWrapper):
+    """Negative log-likelihood of counts under rates `y_pred`, up to a constant; see `losses.poisson`."""
+
+    targets = "like_outputs"
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "poisson") -> None:
+        super().__init__(poisson, reduction, name=name)

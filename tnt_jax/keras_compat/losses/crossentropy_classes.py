@@ -1,4 +1,4 @@
-"""Keras's loss classes; each binds the settings of one function and says what it expects of outputs and targets."""
+"""Losses on probabilities and logits as classes: settings bound to a function, and what they expect of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from tnt_jax.keras_compat.losses import crossentropy, regression
+from tnt_jax.keras_compat.losses import crossentropy
 from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
 
 
@@ -76,19 +76,56 @@ class BinaryCrossentropy(LossFunctionWrapper):
         self.expects_probabilities, self.axis = not from_logits, axis
 
 
-class MeanSquaredError(LossFunctionWrapper):
-    """Mean of (y_pred - y_true)^2 over the last dimension."""
+class BinaryFocalCrossentropy(LossFunctionWrapper):
+    """Binary cross-entropy that counts easy rows less; see `losses.binary_focal_crossentropy`."""
 
-    targets = "like_outputs"
+    targets = "binary"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_error") -> None:
-        super().__init__(regression.mean_squared_error, reduction, name=name)
+    def __init__(
+        self,
+        apply_class_balancing: bool = False,
+        *,
+        alpha: float = 0.25,
+        gamma: float = 2.0,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "binary_focal_crossentropy",
+    ) -> None:
+        settings: dict[str, Any] = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
+        settings |= {"apply_class_balancing": apply_class_balancing, "alpha": alpha, "gamma": gamma}
+        super().__init__(crossentropy.binary_focal_crossentropy, reduction, name=name, **settings)
+        self.expects_probabilities, self.axis = not from_logits, axis
 
 
-class MeanAbsoluteError(LossFunctionWrapper):
-    """Mean of |y_pred - y_true| over the last dimension."""
+class CategoricalFocalCrossentropy(LossFunctionWrapper):
+    """Cross-entropy of target distributions that counts easy rows less; see `losses.categorical_focal_crossentropy`."""
 
-    targets = "like_outputs"
+    targets = "distribution"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_error") -> None:
-        super().__init__(regression.mean_absolute_error, reduction, name=name)
+    def __init__(
+        self,
+        alpha: float = 0.25,
+        *,
+        gamma: float = 2.0,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "categorical_focal_crossentropy",
+    ) -> None:
+        settings: dict[str, Any] = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
+        settings |= {"alpha": alpha, "gamma": gamma}
+        super().__init__(crossentropy.categorical_focal_crossentropy, reduction, name=name, **settings)
+        self.expects_probabilities, self.axis = not from_logits, axis
+
+
+class KLDivergence(LossFunctionWrapper):
+    """Kullback-Leibler divergence of target distributions from output distributions [batch, ..., classes]."""
+
+    targets = "distribution"
+    expects_probabilities = True
+
+    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "kl_divergence") -> None:
+        super().__init__(crossentropy.kl_divergence, reduction, name=name)
