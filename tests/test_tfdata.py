@@ -10,8 +10,9 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 
 from tensorflow.python.eager import context  # noqa: E402
 
+from tnt_jax.data.dispatch import Reading  # noqa: E402
 from tnt_jax.data.layout import Place  # noqa: E402
-from tnt_jax.data.tfdata import TfData, TfDataSource  # noqa: E402
+from tnt_jax.data.tfdata import TfData, TfDataSource, tf_source  # noqa: E402
 
 AUTOTUNE = tf.data.AUTOTUNE
 Dataset = tf.data.Dataset
@@ -456,3 +457,22 @@ def test_error_in_the_pipeline_is_raised_on_the_process_that_meets_it():
     assert len(list(first.batches(0))) == 2
     with pytest.raises(tf.errors.InvalidArgumentError, match="is broken"):
         list(second.batches(0))
+
+
+# ---- Shards ----
+
+
+def test_shard_of_a_process_is_batched_for_its_ranks(caplog):
+    reading = Reading(Place(2, 0, 2), micro_batch_size=3, distribute=False)
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        source = tf_source(Dataset.range(8), reading)
+    assert source.num_batches == 2
+    first, last = source.batches(0)
+    np.testing.assert_array_equal(first.data, np.arange(6))
+    np.testing.assert_array_equal(last.mask, [1, 1, 0, 0, 0, 0])
+    assert "every process feeds its own shard" in caplog.text
+    unknown = tf_source(Dataset.range(8).filter(lambda i: i != 2).batch(6), Reading(Place(2, 0, 2), distribute=False))
+    assert unknown.num_batches is None
+    assert [batch.num_rows for batch in unknown.batches(0)] == [6, 1]
+    with pytest.raises(ValueError, match=r"Batch each process's shard with tnt_micro_batch_size \* 2"):
+        tf_source(Dataset.range(8), Reading(Place(2, 0, 2), distribute=False))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tnt_jax.data.layout import Place, local_rows, micro_batch_size, num_batches, num_padded_rows, resolve_batch_size
-from tnt_jax.data.sources import HostBatch, common_length, select_rows
+from tnt_jax.data.sources import HostBatch, Source, common_length, select_rows
 from tnt_jax.log import logger
 
 if TYPE_CHECKING:
@@ -205,10 +205,48 @@ class TfDataSource:
             self._num_passes += 1
 
 
-def tf_source(dataset: Any, reading: "Reading") -> TfDataSource:
-    """Returns the source of a `tf.data.Dataset`, or of a `TfData`, that is the same on every process."""
+def tf_source(dataset: Any, reading: "Reading") -> Source:
+    """Returns the source of a `tf.data.Dataset`, or of a `TfData`.
+
+    With `reading.distribute` the dataset is the same on every process, and each feeds its rows; otherwise it is the process's own shard,
+    batched for its own ranks.
+    """
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
+    if not reading.distribute:
+        return _shard_source(choice.dataset, reading)
     return TfDataSource(choice.dataset, reading.place, micro_batch_size=reading.micro_batch_size, split=choice.split)
+
+
+def _shard_source(dataset: Any, reading: "Reading") -> Source:
+    from tnt_jax.data.shards import ShardSource
+    from tnt_jax.data.tf_inspect import batching_of, check_tensors
+
+    check_tensors(dataset)
+    if batching_of(dataset) is None:
+        if reading.micro_batch_size is None:
+            raise ValueError(
+                "The dataset is not batched and no tnt_micro_batch_size was given. Batch each process's shard with "
+                f"tnt_micro_batch_size * {reading.place.local_ranks} (the ranks of this process), or pass tnt_micro_batch_size."
+            )
+        dataset = dataset.batch(reading.micro_batch_size * reading.place.local_ranks)
+    logger.info("Automatic dataset distribution is off: every process feeds its own shard.")
+    return ShardSource(_NumpyBatches(dataset), place=reading.place, micro_batch_size=reading.micro_batch_size)
+
+
+class _NumpyBatches:
+    """The elements of a `tf.data.Dataset` as NumPy arrays; it has a length where the dataset knows its cardinality."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dataset.as_numpy_iterator()
+
+    def __len__(self) -> int:
+        cardinality = _known(self._dataset.cardinality())
+        if cardinality is None:
+            raise TypeError("The dataset's length is unknown.")
+        return cardinality
 
 
 def _known(cardinality: Any) -> int | None:
