@@ -1,14 +1,17 @@
 """From whatever the user hands to `fit`, `evaluate` or `predict` to a `Source`."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from tnt_jax.data.layout import Place, resolve_batch_size
+from tnt_jax.data.pydataset import PyDatasetSource, is_py_dataset
+from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.sources import ArraySource, IterableSource, Source, common_length
+from tnt_jax.data.tfdata import TfData, tf_source
 
 # Keras's default for arrays.
 _DEFAULT_BATCH_SIZE = 32
@@ -39,7 +42,8 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
     """Returns a source of global batches `(inputs, targets, weight)`.
 
     Args:
-        x: Arrays (or a dict, tuple or list of arrays), a `tf.data.Dataset`, an iterable of batches, or a source.
+        x: Arrays (or a dict, tuple or list of arrays), a `tf.data.Dataset` (or a `TfData` of one), a random-access dataset of examples
+            (or a `RandomAccess` of one), a Keras `PyDataset`, an iterable of batches, or a source.
         y: Targets for arrays; None otherwise.
         sample_weight: Weights for arrays; None otherwise.
         reading: How the data is to be read.
@@ -61,9 +65,13 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
             )
     if isinstance(x, Source):
         return x
-    if is_tf_dataset(x):
-        from tnt_jax.data.tfdata import tf_source
-
+    if isinstance(x, RandomAccess) or _gives_examples(x):
+        return _random_access_source(x, reading)
+    if is_py_dataset(x):
+        return PyDatasetSource(
+            x, reading.place, micro_batch_size=reading.micro_batch_size, shuffle=reading.shuffle, seed=reading.seed
+        )
+    if isinstance(x, TfData) or is_tf_dataset(x):
         return tf_source(x, reading)
     if isinstance(x, Iterable):
         return _iterable_source(x, reading)
@@ -73,11 +81,16 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
 
 
 def is_arrays(x: Any) -> bool:
-    """Tells whether `x` is an array, or a dict, tuple or list of arrays, rather than a stream of batches."""
+    """Tells whether `x` is an array, or a dict, tuple or list of arrays, rather than a stream of batches.
+
+    A list or tuple whose elements are tuples or dicts is a stream: each element is a batch.
+    """
     if isinstance(x, Mapping):
         return bool(x) and all(is_arrays(value) for value in x.values())
     if isinstance(x, (tuple, list)):
-        return bool(x) and all(is_arrays(value) or isinstance(value, (int, float)) for value in x)
+        return bool(x) and all(
+            isinstance(value, (int, float)) or (not isinstance(value, (tuple, Mapping)) and is_arrays(value)) for value in x
+        )
     return isinstance(x, (np.ndarray, jax.Array)) or (hasattr(x, "__array__") and hasattr(x, "shape"))
 
 
@@ -116,6 +129,26 @@ def _array_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Sourc
             "Pass the same arrays on every process, or a dataset."
         )
     return ArraySource(arrays, global_batch_size=size, place=reading.place, shuffle=reading.shuffle, seed=reading.seed)
+
+
+def _gives_examples(x: Any) -> bool:
+    """Tells whether `x` gives single examples by number: a TFDS or Grain data source, a PyTorch map-style dataset, or their like."""
+    has_items = hasattr(x, "__len__") and hasattr(x, "__getitem__")
+    return has_items and not isinstance(x, (list, tuple, Mapping, str)) and not is_py_dataset(x) and not is_tf_dataset(x)
+
+
+def _random_access_source(x: Any, reading: Reading) -> Source:
+    if not reading.distribute:
+        raise ValueError(
+            "Random-access datasets are split over all processes; tnt_distribute_dataset=False is for datasets that each process shards "
+            "itself. Pass the same dataset on every process."
+        )
+    if not isinstance(x, RandomAccess):
+        default = None if reading.micro_batch_size is not None else max(_DEFAULT_BATCH_SIZE, reading.place.num_ranks)
+        x = RandomAccess(x, batch_size=default, shuffle=reading.shuffle, seed=reading.seed)
+    if reading.batch_size is not None:
+        x = replace(x, batch_size=reading.batch_size)
+    return RandomAccessSource(x, reading.place, micro_batch_size=reading.micro_batch_size)
 
 
 def _iterable_source(x: Iterable[Any], reading: Reading) -> Source:

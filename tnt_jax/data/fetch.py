@@ -43,9 +43,17 @@ class Chunk(NamedTuple):
     failures: list[str]
 
 
+class AnyRecipe(Protocol):
+    """How indices become rows; it is sent to worker processes once, so it must be picklable for them."""
+
+    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+        """Returns the rows of `indices`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How an index becomes an example; it is sent to worker processes once, so it must be picklable for them.
+    """How an index becomes an example.
 
     Attributes:
         dataset: The random-access dataset.
@@ -98,7 +106,7 @@ class Fetcher:
         num_batches_ahead: Batches that are in work or wait to be taken, beside the one that the consumer holds.
     """
 
-    def __init__(self, recipe: Recipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2) -> None:
+    def __init__(self, recipe: AnyRecipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2) -> None:
         self.num_workers, self.num_batches_ahead = num_workers, num_batches_ahead
         self._recipe, self._worker = recipe, worker
         self._pool: Executor | None = None
@@ -138,10 +146,10 @@ class Fetcher:
         return ProcessPoolExecutor(self.num_workers, mp_context=spawn, initializer=_set_recipe, initargs=(self._recipe,))
 
 
-_recipe_of_worker: Recipe | None = None
+_recipe_of_worker: AnyRecipe | None = None
 
 
-def _set_recipe(recipe: Recipe) -> None:
+def _set_recipe(recipe: AnyRecipe) -> None:
     global _recipe_of_worker
     _recipe_of_worker = recipe
 
