@@ -33,6 +33,24 @@ def real(rows, outputs=3, *, time=None):
     return RNG.normal(size=shape).astype("float32"), RNG.normal(size=shape).astype("float32")
 
 
+def positive(rows, *, time=None):
+    return tuple(np.abs(a) for a in real(rows, time=time))
+
+
+def signs(rows, *, time=None):
+    y_true, y_pred = binary(rows, time=time)
+    return 2 * y_true - 1, 4 * y_pred - 2
+
+
+def signs_from_zero(rows, *, time=None):
+    y_true, y_pred = signs(rows, time=time)
+    return (y_true + 1) / 2, y_pred
+
+
+def many_binary(rows, *, time=None):
+    return binary(rows, outputs=4, time=time)
+
+
 def rounded(rows, *, time=None):
     return tuple(np.round(a) for a in real(rows, time=time))
 
@@ -53,7 +71,38 @@ CASES = [
     ("CategoricalCrossentropy", {"label_smoothing": 0.1}, one_hot_and_scores),
     ("SparseCategoricalCrossentropy", {}, labels_and_scores),
     ("SparseCategoricalCrossentropy", {"from_logits": True, "ignore_class": 2}, labels_and_scores),
+    ("MeanAbsolutePercentageError", {}, real),
+    ("MeanSquaredLogarithmicError", {}, positive),
+    ("LogCoshError", {}, real),
+    ("CosineSimilarity", {}, real),
+    ("Hinge", {}, signs),
+    ("SquaredHinge", {}, signs),
+    ("CategoricalHinge", {}, one_hot_and_scores),
+    ("KLDivergence", {}, one_hot_and_scores),
+    ("Poisson", {}, positive),
 ]
+COUNTED = [
+    ("Precision", {}, binary),
+    ("Precision", {"thresholds": [0.2, 0.7]}, many_binary),
+    ("Precision", {"top_k": 2}, one_hot_and_scores),
+    ("Precision", {"class_id": 1}, one_hot_and_scores),
+    ("Recall", {}, binary),
+    ("Recall", {"thresholds": [0.0, 0.5, 1.0]}, many_binary),
+    ("Recall", {"top_k": 3, "class_id": 0}, one_hot_and_scores),
+    ("TruePositives", {}, binary),
+    ("FalsePositives", {"thresholds": 0.3}, binary),
+    ("TrueNegatives", {}, binary),
+    ("FalseNegatives", {"thresholds": [0.1, 0.9]}, many_binary),
+    ("AUC", {}, binary),
+    ("AUC", {"num_thresholds": 7, "summation_method": "minoring"}, binary),
+    ("AUC", {"summation_method": "majoring", "thresholds": [0.3, 0.35, 0.9]}, binary),
+    ("AUC", {"curve": "PR"}, binary),
+    ("AUC", {"curve": "PR", "summation_method": "majoring"}, binary),
+    ("AUC", {"from_logits": True}, signs_from_zero),
+    ("AUC", {"multi_label": True}, many_binary),
+    ("AUC", {"multi_label": True, "curve": "PR", "label_weights": [1.0, 2.0, 0.0, 1.0]}, many_binary),
+]
+COUNTED_IDS = [f"{name}-{'-'.join(map(str, settings.items()))}" for name, settings, _ in COUNTED]
 IDS = [f"{name}-{'-'.join(map(str, settings))}" for name, settings, _ in CASES]
 
 
@@ -80,6 +129,27 @@ def in_parts(metric, y_true, y_pred, weight, micro):
     return metric.compute(sums)
 
 
+def check_against_keras(name, settings, batch, *, weighted, time):
+    ours, theirs = getattr(metrics, name)(**settings), getattr(keras_metrics(), name)(**settings)
+    total = None
+    for rows in (100, 100, 7):
+        y_true, y_pred = batch(rows, time=time)
+        weight = RNG.random(rows).astype("float32") if weighted else None
+        theirs.update_state(y_true, y_pred, sample_weight=weight)
+        ours.update_state(y_true, y_pred, sample_weight=weight)
+        increments = ours.increments(y_true, y_pred, weight)
+        total = increments if total is None else add(total, increments)
+        np.testing.assert_allclose(in_parts(ours, y_true, y_pred, weight, 6), ours.compute(increments), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.result(), theirs.result(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(ours.compute(total), theirs.result(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "settings", "batch"), COUNTED, ids=COUNTED_IDS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_counted_metric_equals_keras_whole_and_in_parts(name, settings, batch, weighted):
+    check_against_keras(name, settings, batch, weighted=weighted, time=None)
+
+
 # With weights, Keras leaves the values at ignore_class out of the mean; without, it does not. Here they are always in it.
 WEIGHTED = [
     pytest.param(*case, weighted, id=f"{case_id}-{'weighted' if weighted else 'unweighted'}")
@@ -92,21 +162,10 @@ WEIGHTED = [
 @pytest.mark.parametrize(("name", "settings", "batch", "weighted"), WEIGHTED)
 @pytest.mark.parametrize("time", [None, 3])
 def test_metric_equals_keras_whole_and_in_parts(name, settings, batch, weighted, time):
-    ours, theirs = getattr(metrics, name)(**settings), getattr(keras_metrics(), name)(**settings)
-    total = None
-    for rows in (100, 100, 7):
-        y_true, y_pred = batch(rows, time=time)
-        weight = RNG.random(rows).astype("float32") if weighted else None
-        theirs.update_state(y_true, y_pred, sample_weight=weight)
-        ours.update_state(y_true, y_pred, sample_weight=weight)
-        increments = ours.increments(y_true, y_pred, weight)
-        total = increments if total is None else add(total, increments)
-        np.testing.assert_allclose(in_parts(ours, y_true, y_pred, weight, 6), ours.compute(increments), rtol=1e-5)
-    np.testing.assert_allclose(ours.result(), theirs.result(), rtol=1e-6)
-    np.testing.assert_allclose(ours.compute(total), theirs.result(), rtol=1e-6)
+    check_against_keras(name, settings, batch, weighted=weighted, time=time)
 
 
-@pytest.mark.parametrize(("name", "settings", "batch"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "settings", "batch"), CASES + COUNTED[::3], ids=IDS + COUNTED_IDS[::3])
 def test_rows_of_weight_zero_add_nothing_whatever_they_hold(name, settings, batch):
     metric = getattr(metrics, name)(**settings)
     y_true, y_pred = (np.array(a) for a in batch(8))
@@ -117,7 +176,7 @@ def test_rows_of_weight_zero_add_nothing_whatever_they_hold(name, settings, batc
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected)
 
 
-@pytest.mark.parametrize(("name", "settings", "batch"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "settings", "batch"), CASES[::4] + COUNTED[::4], ids=IDS[::4] + COUNTED_IDS[::4])
 def test_increments_summed_over_ranks_equal_those_of_the_batch(name, settings, batch):
     metric = getattr(metrics, name)(**settings)
     y_true, y_pred = batch(8)
@@ -128,6 +187,35 @@ def test_increments_summed_over_ranks_equal_those_of_the_batch(name, settings, b
 
     sums = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()))(y_true, y_pred)
     np.testing.assert_allclose(metric.compute(sums), metric(y_true, y_pred), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ignore_class", [None, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_mean_iou_equals_keras_whole_and_in_parts(ignore_class, weighted):
+    settings = {"num_classes": 6, "ignore_class": ignore_class, "sparse_y_pred": False}
+    ours, theirs = metrics.MeanIoU(**settings), keras_metrics().MeanIoU(**settings)
+    y_true, y_pred = labels_and_scores(101)
+    y_true[5] = 7
+    weight = RNG.integers(0, 4, size=101) if weighted else None  # Keras truncates weights to integers.
+    theirs.update_state(y_true, y_pred, sample_weight=weight)
+    np.testing.assert_allclose(ours(y_true, y_pred, sample_weight=weight), theirs.result(), rtol=1e-6)
+    np.testing.assert_allclose(in_parts(ours, y_true, y_pred, weight, 9), theirs.result(), rtol=1e-6)
+    assert theirs.name.startswith(ours.name)  # Keras numbers the instances of a process.
+
+
+@pytest.mark.parametrize("cls", [metrics.Precision, metrics.Recall, metrics.AUC])
+def test_nothing_to_count_gives_zero(cls):
+    metric = cls()
+    assert float(metric.compute(metric.increments(np.zeros((4, 1)), np.zeros((4, 1)), np.zeros(4)))) == 0
+    assert metric.name == cls.__name__.lower()
+
+
+def test_a_mean_of_precisions_would_be_wrong():
+    y_true, y_pred = np.array([1.0, 0, 0, 0]), np.array([0.9, 0.1, 0.9, 0.9])
+    metric = metrics.Precision()
+    parts = [metric.increments(y_true[part], y_pred[part]) for part in (slice(2), slice(2, 4))]
+    assert [float(metric.compute(part)) for part in parts] == [1.0, 0.0]
+    np.testing.assert_allclose(metric.compute(add(*parts)), 1 / 3)
 
 
 @pytest.mark.parametrize("weights", ["values", "broadcast"])
@@ -225,6 +313,22 @@ def test_errors_say_what_to_do():
         metrics.get(lambda y, p: jnp.mean(p)).increments(np.ones((4, 1)), np.ones((4, 1)))
     with pytest.raises(ValueError, match=r"Weights of shape \(3,\) do not fit values of shape \(4, 2\)"):
         metrics.MeanMetricWrapper(lambda y, p: p).increments(np.ones((4, 2)), np.ones((4, 2)), np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: metrics.Precision(1.5), r"thresholds must be in \[0, 1\], got 1.5"),
+        (lambda: metrics.AUC(curve="XYZ"), "curve must be 'ROC' or 'PR', got 'XYZ'"),
+        (lambda: metrics.AUC(summation_method="mean"), r"summation_method must be one of .*got 'mean'"),
+        (lambda: metrics.AUC(label_weights=[1.0]), "label_weights need multi_label=True"),
+        (lambda: metrics.AUC(1), "num_thresholds must be at least 2, got 1"),
+        (lambda: metrics.check_outputs(metrics.AUC(), np.array([-2.0])), r"'auc' expects prob.*AUC\(from_logits=True\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_check_outputs_refuses_logits_and_warns_about_thresholds(caplog):

@@ -12,21 +12,25 @@ import numpy as np
 from tnt_jax.keras_compat import losses, names
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
-from tnt_jax.keras_compat.metrics import accuracy, base, of_losses
+from tnt_jax.keras_compat.metrics import accuracy, base, confusion, of_losses
 from tnt_jax.keras_compat.metrics.base import MeanMetricWrapper, Metric
 
 _log = logging.getLogger("tnt_jax")
 
 _CLASSES: dict[str, Callable[[], Metric]] = {
     name: cls
-    for module in (base, accuracy, of_losses)
+    for module in (base, accuracy, of_losses, confusion)
     for name, cls in vars(module).items()
-    if inspect.isclass(cls) and issubclass(cls, Metric) and cls not in (Metric, MeanMetricWrapper)
+    if inspect.isclass(cls) and issubclass(cls, Metric) and cls.__module__ == module.__name__
+    if name not in ("Metric", "MeanMetricWrapper", "ThresholdCounts", "_Count")
 }
 _ALIASES: dict[str, Callable[[], Metric]] = {
     "bce": of_losses.BinaryCrossentropy,
+    "kld": of_losses.KLDivergence,
     "mae": of_losses.MeanAbsoluteError,
+    "mape": of_losses.MeanAbsolutePercentageError,
     "mse": of_losses.MeanSquaredError,
+    "msle": of_losses.MeanSquaredLogarithmicError,
 }
 _BY_SHAPE: dict[str, dict[str, Callable[..., Metric]]] = {
     "accuracy": {
@@ -92,15 +96,21 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
     loss = getattr(metric, "loss", None)
     if loss is not None:
         losses.check_outputs(loss, outputs)
-    threshold = getattr(metric, "threshold", None)
-    if threshold == 0.5 and (np.nanmin(outputs) < 0 or np.nanmax(outputs) > 1):
+    if np.size(outputs) == 0 or (np.nanmin(outputs) >= 0 and np.nanmax(outputs) <= 1):
+        return
+    span = f"they range from {np.nanmin(outputs):.4g} to {np.nanmax(outputs):.4g}"
+    if loss is None and getattr(metric, "expects_probabilities", False):
+        name = f"tnt_jax.metrics.{type(metric).__name__}"
+        raise ValueError(
+            f"Metric {metric.name!r} expects probabilities, but the outputs of the model are not: {span}. If they are logits, "
+            f"pass {name}(from_logits=True)."
+        )
+    if getattr(metric, "threshold", None) == 0.5:
         _log.warning(
-            "Metric %r compares outputs with the threshold 0.5, but they range from %.4g to %.4g: these look like logits. "
-            "Pass tnt_jax.metrics.%s(threshold=0.0) to count a positive logit as class 1.",
+            "Metric %r compares outputs with the threshold 0.5, but %s: these look like logits. A threshold of 0.0 counts a "
+            "positive logit as class 1.",
             metric.name,
-            np.nanmin(outputs),
-            np.nanmax(outputs),
-            type(metric).__name__,
+            span,
         )
 
 

@@ -27,6 +27,69 @@ class MeanAbsoluteError(MeanMetricWrapper):
         super().__init__(losses.MeanAbsoluteError(), name)
 
 
+class MeanAbsolutePercentageError(MeanMetricWrapper):
+    """Mean of 100 * |y_true - y_pred| / |y_true|."""
+
+    def __init__(self, name: str = "mean_absolute_percentage_error") -> None:
+        super().__init__(losses.MeanAbsolutePercentageError(), name)
+
+
+class MeanSquaredLogarithmicError(MeanMetricWrapper):
+    """Mean of (log(y_pred + 1) - log(y_true + 1))^2."""
+
+    def __init__(self, name: str = "mean_squared_logarithmic_error") -> None:
+        super().__init__(losses.MeanSquaredLogarithmicError(), name)
+
+
+class LogCoshError(MeanMetricWrapper):
+    """Mean of log(cosh(y_pred - y_true))."""
+
+    def __init__(self, name: str = "logcosh") -> None:
+        super().__init__(losses.LogCosh(), name)
+
+
+class CosineSimilarity(MeanMetricWrapper):
+    """Mean cosine of the angle between target and output vectors; the loss of that name is minus it."""
+
+    def __init__(self, name: str = "cosine_similarity", *, axis: int = -1) -> None:
+        super().__init__(lambda y_true, y_pred: -losses.cosine_similarity(y_true, y_pred, axis), name)
+
+
+class Hinge(MeanMetricWrapper):
+    """Mean of max(1 - y_true * y_pred, 0)."""
+
+    def __init__(self, name: str = "hinge") -> None:
+        super().__init__(losses.Hinge(), name)
+
+
+class SquaredHinge(MeanMetricWrapper):
+    """Mean of max(1 - y_true * y_pred, 0)^2."""
+
+    def __init__(self, name: str = "squared_hinge") -> None:
+        super().__init__(losses.SquaredHinge(), name)
+
+
+class CategoricalHinge(MeanMetricWrapper):
+    """By how much the right output fails to beat every wrong one by 1, on average."""
+
+    def __init__(self, name: str = "categorical_hinge") -> None:
+        super().__init__(losses.CategoricalHinge(), name)
+
+
+class KLDivergence(MeanMetricWrapper):
+    """Mean divergence of target distributions from output distributions."""
+
+    def __init__(self, name: str = "kl_divergence") -> None:
+        super().__init__(losses.KLDivergence(), name)
+
+
+class Poisson(MeanMetricWrapper):
+    """Mean negative log-likelihood of counts under rates `y_pred`, up to a constant."""
+
+    def __init__(self, name: str = "poisson") -> None:
+        super().__init__(losses.Poisson(), name)
+
+
 class RootMeanSquaredError(Metric):
     """Square root of the mean of (y_pred - y_true)^2 over all rows."""
 
