@@ -1,7 +1,9 @@
 """The local launcher, run as a user runs it: a program of its own, real processes, real signals."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.launch.processtree import descendants, processes_of_job
+from tnt_jax.launch.processtree import descendants, processes_with
 
 pytestmark = pytest.mark.multiprocess
 
@@ -23,64 +25,27 @@ time.sleep(600)
 """
 
 
-def tnt_jax(*arguments, **popen):
-    command = [sys.executable, "-m", "tnt_jax.launch", *map(str, arguments)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **{**streams, "env": {**os.environ, "PYTHONPATH": _path()}, **popen})
-
-
-def _path():
-    return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-
-
-def run(*arguments, timeout=60, **popen):
-    """Returns (exit code, standard output, standard error)."""
-    launcher = tnt_jax(*arguments, **popen)
-    try:
-        out, err = launcher.communicate(timeout=timeout)
-    finally:
-        launcher.kill()
-    return launcher.returncode, out, err
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def wait_until(condition, *, timeout_s=15.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def test_master_alone_is_shown_with_its_arguments_untouched(script):
+def test_master_alone_is_shown_with_its_arguments_untouched(run, script):
     path = script("import os, sys; print(os.environ['TNT_PROCESS_ID'], os.environ['TNT_NUM_PROCESSES'], sys.argv[1:])")
     odd = ["a b", "'\"", "$HOME", "line\nbreak", "", "--", "-n"]
     code, out, err = run("-n", 3, "--no-gpu", "--", path, *odd)
     assert (code, out, err) == (0, f"0 3 {odd}\n", "")
 
 
-def test_each_line_carries_its_rank_where_all_print(script):
+def test_each_line_carries_its_rank_where_all_print(run, script):
     path = script("import os; print('one\\ntwo', end=os.environ['TNT_PROCESS_ID'])")
     code, out, _ = run("-n", 2, "--no-gpu", "--output-on-all-devices", path)
     assert code == 0
     assert sorted(out.splitlines()) == ["[rank 0] one", "[rank 0] two0", "[rank 1] one", "[rank 1] two1"]
 
 
-def test_bytes_that_are_no_text_pass_unchanged(script):
+def test_bytes_that_are_no_text_pass_unchanged(run, script):
     path = script("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)")
     code, out, _ = run("-n", 1, "--no-gpu", path, text=False)
     assert (code, out) == (0, bytes(range(256)) * 2000)
 
 
-def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(script):
+def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(run, script):
     path = script(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -95,7 +60,7 @@ def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(script):
     assert time.monotonic() - started < 15
 
 
-def test_rank_ended_by_a_signal_is_named_with_it(script):
+def test_rank_ended_by_a_signal_is_named_with_it(run, script):
     path = script("import os, time\nif os.environ['TNT_PROCESS_ID'] == '1': os.abort()\ntime.sleep(600)")
     code, _, err = run("-n", 2, "--no-gpu", path)
     assert code == 128 + signal.SIGABRT
@@ -103,7 +68,7 @@ def test_rank_ended_by_a_signal_is_named_with_it(script):
 
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor"])
-def test_nothing_survives_when_a_part_of_the_launcher_is_killed(script, victim):
+def test_nothing_survives_when_a_part_of_the_launcher_is_killed(wait_until, tnt_jax, script, victim):
     launcher = tnt_jax("-n", 2, "--no-gpu", script(STUBBORN))
     wait_until(lambda: len(descendants(launcher.pid)) == 5)  # The supervisor, two ranks, two grandchildren.
     everyone = [launcher.pid, *descendants(launcher.pid)]
@@ -113,7 +78,7 @@ def test_nothing_survives_when_a_part_of_the_launcher_is_killed(script, victim):
 
 
 @pytest.mark.parametrize(("signum", "says"), [(signal.SIGINT, "caught SIGINT"), (signal.SIGTERM, "caught SIGTERM")])
-def test_signal_reaches_the_script_which_may_end_well(script, signum, says):
+def test_signal_reaches_the_script_which_may_end_well(tnt_jax, script, signum, says):
     path = script(
         "import signal, sys, time\n"
         "def end(signum, frame):\n"
@@ -129,7 +94,7 @@ def test_signal_reaches_the_script_which_may_end_well(script, signum, says):
     assert (launcher.returncode, out) == (0, says + "\n")
 
 
-def test_ctrl_c_ends_a_script_that_does_not_handle_it(script):
+def test_ctrl_c_ends_a_script_that_does_not_handle_it(tnt_jax, script):
     launcher = tnt_jax("-n", 2, "--no-gpu", script("import time; print('up', flush=True); time.sleep(600)"))
     assert launcher.stdout.readline() == "up\n"
     launcher.send_signal(signal.SIGINT)
@@ -138,7 +103,7 @@ def test_ctrl_c_ends_a_script_that_does_not_handle_it(script):
     assert "KeyboardInterrupt" in err
 
 
-def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(script):
+def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(wait_until, tnt_jax, script):
     launcher = tnt_jax("-n", 2, "--no-gpu", "--grace-period", 0.5, script(STUBBORN))
     assert launcher.stdout.readline() == "up\n"
     wait_until(lambda: len(descendants(launcher.pid)) == 5)
@@ -149,19 +114,19 @@ def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(script)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone), timeout_s=2)
 
 
-def test_missing_script_is_reported_at_once(tmp_path):
+def test_missing_script_is_reported_at_once(run, tmp_path):
     code, _, err = run("-n", 2, "--", tmp_path / "nothing.py")
     assert code == 2
     assert f"no script {tmp_path}/nothing.py" in err
 
 
-def test_missing_interpreter_is_reported_at_once(script):
+def test_missing_interpreter_is_reported_at_once(run, script):
     code, _, err = run("-n", 2, "--python-interpreter", "no_such_python -u", "--", script(""))
     assert code == 2
     assert "no interpreter no_such_python" in err
 
 
-def test_script_is_a_program_itself_with_an_empty_interpreter(tmp_path):
+def test_script_is_a_program_itself_with_an_empty_interpreter(run, tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho $TNT_PROCESS_ID $1\n")
     assert "no permission to execute" in run("--no-gpu", "--python-interpreter", "", "--", program)[2]
@@ -169,19 +134,19 @@ def test_script_is_a_program_itself_with_an_empty_interpreter(tmp_path):
     assert run("--no-gpu", "--python-interpreter", "", "--", program, "x")[:2] == (0, "0 x\n")
 
 
-def test_exported_variables_refer_to_others_in_the_process(script):
+def test_exported_variables_refer_to_others_in_the_process(run, script):
     path = script("import os; print(os.environ['A'], os.environ['B'], repr(os.environ['C']))")
     code, out, _ = run("-n", 1, "--no-gpu", "-x", "A=1 =2", r"B=${A}/$TNT_PROCESS_ID/\$A", "C=", "--", path)
     assert (code, out) == (0, "1 =2 1 =2/0/$A ''\n")
 
 
-def test_log_dir_gets_a_file_for_each_rank(script, tmp_path):
+def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
     path = script("import os, sys; print('out', os.environ['TNT_PROCESS_ID']); print('err', file=sys.stderr)")
     assert run("-n", 2, "--no-gpu", "--log-dir", "logs", path, cwd=tmp_path)[0] == 0
     assert sorted((tmp_path / "logs" / "rank1.log").read_text().split()) == ["1", "err", "out"]
 
 
-def test_slow_reader_loses_nothing(script):
+def test_slow_reader_loses_nothing(tnt_jax, script):
     path = script("for i in range(200000): print(i)")
     launcher = tnt_jax("-n", 1, "--no-gpu", path)
     time.sleep(1.5)
@@ -189,7 +154,7 @@ def test_slow_reader_loses_nothing(script):
     assert out.splitlines() == [str(i) for i in range(200000)]
 
 
-def test_dry_run_starts_nothing(script, tmp_path):
+def test_dry_run_starts_nothing(run, script, tmp_path):
     path = script(f"open({str(tmp_path / 'mark')!r}, 'w')")
     code, out, _ = run("-n", 2, "--no-gpu", "--dry-run", path)
     assert code == 0
@@ -197,28 +162,57 @@ def test_dry_run_starts_nothing(script, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
-def test_processes_are_found_by_the_id_of_their_job(script):
-    launcher = tnt_jax(
-        "-n", 1, "--no-gpu", script("import os, time; print(os.environ['TNT_JOB_ID'], flush=True); time.sleep(600)")
-    )
+SLEEPER = "import os, time; print(os.environ['TNT_JOB_ID'], flush=True); time.sleep(600)"
+
+
+def test_cleanup_of_one_job_leaves_the_other_alone(tnt_jax, run, script):
+    launchers = [tnt_jax("-n", 2, "--no-gpu", script(SLEEPER)) for _ in range(2)]
+    ended, other = (launcher.stdout.readline().strip() for launcher in launchers)
+    listed = run("--cleanup")[1]
+    assert f"job {ended}" in listed
+    assert f"job {other}" in listed
+    code, out, _ = run("--cleanup", ended)
+    assert (code, out) == (0, "localhost: 2 of 2 process(es) ended\n")
+    assert "was ended by signal 15" in launchers[0].communicate(timeout=15)[1]
+    assert [job for _, job in processes_with("TNT_JOB_ID") if job in (ended, other)] == [other] * 2
+    launchers[1].terminate()
+    launchers[1].communicate(timeout=15)
+
+
+def test_cleanup_kills_what_does_not_listen_only_by_force(tnt_jax, run, script):
+    launcher = tnt_jax("-n", 1, "--no-gpu", script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER))
     job_id = launcher.stdout.readline().strip()
-    assert len(processes_of_job(job_id)) == 1
-    assert processes_of_job(job_id + "x") == []
-    launcher.terminate()
-    launcher.wait(15)
-    assert processes_of_job(job_id) == []
+    code, out, _ = run("--cleanup", job_id)
+    assert code == 1
+    assert "0 of 1 process(es) ended" in out
+    assert "--force kills it" in out
+    assert run("--cleanup", job_id, "--force")[:2] == (0, "localhost: 1 of 1 process(es) ended\n")
+    assert launcher.wait(15) == 137
 
 
-def test_launcher_never_imports_jax(script):
+def test_busy_port_is_reported_at_once(run, script):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, _, err = run("-n", 2, "--no-gpu", "--port", port, script(""))
+    assert code == 2
+    assert f"localhost: port {port} cannot be used" in err
+    assert "Leave --port out" in err
+
+
+def test_start_is_timed_by_phase(run, script):
+    _, _, err = run("-n", 1, "--no-gpu", "--log-level", "DEBUG", script(""))
+    assert re.search(r"Start-up: connecting to the hosts took [\d.]+ s", err)
+
+
+def test_launcher_never_imports_jax(run, script):
     check = (
         "import sys; from tnt_jax.launch.command import main; import tnt_jax.launch.supervisor\n"
         f"code = main(['-n', '1', '--no-gpu', {str(script('print(1)'))!r}])\n"
         "heavy = {'jax', 'jaxlib', 'flax', 'numpy', 'optax'} & set(sys.modules)\n"
         "assert not heavy, heavy; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", check], env={**os.environ, "PYTHONPATH": _path()}, capture_output=True, text=True
-    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", check], env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
@@ -235,10 +229,9 @@ print(jax.device_count(), jax.local_device_count(), multihost_utils.process_allg
 @pytest.mark.parametrize(
     ("arguments", "expected"), [(["-n", 2], "2 1 [0. 1.]"), (["-n", 4, "--processes-per-node", 2], "4 2 [0. 1.]")]
 )
-def test_processes_meet_even_with_a_proxy_and_virtual_devices_in_the_environment(script, arguments, expected):
+def test_processes_meet_even_with_a_proxy_and_virtual_devices_in_the_environment(run, script, arguments, expected):
     hostile = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    environ = {**os.environ, "PYTHONPATH": _path(), **hostile, **flags}
-    code, out, err = run(*arguments, "--no-gpu", script(ALL_REDUCE), env=environ)
+    code, out, err = run(*arguments, "--no-gpu", script(ALL_REDUCE), environ={**hostile, **flags})
     assert code == 0, err
     assert expected in out.splitlines()

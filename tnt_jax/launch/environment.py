@@ -31,6 +31,7 @@ def process_environment(
     job_id: str,
     coordinator_address: str,
     environ: Mapping[str, str],
+    launched_at: float,
 ) -> dict[str, str]:
     """Returns the variables of one process on top of its host's own.
 
@@ -48,6 +49,7 @@ def process_environment(
         job_id: Name of the job.
         coordinator_address: `host:port` of process 0.
         environ: Environment of the launcher.
+        launched_at: When the launcher began, in seconds since 1970.
     """
     threads = max(1, facts.num_cores // processes_on_host)
     defaults = {
@@ -60,6 +62,7 @@ def process_environment(
     return {
         **{name: value for name, value in defaults.items() if not environ.get(name)},
         **(_cpu_devices(len(local_devices)) if device_kind == "cpu" else _gpu_devices(facts, local_devices, num_processes)),
+        "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
         **_job(rank, num_processes, job_id, coordinator_address, single_host=single_host),
         **_path(facts, environ),
         **_direct_connections(environ, coordinator_address),

@@ -52,7 +52,6 @@ class Facts:
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
         numa_nodes: Numbers of the memory nodes.
         numactl: Path of numactl, or None.
-        free_port: A port that was free a moment ago.
         cache_dir: Directory for the user's caches.
         package_root: Directory that scripts need in their path to find tnt_jax; None where it is installed.
         missing: What does not exist here, in words; empty when all is there.
@@ -68,7 +67,6 @@ class Facts:
     has_cuda_jax: bool
     numa_nodes: tuple[int, ...]
     numactl: str | None
-    free_port: int
     cache_dir: str
     package_root: str | None
     missing: tuple[str, ...]
@@ -77,6 +75,11 @@ class Facts:
     def num_gpus(self) -> int:
         """Number of GPUs the processes may use."""
         return len(self.gpus)
+
+    def addresses(self, name: str) -> list[str]:
+        """Returns under what other hosts may reach this one, the name that the user gave first."""
+        found = [name.rpartition("@")[2], self.ssh_address, *self.own_addresses]
+        return [address for address in dict.fromkeys(found) if address and not is_loopback(address)]
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Facts":
@@ -100,7 +103,6 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),
         numa_nodes=tuple(numa_nodes()),
         numactl=shutil.which("numactl", path=environ.get("PATH")),
-        free_port=free_port(),
         cache_dir=cache_dir(environ),
         package_root=None if package_version("tnt-jax") else str(Path(__file__).parents[2]),
         missing=tuple(_missing(request, environ)),
@@ -117,6 +119,11 @@ def resolve(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+def is_loopback(address: str) -> bool:
+    """Returns whether an address means the host itself, to whoever uses it."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
 def ssh_address(environ: Mapping[str, str]) -> str | None:
     """Returns the address at which an ssh client reached this host: the third word of `SSH_CONNECTION`."""
     words = environ.get("SSH_CONNECTION", "").split()
@@ -129,13 +136,6 @@ def package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def free_port() -> int:
-    """Returns a TCP port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def cache_dir(environ: Mapping[str, str]) -> str:

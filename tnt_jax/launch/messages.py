@@ -1,7 +1,7 @@
 """The language between launcher and supervisor: one JSON object a line, after a line that says that the talk begins.
 
-The launcher sends `inspect`, `start`, `signal`, `stop` and `beat`; the supervisor answers `facts`, `started`, `output`,
-`exit`, `beat`, `refused` and `done`. The field `kind` names the message.
+The launcher sends `ask`, `start`, `signal`, `stop` and `beat`; the supervisor sends `answer`, `started`, `refused`, `output`,
+`exit`, `beat` and `done`. The field `kind` names the message.
 """
 
 import json

@@ -43,7 +43,7 @@ class Options:
         port: Port of the coordinator; None for any free one.
         grace_period_s: Seconds that processes get to end by themselves after Ctrl-C or SIGTERM.
         dry_run: Whether to print the plan instead of running it.
-        cleanup: Id of the job whose leftovers are to be ended; None to run a job.
+        cleanup: Id of the job whose leftovers are to be ended, empty to list jobs; None to run a job.
         force: Whether `cleanup` uses SIGKILL.
     """
 
@@ -187,7 +187,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add("--hostfile", metavar="FILE", help="hosts to use, one on each line: NAME [slots=N]")
     add("--ssh-args", default="", metavar="ARGS", help='arguments for ssh, for instance "-F my_config -p 2222"')
     add("--port", type=_at_least(1), metavar="P", help="port on which the processes find each other (default: a free one)")
-    add("--cleanup", metavar="JOB", help="end what is left of a job on its hosts; its id is printed at --log-level INFO")
+    add("--cleanup", nargs="?", const="", metavar="JOB", help="end what is left of a job on its hosts; without an id, list jobs")
     add("--force", action="store_true", help="with --cleanup: kill without asking")
 
 

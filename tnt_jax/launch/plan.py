@@ -82,32 +82,40 @@ class Launch:
         coordinator_address: `host:port` where process 0 listens.
         cwd: Directory in which the processes run.
         environ: The environment of the launcher.
+        launched_at: When the launcher began, in seconds since 1970.
     """
 
     job_id: str
     coordinator_address: str
     cwd: str
     environ: Mapping[str, str]
+    launched_at: float
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
     """Returns how many devices of which kind each host contributes.
 
-    Without a number: all GPUs, or one CPU process a host, with a warning, where there are none. With a number: that many
-    GPUs if every host has them, otherwise that many CPU processes, with a warning. Without GPUs by request: no warning.
+    Without a number: all GPUs, or one CPU process a host, with a warning, where no host has any. With a number: that many
+    GPUs, or that many CPU processes, with a warning, where no host has so many. Without GPUs by request: no warning.
 
     Raises:
-        ValueError: If the hostfile and the options grant different numbers, or if hosts differ in their number of GPUs and
-            nothing says how many to use.
+        ValueError: If the hostfile and the options grant different numbers, or if some hosts have the GPUs and others not.
     """
     wanted = [_wanted(host, options) for host in hosts]
     if not options.use_gpus:
         return Devices("cpu", tuple(number or 1 for number in wanted))
-    gpus = [host.facts.num_gpus if host.facts.has_cuda_jax else 0 for host in hosts]
-    if all(gpus) and all(number is None or number <= have for number, have in zip(wanted, gpus, strict=True)):
-        _check_equal_gpus(hosts, wanted)
-        return Devices("gpu", tuple(number or have for number, have in zip(wanted, gpus, strict=True)))
-    return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
+    usable = [host.facts.num_gpus if host.facts.has_cuda_jax else 0 for host in hosts]
+    enough = [have >= (number or 1) for have, number in zip(usable, wanted, strict=True)]
+    if not any(enough):
+        return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
+    counts = tuple(number or have for number, have in zip(wanted, usable, strict=True))
+    if not all(enough) or (None in wanted and len(set(counts)) > 1):
+        listed = ", ".join(f"{host.name} has {have}" for host, have in zip(hosts, usable, strict=True))
+        raise ValueError(
+            f"The hosts differ in the GPUs that JAX can use there: {listed}. Say how many to use on each with --devices-per-node "
+            "or with slots=N in the hostfile, leave hosts out, or use CPUs only with --no-gpu."
+        )
+    return Devices("gpu", counts)
 
 
 def _wanted(host: Host, options: Options) -> int | None:
@@ -118,16 +126,6 @@ def _wanted(host: Host, options: Options) -> int | None:
             f"{asked} on each host. Leave one of the two out."
         )
     return host.slots if asked is None else asked
-
-
-def _check_equal_gpus(hosts: Sequence[Host], wanted: Sequence[int | None]) -> None:
-    counts = {host.name: host.facts.num_gpus for host, number in zip(hosts, wanted, strict=True) if number is None}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
-        raise ValueError(
-            f"The hosts have different numbers of GPUs: {listed}. Say how many to use with --devices-per-node, or with "
-            "slots=N in the hostfile."
-        )
 
 
 def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
@@ -170,6 +168,7 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
                 job_id=launch.job_id,
                 coordinator_address=launch.coordinator_address,
                 environ=launch.environ,
+                launched_at=launch.launched_at,
             )
             processes.append(
                 Process(

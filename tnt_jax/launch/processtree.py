@@ -42,19 +42,18 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def processes_of_job(job_id: str) -> list[int]:
-    """Returns the ids of this user's processes whose environment says `TNT_JOB_ID=job_id`, this process excepted."""
-    wanted = f"TNT_JOB_ID={job_id}".encode()
+def processes_with(variable: str) -> list[tuple[int, str]]:
+    """Returns (process id, value) of this user's processes that were started with an environment variable."""
+    prefix = f"{variable}=".encode()
     found = []
     for pid, _, state in _all_processes():
-        if pid == os.getpid() or state in "ZX":
+        if state in "ZX":
             continue
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (PermissionError, FileNotFoundError, ProcessLookupError):
             continue  # It belongs to somebody else, or has ended.
-        if wanted in environment.split(b"\0"):
-            found.append(pid)
+        found += [(pid, entry[len(prefix) :].decode()) for entry in environment.split(b"\0") if entry.startswith(prefix)]
     return found
 
 

@@ -5,11 +5,10 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tnt_jax.launch.connection import Connection
-from tnt_jax.launch.facts import Facts, Request
 from tnt_jax.launch.plan import Process
 from tnt_jax.launch.screen import Screen, failure_report, say
 
@@ -21,7 +20,15 @@ _logger = logging.getLogger("tnt_jax.launch")
 
 
 class HostError(RuntimeError):
-    """A host cannot take part in the job; the message names it."""
+    """Hosts cannot take part in a job.
+
+    Attributes:
+        reasons: Why, by host.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("\n".join(f"{host}: {reason}" for host, reason in reasons.items()))
+        self.reasons = dict(reasons)
 
 
 class Session:
@@ -34,7 +41,8 @@ class Session:
         for connection in connections:
             self._selector.register(connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c))
             self._selector.register(connection.stderr, selectors.EVENT_READ, lambda c=connection: self._read_complaints(c))
-        self._facts: dict[str, Facts] = {}
+        self._answers: dict[str, Mapping[str, Any]] = {}
+        self._started = False
         self._lost: dict[str, str] = {}
         self._screen = Screen([])
         self._running: dict[int, str] = {}
@@ -46,25 +54,38 @@ class Session:
 
     # Before the start.
 
-    def inspect(self, request: Request, *, timeout_s: float) -> dict[str, Facts]:
-        """Returns what each host is like.
+    def ask(
+        self, question: str, arguments: Mapping[str, Any], *, hosts: Iterable[str] | None = None, timeout_s: float
+    ) -> dict[str, Any]:
+        """Asks hosts, all by default, and returns their answers by host.
+
+        Args:
+            question: Name of a function of `questions`.
+            arguments: Its arguments.
+            hosts: Hosts to ask.
+            timeout_s: Seconds to wait for all answers.
 
         Raises:
-            HostError: If a host cannot be reached or does not answer in time; the message names all such hosts.
+            HostError: If a host cannot be reached, fails to answer or does not answer in time; the message names all such.
         """
-        for connection in self._connections.values():
-            silence_s = HOST_TIMEOUT_S if connection.is_remote else None
-            connection.send("inspect", request=request.to_json(), silence_s=silence_s)
+        asked = list(self._connections if hosts is None else hosts)
+        self._answers = {}
+        for host in asked:
+            self._connections[host].send("ask", question=question, arguments=arguments)
         deadline = time.monotonic() + timeout_s
-        while len(self._facts) + len(self._lost) < len(self._connections) and time.monotonic() < deadline:
+        while any(host not in self._answers and host not in self._lost for host in asked) and time.monotonic() < deadline:
             self._turn()
             if self._caught is not None:
                 raise KeyboardInterrupt
-        silent = self._connections.keys() - self._facts.keys() - self._lost.keys()
-        self._lost |= dict.fromkeys(silent, f"no answer within {timeout_s:g} seconds")
-        if self._lost:
-            raise HostError("\n".join(f"{host}: {reason}" for host, reason in self._lost.items()))
-        return {host: self._facts[host] for host in self._connections}
+        failures = dict(self._lost)
+        for host in asked:
+            if host not in self._answers:
+                failures.setdefault(host, f"no answer within {timeout_s:g} seconds")
+            elif "error" in self._answers[host]:
+                failures[host] = self._answers[host]["error"]
+        if failures:
+            raise HostError(failures)
+        return {host: self._answers[host]["answer"] for host in asked}
 
     # The job.
 
@@ -77,8 +98,13 @@ class Session:
         """
         self._screen = Screen(processes)
         self._running = {process.rank: process.host for process in processes}
+        self._started = True
         for host, connection in self._connections.items():
-            connection.send("start", processes=[process.to_json() for process in processes if process.host == host])
+            connection.send(
+                "start",
+                processes=[process.to_json() for process in processes if process.host == host],
+                silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
+            )
         while any(not connection.finished and not connection.closed for connection in self._connections.values()):
             self._turn()
             self._keep_time()
@@ -172,7 +198,7 @@ class Session:
         data = connection.read_complaints()
         if data is None:
             self._selector.unregister(connection.stderr)
-        elif data and self._facts:
+        elif data and self._started:
             say(f"{connection.host}: {data.decode(errors='replace').rstrip()}")
 
     def _lose(self, connection: Connection, reason: str) -> None:
@@ -182,8 +208,8 @@ class Session:
         if lost:
             self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
 
-    def _on_facts(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        self._facts[connection.host] = Facts.from_json(message["facts"])
+    def _on_answer(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._answers[connection.host] = message
 
     def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
         _logger.info("Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"])

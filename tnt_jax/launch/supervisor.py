@@ -15,8 +15,8 @@ from typing import Any
 
 from tnt_jax.launch import messages
 from tnt_jax.launch.child import Child
-from tnt_jax.launch.facts import inspect_host
 from tnt_jax.launch.processtree import adopt_orphans, descendants, kill_descendants, send_signal
+from tnt_jax.launch.questions import answer
 
 _BACKLOG_BYTES = 1 << 20
 _ABANDONED_GRACE_S = 5.0
@@ -41,7 +41,7 @@ class Supervisor:
         self._silence_s: float | None = None
         self._heard_at = self._spoke_at = time.monotonic()
         self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
-            "inspect": self._inspect,
+            "ask": self._answer,
             "start": self._start,
             "signal": self._forward_signal,
             "stop": lambda message: self._stop(message["grace_s"]),
@@ -112,17 +112,21 @@ class Supervisor:
         if not data:
             self._abandon()
             return
-        self._heard_at = time.monotonic()
         for line in self._incoming.feed(data):
             message = messages.decode(line)
             self._handlers[message["kind"]](message)
+        self._heard_at = time.monotonic()
 
-    def _inspect(self, message: Mapping[str, Any]) -> None:
-        self._silence_s = message["silence_s"]
-        self._send("facts", facts=inspect_host(message["request"]))
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        """Answers a question; it may take long, and nothing else happens meanwhile."""
+        try:
+            self._send("answer", answer=answer(message["question"], message["arguments"]))
+        except Exception as error:  # Whatever it is, the launcher must hear of it.
+            self._send("answer", error=f"{type(error).__name__}: {error}")
 
     def _start(self, message: Mapping[str, Any]) -> None:
         self._started = True
+        self._silence_s = message["silence_s"]
         for process in message["processes"]:
             try:
                 child = Child(process)

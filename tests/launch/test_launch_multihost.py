@@ -1,0 +1,268 @@
+"""Jobs over several hosts through real ssh.
+
+`TNT_TEST_HOSTFILE` lists at least two hosts that share this file system and have this Python at the same path; the first is
+the one the tests run on. `TNT_TEST_SSH_CONFIG` is an ssh configuration that reaches them. `TNT_TEST_CUT` and `TNT_TEST_MEND`,
+if set, are commands that, followed by a host name, silently cut its network and put it back.
+"""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tnt_jax.launch.hostfile import read_hostfile
+from tnt_jax.launch.processtree import descendants
+
+HOSTFILE = os.environ.get("TNT_TEST_HOSTFILE", "")
+SSH_CONFIG = os.environ.get("TNT_TEST_SSH_CONFIG", "")
+pytestmark = [
+    pytest.mark.multihost,
+    pytest.mark.skipif(not (HOSTFILE and SSH_CONFIG), reason="needs hosts: TNT_TEST_HOSTFILE and TNT_TEST_SSH_CONFIG"),
+]
+HOSTS = [entry.name for entry in read_hostfile(HOSTFILE)] if HOSTFILE else []
+SSH_ARGS = f"-F {shlex.quote(SSH_CONFIG)}"
+SLEEPER = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # JAX does so, too.
+subprocess.Popen(["setsid", "sleep", "600"])
+print(os.environ["TNT_JOB_ID"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    def write(*lines):
+        path = tmp_path / "hosts"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def multihost(tnt_jax, hostfile, tmp_path):
+    """Starts the launcher on hosts, all by default."""
+
+    def start(*arguments, hosts=HOSTS, ssh_args=SSH_ARGS, **popen):
+        options = ["--hostfile", hostfile(*hosts), "--ssh-args", ssh_args, "--no-gpu"]
+        return tnt_jax(*options, *arguments, cwd=tmp_path, **popen)
+
+    return start
+
+
+@pytest.fixture
+def processes_on_hosts(run, hostfile):
+    """Returns, by host, the running processes of a job."""
+
+    def look(job_id, hosts=HOSTS):
+        code, out, err = run("--hostfile", hostfile(*hosts), "--ssh-args", SSH_ARGS, "--cleanup")
+        assert code == 0, err
+        return [line for line in out.splitlines() if job_id in line]
+
+    return look
+
+
+def on_host(host, *command):
+    return subprocess.run(["ssh", "-F", SSH_CONFIG, host, shlex.join(command)], capture_output=True, text=True, timeout=30)
+
+
+def connections(launcher):
+    """Returns the ids of the launcher's ssh clients by host."""
+    found = {}
+    for pid in descendants(launcher.pid):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[0] == b"ssh":
+            found[words[words.index(b"--") + 1].decode()] = pid
+    return found
+
+
+def finish(launcher, timeout=60):
+    out, err = launcher.communicate(timeout=timeout)
+    return launcher.returncode, out, err
+
+
+def test_ranks_go_host_by_host_and_nothing_is_lost_on_the_way(multihost, script, tmp_path):
+    path = script(
+        "import os, socket, sys\n"
+        "e = os.environ\n"
+        "print(e['TNT_PROCESS_ID'], e['TNT_NUM_PROCESSES'], socket.gethostname(), os.getcwd(), sys.argv[1:], "
+        "[e.get(n) for n in ('ODD', 'NCCL_DEBUG', 'UNRELATED')])"
+    )
+    odd = ["a b", "'\"\\", "$HOME `id` *", "line\nbreak", "", "--", "-n"]
+    environ = {"NCCL_DEBUG": "IN FO\n'", "UNRELATED": "stays here"}
+    hosts = [f"{HOSTS[0]} slots=2", *HOSTS[1:]]
+    arguments = ["--output-on-all-devices", "-x", "ODD=a 'b' \\$c", "--", path, *odd]
+    code, out, err = finish(multihost(*arguments, hosts=hosts, environ=environ))
+    assert (code, err) == (0, "")
+    where = [HOSTS[0], *HOSTS]
+    unrelated = ["stays here", "stays here", *[None] * (len(HOSTS) - 1)]  # The first host is this one: it inherits.
+    assert sorted(out.splitlines()) == [
+        f"[rank {rank}] {rank} {len(where)} {host} {tmp_path} {odd} {['a ' + repr('b') + ' $c', environ['NCCL_DEBUG'], unrelated[rank]]}"
+        for rank, host in enumerate(where)
+    ]
+
+
+def test_launching_host_need_not_take_part(multihost, script):
+    path = script("import socket; print(socket.gethostname())")
+    assert finish(multihost(path, hosts=HOSTS[1:]))[:2] == (0, HOSTS[1] + "\n")
+
+
+ALL_REDUCE = """
+import os
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+jax.distributed.initialize(
+    os.environ["TNT_COORDINATOR_ADDRESS"], int(os.environ["TNT_NUM_PROCESSES"]), int(os.environ["TNT_PROCESS_ID"]))
+print(multihost_utils.process_allgather(jnp.ones(1) * jax.process_index()).ravel())
+"""
+
+
+def test_hosts_meet_in_a_collective(multihost, script):
+    code, out, err = finish(multihost(script(ALL_REDUCE), environ={"http_proxy": "http://127.0.0.1:9"}))
+    assert code == 0, err
+    assert out.splitlines()[-1] == str([float(rank) for rank in range(len(HOSTS))]).replace(".0", ".").replace(",", "")
+
+
+def test_log_files_are_written_on_each_host(multihost, script, tmp_path):
+    assert finish(multihost("--log-dir", "logs", script("import os; print(os.environ['TNT_PROCESS_ID'])")))[0] == 0
+    last = len(HOSTS) - 1
+    assert on_host(HOSTS[last], "cat", f"{tmp_path}/logs/rank{last}.log").stdout == f"{last}\n"
+
+
+@pytest.mark.parametrize("fault", ["unknown name", "refused key", "no sshd"])
+def test_unreachable_host_is_named_before_anything_starts(multihost, script, tmp_path, fault):
+    # A configuration without the key: with it, ssh would offer the key besides the wrong one.
+    config = Path(SSH_CONFIG).read_text().splitlines(keepends=True)
+    (tmp_path / "keyless").write_text("".join(line for line in config if "IdentityFile" not in line))
+    hosts, ssh_args, message = {
+        "unknown name": (
+            [*HOSTS, "no-such-host.invalid"],
+            SSH_ARGS,
+            "no-such-host.invalid: .*Check its spelling in the hostfile",
+        ),
+        "refused key": (HOSTS, f"-F {tmp_path}/keyless -i /nonexistent", f"{HOSTS[1]}: .*ssh-copy-id {HOSTS[1]}"),
+        "no sshd": (HOSTS, f"{SSH_ARGS} -p 9", f"{HOSTS[1]}: .*Connection refused.* start sshd"),
+    }[fault]
+    code, _, err = finish(multihost(script(f"open({str(tmp_path / 'mark')!r}, 'w')"), hosts=hosts, ssh_args=ssh_args))
+    assert code == 2
+    assert "nothing was started" in err
+    assert re.search(message, err)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_missing_script_is_named_with_its_hosts(multihost, tmp_path):
+    code, _, err = finish(multihost(tmp_path / "none.py"))
+    assert code == 2
+    for host in HOSTS:
+        assert f"{host}: There is no script {tmp_path}/none.py there" in err
+
+
+def test_busy_port_is_named_with_its_host(multihost, script):
+    with socket.create_server(("", 0)) as server:
+        code, _, err = finish(multihost("--port", server.getsockname()[1], script("")))
+    assert code == 2
+    assert f"{HOSTS[0]}: port" in err
+
+
+def test_failing_rank_is_named_with_its_host_and_ends_all(multihost, script, processes_on_hosts):
+    path = script(
+        "import os, sys, time\nif os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); sys.exit('the cause')\n" + SLEEPER
+    )
+    launcher = multihost(path)
+    job_id = launcher.stdout.readline().strip()
+    code, _, err = finish(launcher, timeout=15)
+    assert code == 1
+    assert f"Rank 1 on {HOSTS[1]} failed with exit code 1" in err
+    assert "the cause" in err
+    assert processes_on_hosts(job_id) == []
+
+
+def test_killed_launcher_leaves_nothing_on_any_host(multihost, script, processes_on_hosts, wait_until):
+    launcher = multihost(script(SLEEPER))
+    job_id = launcher.stdout.readline().strip()
+    wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
+    launcher.kill()
+    wait_until(lambda: processes_on_hosts(job_id) == [])
+
+
+def test_ctrl_c_ends_all_hosts(multihost, script, processes_on_hosts):
+    launcher = multihost("--grace-period", 1, script(SLEEPER))
+    job_id = launcher.stdout.readline().strip()
+    launcher.send_signal(signal.SIGINT)
+    assert finish(launcher, timeout=15)[0] == 130
+    assert processes_on_hosts(job_id) == []
+
+
+def test_host_whose_supervisor_is_killed_is_named_and_the_others_end(multihost, script, processes_on_hosts):
+    path = script("import os, time; print(os.environ['TNT_JOB_ID'], os.getppid(), flush=True); time.sleep(600)")
+    launcher = multihost("--output-on-all-devices", path)
+    parents = {}
+    for _ in HOSTS:
+        *rank, job_id, parent = launcher.stdout.readline().split()
+        parents[" ".join(rank)] = parent
+    started = time.monotonic()
+    on_host(HOSTS[1], "kill", "-9", parents["[rank 1]"])
+    code, _, err = finish(launcher, timeout=20)
+    assert code == 1
+    assert f"Lost {HOSTS[1]} with rank 1" in err
+    assert time.monotonic() - started < 15
+    assert processes_on_hosts(job_id) == []
+
+
+def test_silent_connection_is_noticed_on_both_sides(multihost, script, processes_on_hosts, wait_until):
+    launcher = multihost(script(SLEEPER))
+    job_id = launcher.stdout.readline().strip()
+    wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
+    started = time.monotonic()
+    os.kill(connections(launcher)[HOSTS[1]], signal.SIGSTOP)
+    code, _, err = finish(launcher, timeout=25)
+    assert code == 1
+    assert f"Lost {HOSTS[1]} with rank 1: it has been silent" in err
+    wait_until(lambda: processes_on_hosts(job_id) == [], timeout_s=started + 20 - time.monotonic())
+
+
+@pytest.mark.skipif(not os.environ.get("TNT_TEST_CUT"), reason="needs a way to cut a host off: TNT_TEST_CUT, TNT_TEST_MEND")
+def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(multihost, script, processes_on_hosts, wait_until):
+    launcher = multihost(script(SLEEPER))
+    job_id = launcher.stdout.readline().strip()
+    wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
+    started = time.monotonic()
+    subprocess.run([*shlex.split(os.environ["TNT_TEST_CUT"]), HOSTS[1]], check=True)
+    try:
+        code, _, err = finish(launcher, timeout=40)
+        ended_after = time.monotonic() - started
+    finally:
+        time.sleep(max(0.0, started + 15 - time.monotonic()))
+        subprocess.run([*shlex.split(os.environ["TNT_TEST_MEND"]), HOSTS[1]], check=True)
+    assert code == 1
+    assert f"Lost {HOSTS[1]} with rank 1" in err
+    assert ended_after < 15
+    assert processes_on_hosts(job_id) == []
+
+
+def test_cleanup_of_one_of_two_jobs_leaves_the_other_alone(tnt_jax, multihost, run, hostfile, script, processes_on_hosts):
+    launchers = [multihost("--grace-period", 1, script(SLEEPER)) for _ in range(2)]
+    ended, other = (launcher.stdout.readline().strip() for launcher in launchers)
+    code, out, _ = run("--hostfile", hostfile(*HOSTS), "--ssh-args", SSH_ARGS, "--cleanup", ended, "--force")
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == HOSTS
+    assert processes_on_hosts(ended) == []
+    assert len(processes_on_hosts(other)) == len(HOSTS)
+    launchers[1].terminate()
+    finish(launchers[1])
+
+
+def test_dry_run_shows_the_plan_of_all_hosts(multihost, script):
+    code, out, _ = finish(multihost("--dry-run", "--devices-per-node", 2, script("")))
+    assert code == 0
+    for rank in range(2 * len(HOSTS)):
+        assert f"rank {rank} on {HOSTS[rank // 2]} (local rank {rank % 2})" in out
+    assert sys.executable in out

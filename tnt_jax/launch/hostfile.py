@@ -1,0 +1,82 @@
+"""Reads the file that lists the hosts of a job."""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_logger = logging.getLogger("tnt_jax.launch")
+_NAME = re.compile(r"[A-Za-z0-9_\[][\w.:@\]\[-]*")
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """A line of a hostfile.
+
+    Attributes:
+        name: What ssh is given: a host name, an address, an alias of the ssh configuration, or user@host.
+        slots: Devices to use there; None to leave it to the command line.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+def read_hostfile(path: str) -> list[HostEntry]:
+    """Returns the hosts that a file lists.
+
+    Raises:
+        ValueError: If the file cannot be read, lists no host, or has a malformed line; the message names the line.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The hostfile {path} cannot be read: {error}") from error
+    return parse_hostfile(text, source=path)
+
+
+def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
+    r"""Returns the hosts in a hostfile's text: one a line, `NAME` or `NAME slots=N`, `#` starts a comment.
+
+    Blank lines are ignored. A host named again is left out, unless the lines disagree about its slots.
+
+    Args:
+        text: Content of the file.
+        source: What to call it in messages.
+
+    Example:
+        >>> parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")
+        [HostEntry(name='node1', slots=4), HostEntry(name='node2', slots=None)]
+
+    Raises:
+        ValueError: If no host is listed, or a line is malformed.
+    """
+    hosts: dict[str, HostEntry] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        entry = _parse_line(words, f"{source}, line {number}")
+        if entry.name in hosts:
+            if hosts[entry.name] != entry:
+                raise ValueError(f"{source}, line {number}: {entry.name} is listed before with another number of slots.")
+            _logger.debug("%s, line %d: %s is listed before.", source, number, entry.name)
+        hosts[entry.name] = entry
+    if not hosts:
+        raise ValueError(f"{source} lists no host. Write one host name on each line, for instance: node1 slots=4")
+    return list(hosts.values())
+
+
+def _parse_line(words: list[str], where: str) -> HostEntry:
+    name, *rest = words
+    # Not a matter of taste: a name that starts with a dash would be an option of ssh.
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{where}: {name!r} is no host name.")
+    if not rest:
+        return HostEntry(name)
+    found = re.fullmatch(r"slots=(\d+)", "".join(rest))
+    if found is None or int(found[1]) < 1:
+        raise ValueError(
+            f"{where}: after the host name only slots=N with N of at least 1 is allowed, but got {' '.join(rest)!r}."
+        )
+    return HostEntry(name, int(found[1]))

@@ -1,0 +1,57 @@
+"""What a launcher can ask a supervisor before, or instead of, starting processes: each answer is plain data."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tnt_jax.launch.facts import inspect_host
+from tnt_jax.launch.leftovers import end_job, list_jobs
+
+_CONNECT_TIMEOUT_S = 2.0
+_listening: dict[int, socket.socket] = {}
+
+
+def answer(question: str, arguments: Mapping[str, Any]) -> Any:
+    """Returns the answer to a question that the launcher asks by name."""
+    return _ANSWERS[question](**arguments)
+
+
+def listen(port: int | None) -> int:
+    """Listens on a port, any free one if None, until `stop_listening`, and returns its number.
+
+    Raises:
+        OSError: If something listens there already.
+    """
+    listener = socket.create_server(("", port or 0))
+    number = listener.getsockname()[1]
+    _listening[number] = listener
+    return number
+
+
+def stop_listening() -> None:
+    """Frees the ports taken by `listen`."""
+    while _listening:
+        _listening.popitem()[1].close()
+
+
+def find_reachable(hosts: Sequence[str], port: int) -> list[str]:
+    """Returns those names and addresses under which a connection to the port can be made from here."""
+    return [host for host in hosts if _can_connect(host, port)]
+
+
+def _can_connect(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "inspect": inspect_host,
+    "listen": listen,
+    "stop_listening": stop_listening,
+    "find_reachable": find_reachable,
+    "list_jobs": list_jobs,
+    "end_job": end_job,
+}

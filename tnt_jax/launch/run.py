@@ -1,0 +1,182 @@
+"""Runs a job: connects to the hosts, asks what they are like, plans, starts and waits."""
+
+import logging
+import os
+import re
+import secrets
+import shlex
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tnt_jax.launch.connection import Connection, ssh_command, supervisor_command
+from tnt_jax.launch.environment import carried_environment
+from tnt_jax.launch.facts import Facts, Request
+from tnt_jax.launch.hostfile import HostEntry, read_hostfile
+from tnt_jax.launch.options import Options
+from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
+from tnt_jax.launch.preflight import choose_address, find_obstacles, find_unreachable, remedy
+from tnt_jax.launch.session import HostError, Session
+
+LOCALHOST = "localhost"
+ASK_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 10.0
+_logger = logging.getLogger("tnt_jax.launch")
+
+
+def run_job(options: Options, environ: Mapping[str, str]) -> int:
+    """Starts the script on all devices of all hosts, waits for it, and returns the exit code.
+
+    Raises:
+        ValueError: If the hostfile is malformed or the options do not fit the hosts.
+        FileNotFoundError: If a program that an option needs does not exist.
+        HostError: If hosts cannot take part; the message names each with the reason.
+    """
+    entries = job_hosts(options)
+    phases = Phases()
+    with open_session(entries, options) as session:
+        facts = ask_facts(session, options, environ)
+        phases.end("connecting to the hosts")
+        hosts = [Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name)) for entry in entries]
+        check(find_obstacles(facts))
+        devices = choose_devices(hosts, options)
+        for warning in devices.warnings:
+            _logger.warning(warning)
+        launch = Launch(
+            job_id=new_job_id(options.script),
+            coordinator_address=find_coordinator_address(session, hosts, options, devices.kind),
+            cwd=working_directory(environ),
+            environ=environ,
+            launched_at=phases.began_at,
+        )
+        processes = plan_processes(hosts, devices, options, launch)
+        phases.end("planning")
+        if options.dry_run:
+            print(describe(processes, launch))
+            return 0
+        _logger.info("Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts))
+        return session.run(processes)
+
+
+class Phases:
+    """Measures how long the parts of a start take, and tells at level DEBUG."""
+
+    def __init__(self) -> None:
+        self.began_at = time.time()
+        self._last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """Ends a phase; the next one begins."""
+        moment = time.monotonic()
+        _logger.debug("Start-up: %s took %.2f s.", name, moment - self._last)
+        self._last = moment
+
+
+def job_hosts(options: Options) -> list[HostEntry]:
+    """Returns the hosts of the job: those of the hostfile, or this one."""
+    return read_hostfile(options.hostfile) if options.hostfile else [HostEntry(LOCALHOST)]
+
+
+def is_local(name: str) -> bool:
+    """Returns whether a name means the host on which the launcher runs, for which no ssh is needed."""
+    return name in (LOCALHOST, socket.gethostname(), socket.getfqdn())
+
+
+@contextmanager
+def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Session]:
+    """Connects to all hosts at once; at the end, however it comes, their supervisors end every process they started."""
+    connections = []
+    for entry in entries:
+        local = is_local(entry.name)
+        command = supervisor_command() if local else ssh_command(entry.name, options.ssh_args)
+        connections.append(Connection(entry.name, command, is_remote=not local))
+    session = Session(connections, grace_period_s=options.grace_period_s)
+    restore_signals = session.watch_signals()
+    try:
+        yield session
+    finally:
+        for connection in connections:
+            connection.close()
+        restore_signals()
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        for connection in connections:
+            connection.wait(max(0.0, deadline - time.monotonic()))
+            connection.abort()
+
+
+def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) -> dict[str, Facts]:
+    """Returns what each host is like.
+
+    Raises:
+        HostError: If a host cannot be reached; the message adds what usually helps.
+    """
+    visible = {name: value for name, value in options.exports if name == "CUDA_VISIBLE_DEVICES"}
+    request = Request(
+        cwd=working_directory(environ),
+        script=options.script,
+        interpreter=options.interpreter[0] if options.interpreter else "",
+        environment={**carried_environment(environ), **visible},
+    )
+    try:
+        answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
+    except HostError as error:
+        raise HostError({host: remedy(host, reason) for host, reason in error.reasons.items()}) from error
+    return {host: Facts.from_json(fields) for host, fields in answers.items()}
+
+
+def check(obstacles: Mapping[str, str]) -> None:
+    """Raises a `HostError` if there are obstacles."""
+    if obstacles:
+        raise HostError(obstacles)
+
+
+def find_coordinator_address(session: Session, hosts: Sequence[Host], options: Options, device_kind: str) -> str:
+    """Returns an address of the first host under which all others have just reached it.
+
+    Raises:
+        HostError: If the port is taken, or if hosts cannot reach the first one.
+    """
+    first, *others = (host.name for host in hosts)
+    try:
+        port = session.ask("listen", {"port": options.port}, hosts=[first], timeout_s=ASK_TIMEOUT_S)[first]
+    except HostError as error:
+        reason = f"port {options.port} cannot be used: {error.reasons[first]}. Leave --port out, or choose another."
+        raise HostError({first: reason}) from error
+    address = "127.0.0.1"
+    if others:
+        check(find_unreachable({host.name: host.facts for host in hosts}, device_kind))
+        candidates = hosts[0].facts.addresses(first)
+        arguments = {"hosts": candidates, "port": port}
+        reachable = session.ask("find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S)
+        address, unreached = choose_address(candidates, reachable)
+        reason = (
+            f"it cannot reach {first} at {' or '.join(candidates)}, port {port}. Is there a firewall? --port chooses the port."
+        )
+        check(dict.fromkeys(unreached, reason))
+    session.ask("stop_listening", {}, hosts=[first], timeout_s=ASK_TIMEOUT_S)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def working_directory(environ: Mapping[str, str]) -> str:
+    """Returns the working directory as the user's shell spells it, because other hosts may know only that spelling."""
+    spelled = environ.get("PWD", "")
+    return spelled if os.path.isabs(spelled) and os.path.isdir(spelled) and os.path.samefile(spelled, ".") else os.getcwd()
+
+
+def new_job_id(script: str) -> str:
+    """Returns a name for a job that no other has."""
+    name = re.sub(r"\W+", "_", Path(script).stem)[:32]
+    return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def describe(processes: Sequence[Process], launch: Launch) -> str:
+    """Returns a plan in words: for each process its host, variables and command, ready for a shell."""
+    lines = [f"job {launch.job_id}: {len(processes)} process(es), meeting at {launch.coordinator_address}"]
+    for process in processes:
+        lines.append(f"rank {process.rank} on {process.host} (local rank {process.local_rank}), in {process.cwd}:")
+        settings = [*process.environment.items(), *process.exports]
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in settings]
+        lines.append(f"  {shlex.join(process.command)}")
+    return "\n".join(lines)
