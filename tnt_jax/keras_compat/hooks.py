@@ -47,10 +47,18 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
     """
     if verbose not in (0, 1, 2, "auto"):
         raise ValueError(f"verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is {verbose!r}.")
-    given: list[Any] = list(callbacks) if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]
+    given: list[Any] = _flat(callbacks)
+    plain = [getattr(callback, "callback", callback) for callback in given]
     prints = is_master_rank() or init().settings.output_on_all_devices
-    # History comes first in Keras, but a callback may add to the logs that it records: Keras 3 appends it, too.
-    history = [] if not in_training or any(isinstance(c, History) for c in given) else [History()]
-    has_bar = any(isinstance(c, ProgbarLogger) for c in given)
+    # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
+    history = [] if not in_training or any(isinstance(c, History) for c in plain) else [History()]
+    has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
     bar = [ProgbarLogger(1 if verbose == "auto" else int(verbose))] if verbose and prints and not has_bar else []
-    return history + bar + given
+    return given + history + bar
+
+
+def _flat(callbacks: Any) -> list[Any]:
+    """Returns callbacks given as one, as None, or in nested sequences, in one list."""
+    if isinstance(callbacks, Sequence):
+        return [callback for part in callbacks for callback in _flat(part)]
+    return [] if callbacks is None else [callbacks]

@@ -1,7 +1,40 @@
-"""Callbacks with Keras's names, hooks and order of calls."""
+"""Callbacks with Keras's names, hooks and order of calls; real Keras callbacks work beside them.
 
-from tnt_jax.keras_compat.callbacks.base import Callback, CallbackList, LazyLogs
+```python
+callbacks = [tnt.callbacks.EarlyStopping(patience=3), tnt.callbacks.ModelCheckpoint("runs/a"), keras.callbacks.CSVLogger("log.csv")]
+model.fit(dataset, epochs=90, callbacks=callbacks)
+```
+"""
+
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.callback_list import CallbackList
+from tnt_jax.keras_compat.callbacks.csv_logger import CSVLogger
+from tnt_jax.keras_compat.callbacks.early_stopping import EarlyStopping
 from tnt_jax.keras_compat.callbacks.history import History
+from tnt_jax.keras_compat.callbacks.lambda_callback import LambdaCallback
+from tnt_jax.keras_compat.callbacks.learning_rate import LearningRateScheduler, LearningRateWarmup, ReduceLROnPlateau
+from tnt_jax.keras_compat.callbacks.logs import LazyLogs
+from tnt_jax.keras_compat.callbacks.placement import OnAllRanks, OnMaster
 from tnt_jax.keras_compat.callbacks.progbar import ProgbarLogger
+from tnt_jax.keras_compat.callbacks.remote_monitor import RemoteMonitor
+from tnt_jax.keras_compat.callbacks.runtime_profiler import RuntimeProfiler
+from tnt_jax.keras_compat.callbacks.terminate_on_nan import TerminateOnNaN
 
-__all__ = ["Callback", "CallbackList", "History", "LazyLogs", "ProgbarLogger"]
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "CallbackList",
+    "EarlyStopping",
+    "History",
+    "LambdaCallback",
+    "LazyLogs",
+    "LearningRateScheduler",
+    "LearningRateWarmup",
+    "OnAllRanks",
+    "OnMaster",
+    "ProgbarLogger",
+    "ReduceLROnPlateau",
+    "RemoteMonitor",
+    "RuntimeProfiler",
+    "TerminateOnNaN",
+]

@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tnt_jax.keras_compat.callbacks.base import Callback, LazyLogs
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.logs import LazyLogs
 
 # Seconds between two refreshes of a bar, and between two progress lines where there is no terminal.
 _BAR_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 10.0

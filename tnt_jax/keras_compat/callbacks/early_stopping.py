@@ -1,0 +1,102 @@
+"""Ends training when a log no longer improves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
+
+
+class EarlyStopping(Callback):
+    """Ends training when a log has not improved for some epochs, as Keras's callback does.
+
+    Args:
+        monitor: Log to watch.
+        min_delta: Smallest change that counts as an improvement.
+        patience: Epochs without improvement after which training ends.
+        verbose: 1 to print what happens.
+        mode: `"min"`, `"max"` or `"auto"`.
+        baseline: Value that must be reached within `patience` epochs.
+        restore_best_weights: Whether the weights of the best epoch come back at the end.
+        start_from_epoch: Epochs at the beginning that are not watched.
+
+    Attributes:
+        best: Best value so far, or None.
+        best_epoch: Epoch of the best value.
+        stopped_epoch: Epoch after which training was ended, 0 if it was not.
+        wait: Epochs since the last improvement.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: Mode = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__()
+        self.monitor, self.patience, self.baseline = monitor, patience, baseline
+        self.start_from_epoch, self.restore_best_weights, self.verbose = start_from_epoch, restore_best_weights, verbose
+        self._watch = Monitor(monitor, mode=mode, min_delta=min_delta)
+        self._reset()
+
+    def set_model(self, model: Any) -> None:
+        """Receives the model, whose metrics say which direction is better."""
+        super().set_model(model)
+        self._watch.resolve(model)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what has been seen so far, the best weights included."""
+        weights = {} if self.best_weights is None else {"best_weights": self.best_weights}
+        return {"wait": self.wait, "best": self.best, "best_epoch": self.best_epoch, **weights}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from an interrupted run."""
+        self.wait, self.best, self.best_epoch = state["wait"], state["best"], state["best_epoch"]
+        self.best_weights = state.get("best_weights")
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Forgets an earlier run."""
+        self._reset()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Ends training if the log has not improved for too long."""
+        value = self._watch.value(logs, who="EarlyStopping")
+        if value is None or epoch < self.start_from_epoch:
+            return
+        if self.restore_best_weights and self.best_weights is None:
+            # Should no epoch beat a NaN, the first one is the best.
+            self.best_weights, self.best_epoch = self.model.get_weights(), epoch
+        self.wait += 1
+        if self._watch.is_better(value, self.best):
+            self._keep(epoch, value)
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Restores the best weights, if asked to."""
+        if self.stopped_epoch > 0 and self.verbose:
+            print(f"Epoch {self.stopped_epoch + 1}: early stopping", flush=True)
+        if self.restore_best_weights and self.best_weights is not None:
+            if self.verbose:
+                print(f"Restoring model weights from the end of the best epoch: {self.best_epoch + 1}.", flush=True)
+            self.model.set_weights(self.best_weights)
+
+    def _keep(self, epoch: int, value: float) -> None:
+        self.best, self.best_epoch = value, epoch
+        if self.restore_best_weights:
+            self.best_weights = self.model.get_weights()
+        if self.baseline is None or self._watch.is_better(value, self.baseline):
+            self.wait = 0
+
+    def _reset(self) -> None:
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self.best: float | None = None
+        self.best_weights: list[np.ndarray] | None = None

@@ -1,0 +1,53 @@
+"""Logs that wait for the devices only when somebody reads them."""
+
+from collections.abc import Callable
+from typing import Any
+
+# Methods of dict that look at its contents.
+_READERS = (
+    "__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__", "__repr__",
+    "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update",
+    "values",
+)  # fmt: skip
+
+
+class LazyLogs(dict[str, float]):
+    """Logs of a step: a dict that computes its contents, and so waits for the devices, when it is first looked at.
+
+    Args:
+        read: Computes the logs.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        # json.dumps asks C for the size before it calls a method: an empty dict would be written as {}.
+        super().__init__(loss=0.0)
+        self._read: Callable[[], dict[str, float]] | None = read
+
+    def __bool__(self) -> bool:
+        """Tells that there are logs: every step has a loss, so `logs or {}` need not wait."""
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies as a plain dict."""
+        return dict, (dict(self),)
+
+    def _fill(self) -> None:
+        if self._read is not None:
+            read, self._read = self._read, None
+            dict.clear(self)
+            dict.update(self, read())
+
+
+def _filled_before(name: str) -> Callable:
+    method = getattr(dict, name)
+
+    def call(self: LazyLogs, *args: Any, **kwargs: Any) -> Any:
+        self._fill()
+        return method(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = name, method.__doc__
+    return call
+
+
+for _name in _READERS:
+    setattr(LazyLogs, _name, _filled_before(_name))
