@@ -7,7 +7,9 @@ script that never mentions it works.
 import os
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
@@ -22,6 +24,8 @@ from tnt_jax.log import configure_logging, logger
 from tnt_jax.settings import Settings, read_settings
 
 _HOST_KEY = "tnt_jax/host"
+# Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
+_GRACE_S = 30
 
 
 @dataclass(frozen=True)
@@ -173,25 +177,46 @@ def _join(job: Job, settings: Settings) -> None:
         # JAX's service catches SIGTERM and then waits to be polled: a process that nobody polls could not be ended.
         jax.config.update("jax_enable_preemption_service", False)
     _exit_at_uncaught_exceptions()
-    try:
+    with _ending_after(settings.init_timeout_s, lambda: _missing_processes(job, settings)):
         jax.distributed.initialize(
             coordinator_address=job.coordinator_address,
             num_processes=job.num_processes,
             process_id=job.process_id,
             local_device_ids=job.local_device_ids,
             cluster_detection_method="deactivate",
-            initialization_timeout=settings.init_timeout_s,
+            initialization_timeout=settings.init_timeout_s + _GRACE_S,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         )
-    except jax.errors.JaxRuntimeError as error:
-        proxies = sorted(name for name in os.environ if name.lower().endswith("_proxy") and name.lower() != "no_proxy")
-        hint = f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to no_proxy." if proxies else ""
-        raise RuntimeError(
-            f"Process {job.process_id} of {job.num_processes} could not start with the others within {settings.init_timeout_s} s "
-            f"(coordinator {job.coordinator_address}, from {job.source}). Check that all {job.num_processes} processes were started, "
-            f"that the coordinator's host and port can be reached from here, and that nothing else listens there.{hint}"
-        ) from error
     _check_host_names(job, timeout_s=settings.init_timeout_s)
+
+
+@contextmanager
+def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
+    """Ends the process with an explanation if the block takes longer than `timeout_s`."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        print(f"[tnt_jax] ERROR: {explain()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # JAX's own timeout aborts the process with a stack trace of C++ and raises nothing that could be caught.
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _missing_processes(job: Job, settings: Settings) -> str:
+    proxies = sorted(name for name in os.environ if name.lower().endswith("_proxy") and name.lower() != "no_proxy")
+    hint = f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to no_proxy." if proxies else ""
+    return (
+        f"Process {job.process_id} of {job.num_processes} could not start with the others within {settings.init_timeout_s} s "
+        f"(coordinator {job.coordinator_address}, from {job.source}). Check that all {job.num_processes} processes were started, "
+        f"that the coordinator's host and port can be reached from here, and that nothing else listens there.{hint}"
+    )
 
 
 def _check_host_names(job: Job, *, timeout_s: int) -> None:

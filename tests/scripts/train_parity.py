@@ -1,0 +1,44 @@
+"""Trains by a recipe given as JSON and writes what came out: history, weights, predictions. Run by the multi-process tests."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from reference_trainer import Net, make_data
+
+import tnt_jax as tnt
+
+
+def main():
+    recipe = json.loads(sys.argv[1])
+    x, y, weight = make_data(recipe["num_examples"])
+    model = tnt.Model(Net(batch_norm=True, dropout=0.3, axis_name="data"), seed=4)
+    model.compile(
+        optax.sgd(0.1, momentum=0.9),
+        loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+    )
+    if recipe["source"] == "arrays":
+        history = model.fit(
+            x, y, batch_size=recipe["size"], epochs=2, sample_weight=weight, validation_data=(x, y), validation_freq=2, verbose=2
+        )
+    else:
+        size = recipe["size"]
+        batches = [(x[i : i + size], y[i : i + size], weight[i : i + size]) for i in range(0, len(x), size)]
+        history = model.fit(batches, epochs=2, validation_data=batches, verbose=2)
+    predictions = model.predict(x, batch_size=recipe["size"], verbose=0)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model.variables)}
+    # Every process writes, because every process must have the full result.
+    out = Path(sys.argv[2]) / f"process{tnt.get_process_index()}.npz"
+    logs = {f"history {name}": values for name, values in history.history.items()}
+    np.savez(out, predictions=predictions, size=tnt.get_size(), rank=tnt.get_rank(), **leaves, **logs)
+
+
+if __name__ == "__main__":
+    main()
