@@ -256,19 +256,45 @@ def test_unusable_tf_config_is_refused(environ, message):
         detect(environ)
 
 
+@pytest.fixture
+def mpirun():
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun (Debian: apt-get install openmpi-bin)")
+
+    def run(*command):
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **as_root}
+        words = ["mpirun", "--oversubscribe", "-np", "3", *map(str, command)]
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+        return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+    return run
+
+
 @pytest.mark.multiprocess
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: apt-get install openmpi-bin)")
-def test_processes_of_a_real_mpirun_agree():
+def test_processes_of_a_real_mpirun_agree(mpirun):
     program = "import os; from tnt_jax.launch.clusters import detect_job; print(detect_job(os.environ))"
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    command = ["mpirun", "--oversubscribe", "-np", "3", sys.executable, "-c", program]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    jobs = sorted(done.stdout.splitlines())
+    code, jobs, err = mpirun(sys.executable, "-c", program)
+    assert code == 0, err
     assert len({line.partition("process_id=")[0] for line in jobs}) == 1
     assert [f"process_id={rank}," in line for rank, line in enumerate(jobs)] == [True] * 3
+
+
+PLACE = "import os, sys; e = os.environ; print(e['TNT_PROCESS_ID'], e['TNT_NUM_PROCESSES'], sys.argv[1:], e['A'])"
+
+
+@pytest.mark.multiprocess
+def test_mpirun_of_the_launcher_is_one_process_for_each_task(mpirun, tmp_path):
+    (tmp_path / "script.py").write_text(PLACE)
+    code, lines, err = mpirun(
+        sys.executable, "-m", "tnt_jax.launch", "--no-gpu", "-x", "A=$TNT_PROCESS_ID", "--", tmp_path / "script.py", "x y"
+    )
+    assert (code, lines) == (0, [f"{rank} 3 ['x y'] {rank}" for rank in range(3)]), err
+
+
+@pytest.mark.multiprocess
+def test_mpirun_of_the_launcher_with_a_number_is_so_many_processes_for_each_task(mpirun, tmp_path):
+    (tmp_path / "script.py").write_text(PLACE)
+    arguments = ["--no-gpu", "--devices-per-node", 2, "--output-on-all-devices", "-x", "A=1", "--", tmp_path / "script.py"]
+    code, lines, err = mpirun(sys.executable, "-m", "tnt_jax.launch", *arguments)
+    assert (code, lines) == (0, [f"[rank {rank}] {rank} 6 [] 1" for rank in range(6)]), err

@@ -266,3 +266,23 @@ def test_dry_run_shows_the_plan_of_all_hosts(multihost, script):
     for rank in range(2 * len(HOSTS)):
         assert f"rank {rank} on {HOSTS[rank // 2]} (local rank {rank % 2})" in out
     assert sys.executable in out
+
+
+def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path):
+    # What srun does with one task, done by ssh.
+    fake = tmp_path / "srun"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import os, shlex, sys\n"
+        "words = sys.argv[1:]\n"
+        "(node,) = [word.partition('=')[2] for word in words if word.startswith('--nodelist=')]\n"
+        "command = [word for word in words if not word.startswith('--')]\n"
+        f"os.execvp('ssh', ['ssh', '-F', {SSH_CONFIG!r}, node, shlex.join(command)])\n"
+    )
+    fake.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": ",".join(HOSTS), "SLURM_JOB_ID": "7"}
+    path = script("import os, socket; print(os.environ['TNT_NUM_PROCESSES'], socket.gethostname())")
+    launcher = tnt_jax("--no-gpu", "--output-on-all-devices", path, environ=environ, cwd=tmp_path)
+    code, out, err = finish(launcher)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {len(HOSTS)} {host}" for rank, host in enumerate(HOSTS)]

@@ -1,16 +1,18 @@
 """Ends what is left of a job on its hosts, or says which jobs there are."""
 
+from collections.abc import Mapping
+
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.run import ASK_TIMEOUT_S, job_hosts, open_session
 
 
-def clean_up(options: Options) -> int:
+def clean_up(options: Options, environ: Mapping[str, str]) -> int:
     """Ends the processes of the job `options.cleanup` on the hosts of the hostfile, or on this one; without an id lists jobs.
 
     Returns:
         0 if nothing of the job is left, 1 otherwise.
     """
-    with open_session(job_hosts(options), options) as session:
+    with open_session(job_hosts(options, environ), options) as session:
         if not options.cleanup:
             print(_describe(session.ask("list_jobs", {}, timeout_s=ASK_TIMEOUT_S)))
             return 0

@@ -3,16 +3,18 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tnt_jax.launch.cleanup import clean_up
+from tnt_jax.launch.clusters import detect_job
 from tnt_jax.launch.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
 from tnt_jax.launch.run import run_job
 from tnt_jax.launch.screen import say
 from tnt_jax.launch.session import HostError
+from tnt_jax.launch.task import become_task
 from tnt_jax.settings import read_settings
 
 _logger = logging.getLogger("tnt_jax.launch")
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, version=_version())
         _start_log(options)
-        return clean_up(options) if options.cleanup is not None else run_job(options, os.environ)
+        return _dispatch(options, os.environ)
     except HostError as error:
         say(f"error: nothing was started, because of\n{error}")
         return 2
@@ -42,6 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if is_program:
             kill_descendants(os.getpid())
+
+
+def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
+    if options.cleanup is not None:
+        return clean_up(options, environ)
+    # A process of one of our own jobs that starts a launcher means another job.
+    job = None if options.hostfile or "TNT_JOB_ID" in environ else detect_job(environ)
+    if job is not None and options.devices_per_node is None:
+        become_task(job, options, environ)
+    return run_job(options, environ, part=job)
 
 
 def _version() -> str:

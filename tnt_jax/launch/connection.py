@@ -38,6 +38,12 @@ def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
     return ["ssh", *ssh_args, *options, "--", host, "exec " + shlex.join(supervisor_command())]
 
 
+def srun_command(host: str) -> list[str]:
+    """Returns the command that runs the supervisor on a node of the SLURM allocation, with all that is allocated there."""
+    options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--cpu-bind=none", "--mpi=none"]
+    return ["srun", *options, *supervisor_command()]
+
+
 class Connection:
     """A running supervisor.
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from tnt_jax.launch.facts import Facts
+from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 
 _CARRIED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
@@ -52,21 +53,62 @@ def process_environment(
         launched_at: When the launcher began, in seconds since 1970.
     """
     threads = max(1, facts.num_cores // processes_on_host)
+    on_cpu = device_kind == "cpu"
+    return {
+        **_defaults(facts, options, environ, threads=threads, num_cpu_devices=len(local_devices) if on_cpu else 0),
+        **(_cpu_devices(len(local_devices)) if on_cpu else _gpu_devices(facts, local_devices, num_processes)),
+        "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
+        "TNT_JOB_ID": job_id,
+        **_place(coordinator_address, num_processes, rank),
+        # By default the coordinator listens to the whole network.
+        **({"JAX_COORDINATOR_BIND_ADDRESS": coordinator_address} if single_host else {}),
+        **_path(facts, environ),
+        **_direct_connections(environ, coordinator_address),
+        **_library_options(options),
+    }
+
+
+def task_environment(job: Job, *, facts: Facts, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a process that a cluster has started, on top of those that the cluster gave it.
+
+    The cluster has bound the process to its processors and often to its GPUs.
+
+    Args:
+        job: The process's place in the job.
+        facts: What its host is like, seen from the process.
+        options: The user's options.
+        environ: Environment that the cluster gave the process.
+    """
+    on_cpu = not options.use_gpus
+    devices = () if job.local_device_ids is None else job.local_device_ids
+    return {
+        **_defaults(facts, options, environ, threads=facts.num_cores, num_cpu_devices=1 if on_cpu else 0),
+        **(_cpu_devices(1) if on_cpu else {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices))} if devices else {}),
+        **_place(job.coordinator_address, job.num_processes, job.process_id),
+        **_path(facts, environ),
+        **_direct_connections(environ, job.coordinator_address),
+        **_library_options(options),
+    }
+
+
+def _defaults(
+    facts: Facts, options: Options, environ: Mapping[str, str], *, threads: int, num_cpu_devices: int
+) -> dict[str, str]:
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **{name: str(threads) for name in _THREADS_OF_LIBRARIES},
         **_cache(facts, options),
-        **(_cpu_threads(threads, len(local_devices)) if device_kind == "cpu" else {}),
+        **(_cpu_threads(threads, num_cpu_devices) if num_cpu_devices else {}),
     }
+    return {name: value for name, value in defaults.items() if not environ.get(name)}
+
+
+def _place(coordinator_address: str, num_processes: int, rank: int) -> dict[str, str]:
     return {
-        **{name: value for name, value in defaults.items() if not environ.get(name)},
-        **(_cpu_devices(len(local_devices)) if device_kind == "cpu" else _gpu_devices(facts, local_devices, num_processes)),
-        "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
-        **_job(rank, num_processes, job_id, coordinator_address, single_host=single_host),
-        **_path(facts, environ),
-        **_direct_connections(environ, coordinator_address),
-        **_library_options(options),
+        "TNT_COORDINATOR_ADDRESS": coordinator_address,
+        "TNT_NUM_PROCESSES": str(num_processes),
+        "TNT_PROCESS_ID": str(rank),
     }
 
 
@@ -97,17 +139,6 @@ def _gpu_devices(facts: Facts, local_devices: Sequence[int], num_processes: int)
         # JAX_LOCAL_DEVICE_IDS is read by processes that join others, and this one has none.
         return {"CUDA_VISIBLE_DEVICES": ",".join(facts.gpus[number] for number in local_devices)}
     return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, local_devices))}
-
-
-def _job(rank: int, num_processes: int, job_id: str, coordinator_address: str, *, single_host: bool) -> dict[str, str]:
-    job = {
-        "TNT_JOB_ID": job_id,
-        "TNT_COORDINATOR_ADDRESS": coordinator_address,
-        "TNT_NUM_PROCESSES": str(num_processes),
-        "TNT_PROCESS_ID": str(rank),
-    }
-    # By default the coordinator listens to the whole network.
-    return {**job, "JAX_COORDINATOR_BIND_ADDRESS": coordinator_address} if single_host else job
 
 
 def _direct_connections(environ: Mapping[str, str], coordinator_address: str) -> dict[str, str]:

@@ -1,9 +1,12 @@
-"""Reads the file that lists the hosts of a job."""
+"""The hosts of a job: those that a file lists, or those of a SLURM allocation."""
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tnt_jax.launch.slurm import expand_nodes
 
 _logger = logging.getLogger("tnt_jax.launch")
 _NAME = re.compile(r"[A-Za-z0-9_\[][\w.:@\]\[-]*")
@@ -16,10 +19,12 @@ class HostEntry:
     Attributes:
         name: What ssh is given: a host name, an address, an alias of the ssh configuration, or user@host.
         slots: Devices to use there; None to leave it to the command line.
+        through: Program that starts processes there: "ssh" or "srun".
     """
 
     name: str
     slots: int | None = None
+    through: str = "ssh"
 
 
 def read_hostfile(path: str) -> list[HostEntry]:
@@ -35,6 +40,12 @@ def read_hostfile(path: str) -> list[HostEntry]:
     return parse_hostfile(text, source=path)
 
 
+def allocated_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
+    """Returns the nodes of the SLURM allocation in which a batch script or the shell of `salloc` runs, none elsewhere."""
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    return [HostEntry(name, through="srun") for name in expand_nodes(nodes)] if nodes else []
+
+
 def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
     r"""Returns the hosts in a hostfile's text: one a line, `NAME` or `NAME slots=N`, `#` starts a comment.
 
@@ -46,7 +57,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
 
     Example:
         >>> parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")
-        [HostEntry(name='node1', slots=4), HostEntry(name='node2', slots=None)]
+        [HostEntry(name='node1', slots=4, through='ssh'), HostEntry(name='node2', slots=None, through='ssh')]
 
     Raises:
         ValueError: If no host is listed, or a line is malformed.

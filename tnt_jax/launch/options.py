@@ -27,6 +27,7 @@ class Options:
         script_args: Its arguments.
         interpreter: Words of the command that runs the script; empty to run the script itself.
         devices_per_node: Devices to use on each host; None for all GPUs, or one CPU.
+        this_host_only: Whether the user asked for devices of this host, even where a cluster offers more hosts.
         processes_per_node: Processes that share these devices; None for one each.
         use_gpus: Whether GPUs may be used.
         log_level: Level of the library's log; None to leave the environment's.
@@ -51,6 +52,7 @@ class Options:
     script_args: tuple[str, ...] = ()
     interpreter: tuple[str, ...] = (sys.executable,)
     devices_per_node: int | None = None
+    this_host_only: bool = False
     processes_per_node: int | None = None
     use_gpus: bool = True
     log_level: str | None = None
@@ -82,19 +84,22 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     ours, script = _split(argv)
     parser = _parser(version)
     given = parser.parse_args(ours)
-    script = [*given.script, *script]
+    exports = tuple(_export(text) for texts in given.exports for text in texts)
+    # A script named before the first `--` owns that, too.
+    script = [*given.script, *(["--"] if given.script and "--" in argv else []), *script]
     _check(given, script)
     return Options(
         script=script[0] if script else "",
         script_args=tuple(script[1:]),
         interpreter=(sys.executable,) if given.python_interpreter is None else tuple(shlex.split(given.python_interpreter)),
         devices_per_node=given.num_processes or given.devices_per_node,
+        this_host_only=given.num_processes is not None and given.hostfile is None,
         processes_per_node=given.processes_per_node,
         use_gpus=not given.no_gpu,
         log_level=given.log_level,
         log_on_all_devices=given.log_on_all_devices,
         output_on_all_devices=given.output_on_all_devices,
-        exports=tuple(_export(text) for texts in given.exports for text in texts),
+        exports=exports,
         fusion_threshold_kb=given.fusion_threshold,
         pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
         pin_memory_to_socket=given.pin_memory_to_socket,
@@ -163,7 +168,7 @@ def _parser(version: str) -> argparse.ArgumentParser:
 
 def _add_placement(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("-n", dest="num_processes", type=_at_least(1), metavar="N", help="devices to use; each gets a process")
+    add("-n", dest="num_processes", type=_at_least(1), metavar="N", help="devices to use on this host, each with a process")
     add(
         "--devices-per-node",
         "--n-per-node",

@@ -83,6 +83,8 @@ class Launch:
         cwd: Directory in which the processes run.
         environ: The environment of the launcher.
         launched_at: When the launcher began, in seconds since 1970.
+        num_parts: Launchers like this one, with as many processes each, that a cluster has started for the same job.
+        part: Number of this one among them.
     """
 
     job_id: str
@@ -90,6 +92,8 @@ class Launch:
     cwd: str
     environ: Mapping[str, str]
     launched_at: float
+    num_parts: int = 1
+    part: int = 0
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
@@ -155,15 +159,15 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
     processes: list[Process] = []
     for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
         for local_rank in range(count):
-            rank = len(processes)
+            rank = launch.part * sum(counts) + len(processes)
             environment = process_environment(
                 facts=host.facts,
                 device_kind=devices.kind,
                 local_devices=range(local_rank * num_devices // count, (local_rank + 1) * num_devices // count),
                 rank=rank,
-                num_processes=sum(counts),
+                num_processes=launch.num_parts * sum(counts),
                 processes_on_host=count,
-                single_host=len(hosts) == 1,
+                single_host=len(hosts) * launch.num_parts == 1,
                 options=options,
                 job_id=launch.job_id,
                 coordinator_address=launch.coordinator_address,
@@ -175,7 +179,7 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
                     rank=rank,
                     local_rank=local_rank,
                     host=host.name,
-                    command=(*_pinning(host, local_rank, count, options), *_script_command(options, launch.cwd)),
+                    command=(*_pinning(host, local_rank, count, options), *script_command(options, launch.cwd)),
                     cwd=launch.cwd,
                     environment={**(carried_environment(launch.environ) if host.is_remote else {}), **environment},
                     exports=options.exports,
@@ -196,7 +200,8 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
     return count
 
 
-def _script_command(options: Options, cwd: str) -> tuple[str, ...]:
+def script_command(options: Options, cwd: str) -> tuple[str, ...]:
+    """Returns the words that run the user's script."""
     if options.interpreter:
         return (*options.interpreter, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)

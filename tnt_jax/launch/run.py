@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tnt_jax.launch.connection import Connection, ssh_command, supervisor_command
+from tnt_jax.launch.connection import Connection, srun_command, ssh_command, supervisor_command
 from tnt_jax.launch.environment import carried_environment
 from tnt_jax.launch.facts import Facts, Request
-from tnt_jax.launch.hostfile import HostEntry, read_hostfile
+from tnt_jax.launch.hostfile import HostEntry, allocated_hosts, read_hostfile
+from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
 from tnt_jax.launch.preflight import choose_address, find_obstacles, find_unreachable, remedy
@@ -26,15 +27,20 @@ _END_TIMEOUT_S = 10.0
 _logger = logging.getLogger("tnt_jax.launch")
 
 
-def run_job(options: Options, environ: Mapping[str, str]) -> int:
+def run_job(options: Options, environ: Mapping[str, str], part: Job | None = None) -> int:
     """Starts the script on all devices of all hosts, waits for it, and returns the exit code.
+
+    Args:
+        options: What the user asked for.
+        environ: The launcher's environment.
+        part: The place of this launcher among several that a cluster has started for one job; None if it is the only one.
 
     Raises:
         ValueError: If the hostfile is malformed or the options do not fit the hosts.
         FileNotFoundError: If a program that an option needs does not exist.
         HostError: If hosts cannot take part; the message names each with the reason.
     """
-    entries = job_hosts(options)
+    entries = [HostEntry(LOCALHOST)] if part else job_hosts(options, environ)
     phases = Phases()
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
@@ -46,10 +52,14 @@ def run_job(options: Options, environ: Mapping[str, str]) -> int:
             _logger.warning(warning)
         launch = Launch(
             job_id=new_job_id(options.script),
-            coordinator_address=find_coordinator_address(session, hosts, options, devices.kind),
+            coordinator_address=(
+                part.coordinator_address if part else find_coordinator_address(session, hosts, options, devices.kind)
+            ),
             cwd=working_directory(environ),
             environ=environ,
             launched_at=phases.began_at,
+            num_parts=part.num_processes if part else 1,
+            part=part.process_id if part else 0,
         )
         processes = plan_processes(hosts, devices, options, launch)
         phases.end("planning")
@@ -74,24 +84,31 @@ class Phases:
         self._last = moment
 
 
-def job_hosts(options: Options) -> list[HostEntry]:
-    """Returns the hosts of the job: those of the hostfile, or this one."""
-    return read_hostfile(options.hostfile) if options.hostfile else [HostEntry(LOCALHOST)]
+def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
+    """Returns the hosts of the job: those of the hostfile, those of the SLURM allocation around us, or this one."""
+    if options.hostfile:
+        return read_hostfile(options.hostfile)
+    return (not options.this_host_only and allocated_hosts(environ)) or [HostEntry(LOCALHOST)]
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a name means the host on which the launcher runs, for which no ssh is needed."""
-    return name in (LOCALHOST, socket.gethostname(), socket.getfqdn())
+    """Returns whether a name means the host on which the launcher runs, which is reached directly."""
+    own = socket.gethostname()
+    # SLURM and many a hostfile leave the domain out.
+    return name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
+
+
+def _connect(entry: HostEntry, options: Options) -> Connection:
+    if is_local(entry.name):
+        return Connection(entry.name, supervisor_command(), is_remote=False)
+    command = srun_command(entry.name) if entry.through == "srun" else ssh_command(entry.name, options.ssh_args)
+    return Connection(entry.name, command, is_remote=True)
 
 
 @contextmanager
 def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Session]:
     """Connects to all hosts at once; at the end, however it comes, their supervisors end every process they started."""
-    connections = []
-    for entry in entries:
-        local = is_local(entry.name)
-        command = supervisor_command() if local else ssh_command(entry.name, options.ssh_args)
-        connections.append(Connection(entry.name, command, is_remote=not local))
+    connections = [_connect(entry, options) for entry in entries]
     session = Session(connections, grace_period_s=options.grace_period_s)
     restore_signals = session.watch_signals()
     try:

@@ -1,0 +1,83 @@
+import sys
+
+import pytest
+
+from tnt_jax.launch.options import parse_options
+
+
+def parse(*argv):
+    return parse_options(argv, version="1")
+
+
+def test_defaults():
+    options = parse("train.py")
+    assert (options.script, options.script_args, options.interpreter) == ("train.py", (), (sys.executable,))
+    assert (options.devices_per_node, options.use_gpus, options.log_level, options.compilation_cache) == (None, True, None, True)
+
+
+@pytest.mark.parametrize(
+    "argv", [("-n", "2", "--", "train.py", "-n", "3", "--", "x"), ("-n", "2", "train.py", "-n", "3", "--", "x")]
+)
+def test_everything_after_the_script_is_its_own(argv):
+    options = parse(*argv)
+    assert (options.devices_per_node, options.script, options.script_args) == (2, "train.py", ("-n", "3", "--", "x"))
+
+
+def test_every_option():
+    options = parse(
+        "--hostfile", "h", "--n-per-node", "4", "--processes-per-node", "2", "--no-gpus", "--log-level", "info",
+        "--log-on-all-devices", "--output-on-all-devices", "--fusion-threshold", "0", "--pin-memory-to-socket", "--log-dir", "l",
+        "--port", "99", "--grace-period", "1.5", "--no-compilation-cache", "--dry-run", "-x", "A=1", "B=", "-x", "C=x y=z",
+        "--ssh-args", "-F 'my config' -p 2", "--python-interpreter", "valgrind python -u", "--", "t.py",
+    )  # fmt: skip
+    assert (options.hostfile, options.devices_per_node, options.processes_per_node, options.use_gpus) == ("h", 4, 2, False)
+    assert (options.log_level, options.log_on_all_devices, options.output_on_all_devices) == ("INFO", True, True)
+    assert (options.fusion_threshold_kb, options.pin_to_socket, options.pin_memory_to_socket) == (0, True, True)
+    assert (options.log_dir, options.port, options.grace_period_s, options.dry_run) == ("l", 99, 1.5, True)
+    assert options.exports == (("A", "1"), ("B", ""), ("C", "x y=z"))
+    assert options.ssh_args == ("-F", "my config", "-p", "2")
+    assert options.interpreter == ("valgrind", "python", "-u")
+    assert not options.compilation_cache
+
+
+def test_n_means_this_host_but_with_a_hostfile_each_host():
+    assert parse("-n", "2", "t.py").this_host_only
+    assert not parse("-n", "2", "--hostfile", "h", "t.py").this_host_only
+    assert not parse("--devices-per-node", "2", "t.py").this_host_only
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("-n", "2", "--n-per-node", "2", "t.py"), "Use either -n or --devices-per-node"),
+        (("--force", "t.py"), "--force is only valid together with --cleanup"),
+        ((), "A script is required"),
+        (("-x", "A", "--", "t.py"), "-x must be followed by NAME=VALUE, but got 'A'"),
+        (("-x", "A=1", "t.py"), "but got 't.py'. If that is the script, put -- before it"),
+        (("-x", "2A=1", "--", "t.py"), "NAME=VALUE"),
+    ],
+)
+def test_contradictions_are_refused(argv, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [("-n", "0", "t.py"), ("-n", "two", "t.py"), ("--fusion-threshold", "-1", "t.py"), ("--npernode", "2", "t.py")]
+)
+def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(*argv)
+    assert "usage: tnt-jax" in capsys.readouterr().err
+
+
+def test_version_and_help_need_no_script(capsys):
+    for argv, text in (("--version", "1"), ("--help", "one on each line")):
+        with pytest.raises(SystemExit, match="0"):
+            parse(argv)
+        assert text in capsys.readouterr().out
+
+
+def test_cleanup_needs_no_script():
+    assert parse("--cleanup").cleanup == ""
+    assert parse("--cleanup", "job-1", "--force").cleanup == "job-1"
