@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from tnt_jax.keras_compat.recorded import Recorded
+
 
 class LearningRateSchedule(Protocol):
     """What an optimizer takes in place of a number: any callable from a step to a rate."""
@@ -25,7 +27,7 @@ class LearningRateSchedule(Protocol):
         ...
 
 
-class Constant:
+class Constant(Recorded):
     """The same rate for ever."""
 
     def __init__(self, learning_rate: float) -> None:
@@ -36,7 +38,7 @@ class Constant:
         return jnp.full((), self.learning_rate, jnp.float32)
 
 
-class ExponentialDecay:
+class ExponentialDecay(Recorded):
     """initial * decay_rate^(step / decay_steps).
 
     Args:
@@ -55,7 +57,7 @@ class ExponentialDecay:
         return self.initial_learning_rate * jnp.float32(self.decay_rate) ** _periods(step, self.decay_steps, self.staircase)
 
 
-class InverseTimeDecay:
+class InverseTimeDecay(Recorded):
     """initial / (1 + decay_rate * step / decay_steps).
 
     Args:
@@ -74,7 +76,7 @@ class InverseTimeDecay:
         return self.initial_learning_rate / (1 + self.decay_rate * _periods(step, self.decay_steps, self.staircase))
 
 
-class PolynomialDecay:
+class PolynomialDecay(Recorded):
     """(initial - end) * (1 - step / decay_steps)^power + end, and `end` after `decay_steps`.
 
     Args:
@@ -106,7 +108,7 @@ class PolynomialDecay:
         return (self.initial_learning_rate - self.end_learning_rate) * remaining**self.power + self.end_learning_rate
 
 
-class PiecewiseConstantDecay:
+class PiecewiseConstantDecay(Recorded):
     """Constant rates: `values[0]` up to and including step `boundaries[0]`, `values[i]` up to and including `boundaries[i]`.
 
     Args:
@@ -129,7 +131,7 @@ class PiecewiseConstantDecay:
         return jnp.asarray(self.values, jnp.float32)[passed]
 
 
-class CosineDecay:
+class CosineDecay(Recorded):
     """Half a cosine from the initial rate to `alpha` times it, after a linear warm-up if there is one.
 
     Loshchilov and Hutter 2017, arXiv:1608.03983; warm-up as in Goyal et al. 2017, arXiv:1706.02677.
@@ -170,7 +172,7 @@ class CosineDecay:
         return largest * ((1 - self.alpha) * 0.5 * (1 + jnp.cos(jnp.pi * fraction)) + self.alpha)
 
 
-class CosineDecayRestarts:
+class CosineDecayRestarts(Recorded):
     """Half cosines one after the other, each `t_mul` times longer and `m_mul` times higher than the last.
 
     Loshchilov and Hutter 2017, arXiv:1608.03983 (SGDR).

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.names import snake_case
+from tnt_jax.keras_compat.recorded import Recorded
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight", "mean", "none", None)
 EPSILON = 1e-7  # keras.config.epsilon(): keeps logarithms and quotients of probabilities finite.
 
 
-class Loss:
+class Loss(Recorded):
     """Base class of losses, with the reductions of `keras.losses.Loss`.
 
     Subclasses implement `call`. Row i of its result must depend on row i of its arguments alone; that is what lets

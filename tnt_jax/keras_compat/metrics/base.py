@@ -18,9 +18,10 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.losses.base import Loss, at_least_float32, divide_no_nan, match_ranks
 from tnt_jax.keras_compat.names import snake_case
+from tnt_jax.keras_compat.recorded import Recorded
 
 
-class Metric:
+class Metric(Recorded):
     """Base class of metrics.
 
     Subclasses implement `increments` and `compute`. Increments are plain sums over rows: those of a batch equal the sum

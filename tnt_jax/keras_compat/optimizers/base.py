@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from tnt_jax.keras_compat.optimizers import clipping
+from tnt_jax.keras_compat.recorded import Recorded
 
 Slots = dict[str, jax.Array]
 LearningRate = float | Callable[[jax.Array], jax.Array]
@@ -54,7 +55,7 @@ class OptimizerState(NamedTuple):
     average: Any
 
 
-class Optimizer:
+class Optimizer(Recorded):
     """Base class of optimizers, with the options, order and numbers of `keras.optimizers.Optimizer`.
 
     Args:
