@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = "data"
@@ -23,6 +24,42 @@ def make_data_mesh(devices: Sequence[Any]) -> Mesh:
 def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def first_of_equals(tree: Any, mesh: Mesh) -> Any:
+    """Returns arrays `[ranks, ...]`, sharded by rank, whose entries are equal, as the one replicated entry; nothing is sent."""
+
+    def own(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], tree)
+
+    # That the entries are equal follows from how they were computed, which the check cannot know.
+    return jax.shard_map(own, mesh=mesh, in_specs=PartitionSpec(DATA_AXIS), out_specs=PartitionSpec(), check_vma=False)(tree)
+
+
+def check_local(function: Callable, *args: Any, advice: str) -> None:
+    """Raises a `ValueError` that ends with `advice` if `function` communicates over the data axis, inside `shard_map`."""
+    primitive = _communication(jax.make_jaxpr(function)(*args).jaxpr)
+    if primitive is not None:
+        raise ValueError(f"The model communicates over the axis {DATA_AXIS!r} ({primitive}). {advice}")
+
+
+def _communication(jaxpr: Any) -> str | None:
+    for equation in jaxpr.eqns:
+        names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
+        is_local = equation.primitive.name in ("pvary", "pcast", "axis_index")
+        if not is_local and any(name == DATA_AXIS or (isinstance(name, tuple) and DATA_AXIS in name) for name in names):
+            return equation.primitive.name
+        for inner in core.jaxprs_in_params(equation.params):
+            found = _communication(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def deterministic_options(mesh: Mesh) -> dict[str, bool]:
+    """Returns the compiler options by which a program gives the same bits in every run on the devices of `mesh`."""
+    # It implies xla_gpu_exclude_nondeterministic_ops, and chooses kernels by rule instead of by measuring them.
+    return {"xla_gpu_deterministic_ops": True} if mesh.devices.flat[0].platform in ("gpu", "cuda") else {}
 
 
 def is_varying(x: jax.Array) -> bool:
@@ -75,5 +112,18 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
         # A copy, because buffers of the training state are donated and the caller keeps its own.
         host = np.array(x)
         return jax.make_array_from_process_local_data(sharding, host, host.shape)
+
+    return jax.tree.map(place, tree)
+
+
+def shard_rows(tree: Any, mesh: Mesh) -> Any:
+    """Places arrays `[ranks, ...]`, one row on each rank; of host arrays each process must pass the same values."""
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+
+    def place(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(place, tree)

@@ -4,7 +4,8 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -16,9 +17,10 @@ from tnt_jax import _jax, collectives
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_placer
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.execution import Placed, in_groups, stack
 from tnt_jax.runtime import Runtime
 from tnt_jax.state import TrainState, create_state
-from tnt_jax.step import Batch, StepParts, make_eval_step, make_predict_step, make_train_step, zero_sums
+from tnt_jax.step import Batch, Parts, make_eval_step, make_predict_step, make_train_step, make_train_steps, zero_sums
 
 # Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices deadlock with too many.
 _IN_FLIGHT = 4
@@ -28,11 +30,11 @@ class Hooks(Protocol):
     """What the caller of a loop wants to do between steps."""
 
     def on_batch_begin(self, index: int) -> None:
-        """Runs before step `index` of the epoch."""
+        """Runs before step `index` of the epoch; of steps that share a program, before the first."""
         ...
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Runs after step `index` was started; returns whether to stop. Reading `sums` waits for the step."""
+        """Runs after step `index`, the last of its program, was started; returns whether to stop. Reading `sums` waits for it."""
         ...
 
 
@@ -52,12 +54,14 @@ class Trainer:
         self.adapter, self.runtime = adapter, runtime
         self.state: TrainState | None = None
         self._seed = seed
-        self._place = make_placer(runtime.mesh)
+        self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)
         self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(runtime.mesh, PartitionSpec()))
         self._optimizer: optax.GradientTransformation | None = None
-        self._parts: StepParts | None = None
+        self._accumulation_steps = 1
+        self._parts: Parts | None = None
         self._train_step: Callable | None = None
+        self._train_steps: Callable | None = None
         self._eval_step: Callable | None = None
         self._zeros: dict[Any, Any] = {}
 
@@ -66,73 +70,106 @@ class Trainer:
         if self.state is None:
             variables = self.adapter.init(inputs, seed=self._seed)
             params, model_state = collectives.broadcast(tuple(variables))
-            self.state = self._replicate(create_state(params, model_state, self._optimizer or optax.identity(), seed=self._seed))
+            self._create_state(Variables(params, model_state))
 
-    def compile(self, parts: StepParts, optimizer: optax.GradientTransformation, *, threshold: int) -> None:
-        """Chooses what the steps compute and starts the optimizer afresh; parameters and model state stay.
+    def compile(
+        self, parts: Parts, optimizer: optax.GradientTransformation, *, threshold: int, accumulation_steps: int = 1
+    ) -> None:
+        """Chooses what the steps compute, and starts the optimizer unless it runs already; parameters and model state stay.
 
         Args:
             parts: Forward pass, loss and metrics.
             optimizer: Optax transformation.
             threshold: Bytes from which a gradient bucket is full.
+            accumulation_steps: Steps whose mean gradient makes one update.
         """
-        self._parts, self._optimizer, self._zeros = parts, optimizer, {}
-        self._train_step = make_train_step(parts, optimizer, self.runtime.mesh, threshold=threshold)
-        self._eval_step = make_eval_step(parts, self.runtime.mesh)
+        mesh = self.runtime.mesh
+        self._parts, self._zeros = parts, {}
+        arguments = {"threshold": threshold, "accumulation_steps": accumulation_steps}
+        self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
+        self._train_steps = make_train_steps(parts, optimizer, mesh, **arguments)
+        self._eval_step = make_eval_step(parts, mesh)
+        self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
+
+    def use_optimizer(self, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1) -> None:
+        """Starts an optimizer afresh, unless it is the one that the state belongs to.
+
+        Args:
+            optimizer: Optax transformation.
+            accumulation_steps: Steps whose mean gradient makes one update.
+        """
+        if optimizer is self._optimizer and accumulation_steps == self._accumulation_steps:
+            return
+        self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
         if self.state is not None:
-            params, model_state = self.variables()
-            self.state = self._replicate(create_state(params, model_state, optimizer, seed=self._seed))
+            self._create_state(self.variables())
+
+    def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
+        """Returns sums of an epoch with given leaves, for host batches like `batch`.
+
+        Args:
+            leaves: Leaves of sums that `train_epoch` returned, on the host.
+            batch: Batch of this process's rows.
+        """
+        structure = jax.tree.structure(self._zero_sums(Placed(self._place(batch), 0)))
+        return self._replicate(structure.unflatten(leaves))
 
     def set_state(self, state: TrainState) -> None:
         """Places a state of host or device arrays on every device."""
-        self.state = self._replicate(state)
+        shared = self._replicate(replace(state, accumulated=None))
+        # Each rank holds its own row of what it has accumulated.
+        self.state = replace(shared, accumulated=_jax.shard_rows(state.accumulated, self.runtime.mesh))
 
     def variables(self) -> Variables:
         """Returns host copies of parameters and model state."""
         state = self._built()
         return Variables(jax.tree.map(np.array, state.params), jax.tree.map(np.array, state.model_state))
 
-    def train_epoch(self, batches: Iterable[tuple[Batch, int]], hooks: Hooks) -> Any:
+    def train_epoch(self, batches: Iterable[Placed], hooks: Hooks, *, first_index: int = 0, sums: Any = None) -> Any:
         """Trains on placed batches; returns the sums of the epoch, or None if there was no batch.
 
         Args:
-            batches: Placed batches with their numbers of real rows.
+            batches: Placed batches.
             hooks: What runs between the steps.
+            first_index: Number of the first step in the epoch.
+            sums: Sums of the steps before.
         """
-        assert self._train_step is not None, "compile() comes first."
+        assert self._train_step is not None and self._train_steps is not None, "compile() comes first."
         running: deque[Any] = deque()
-        sums = None
-        for index, (batch, num_rows) in enumerate(batches):
+        index = first_index
+        for placed in batches:
             hooks.on_batch_begin(index)
-            sums = self._zero_sums(batch) if sums is None else sums
+            sums = self._zero_sums(placed) if sums is None else sums
+            step = self._train_step if placed.num_steps == 1 else self._train_steps
             # Read here, because a callback may have replaced the state.
-            self.state, sums = self._train_step(self._built(), sums, batch)
+            self.state, sums = step(self._built(), sums, placed.batch)
             _wait_for_older(running, sums["loss"][1])
-            if hooks.on_batch_end(index, sums, num_rows):
+            index += placed.num_steps
+            if hooks.on_batch_end(index - 1, sums, placed.num_rows):
                 break
         return sums
 
-    def evaluate(self, batches: Iterable[tuple[Batch, int]], hooks: Hooks) -> Any:
+    def evaluate(self, batches: Iterable[Placed], hooks: Hooks) -> Any:
         """Evaluates placed batches; returns their sums, or None if there was no batch."""
         assert self._eval_step is not None, "compile() comes first."
         state, running, sums = self._built(), deque(), None
-        for index, (batch, num_rows) in enumerate(batches):
+        for index, placed in enumerate(batches):
             hooks.on_batch_begin(index)
-            sums = self._zero_sums(batch) if sums is None else sums
-            sums = self._eval_step(state.params, state.model_state, sums, batch)
+            sums = self._zero_sums(placed) if sums is None else sums
+            sums = self._eval_step(state.params, state.model_state, sums, placed.batch)
             _wait_for_older(running, sums["loss"][1])
-            hooks.on_batch_end(index, sums, num_rows)
+            hooks.on_batch_end(index, sums, placed.num_rows)
         return sums
 
-    def predict(self, batches: Iterable[tuple[Batch, int]], hooks: Hooks) -> Any:
+    def predict(self, batches: Iterable[Placed], hooks: Hooks) -> Any:
         """Returns the outputs of all batches, real rows in order, as host arrays `[examples, ...]` on every process."""
         state = self._built()
         parts: list[Any] = []
-        for index, (batch, num_rows) in enumerate(batches):
+        for index, placed in enumerate(batches):
             hooks.on_batch_begin(index)
-            outputs = self._predict_step(state.params, state.model_state, batch.inputs)
-            parts.append(jax.tree.map(lambda x, n=num_rows: self._fetch(x)[:n], outputs))
-            hooks.on_batch_end(index, None, num_rows)
+            outputs = self._predict_step(state.params, state.model_state, placed.batch.inputs)
+            parts.append(jax.tree.map(lambda x, n=placed.num_rows: self._fetch(x)[:n], outputs))
+            hooks.on_batch_end(index, None, placed.num_rows)
         if not parts:
             raise ValueError("The dataset is empty: at least one example is needed.")
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
@@ -148,9 +185,25 @@ class Trainer:
         outputs = self._predict_step(state.params, state.model_state, self._place(batch.inputs))
         return jax.tree.map(lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs)
 
-    def feed(self, items: Iterator[HostBatch], unpack: Callable[[HostBatch], Batch], *, threaded: bool) -> Feed:
-        """Returns a feed of placed batches with their numbers of real rows."""
-        return Feed(items, lambda item: (self._place(unpack(item)), item.num_rows), threaded=threaded)
+    def feed(
+        self, items: Iterator[HostBatch], unpack: Callable[[HostBatch], Batch], *, threaded: bool, num_steps: int = 1
+    ) -> Feed:
+        """Returns a feed of placed batches.
+
+        Args:
+            items: Host batches.
+            unpack: From a host batch to what a step takes.
+            threaded: Whether a thread prepares batches ahead.
+            num_steps: Batches of equal shapes that are placed together, for one program.
+        """
+
+        def place(group: list[HostBatch]) -> Placed:
+            num_rows = sum(item.num_rows for item in group)
+            if len(group) == 1:
+                return Placed(self._place(unpack(group[0])), num_rows)
+            return Placed(self._place_stacked(stack([unpack(item) for item in group])), num_rows, len(group))
+
+        return Feed(in_groups(items, num_steps), place, threaded=threaded)
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."
@@ -163,12 +216,19 @@ class Trainer:
         """Returns a whole array that is sharded by row, on every process."""
         return np.asarray(x if x.is_fully_addressable else self._gather(x))
 
-    def _zero_sums(self, batch: Batch) -> Any:
+    def _create_state(self, variables: Variables) -> None:
+        ranks = self.runtime.num_ranks if self._accumulation_steps > 1 else 0
+        optimizer = self._optimizer or optax.identity()
+        self.set_state(create_state(*variables, optimizer, seed=self._seed, accumulating_ranks=ranks))
+
+    def _zero_sums(self, placed: Placed) -> Any:
         assert self._parts is not None
-        signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
+        leaves, structure = jax.tree.flatten(placed.batch)
+        shapes = [x.shape if placed.num_steps == 1 else x.shape[1:] for x in leaves]
+        signature = tuple((shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True))
         if signature not in self._zeros:
-            zeros = zero_sums(self._parts, self._built(), batch, self.runtime.mesh)
-            self._zeros[signature] = self._replicate(zeros)
+            batch = structure.unflatten([jax.ShapeDtypeStruct(*pair) for pair in signature])
+            self._zeros[signature] = self._replicate(zero_sums(self._parts, self._built(), batch, self.runtime.mesh))
         return self._zeros[signature]
 
 

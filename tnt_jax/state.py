@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -14,11 +15,13 @@ class TrainState:
     """What a step takes and returns; the same on every rank.
 
     Attributes:
-        step: Number of updates so far, int32 scalar.
+        step: Number of steps so far, int32 scalar.
         params: Trained arrays.
         model_state: Arrays that the model itself changes in training, such as BatchNorm's moving statistics.
         opt_state: State of the Optax transformation.
         key: Threefry key of the run; the key of a step is `fold_in(key, step)`.
+        accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]` of which each rank holds its row;
+            None where every step updates.
     """
 
     step: jax.Array
@@ -26,9 +29,12 @@ class TrainState:
     model_state: Any
     opt_state: Any
     key: jax.Array
+    accumulated: Any = None
 
 
-def create_state(params: Any, model_state: Any, optimizer: optax.GradientTransformation, *, seed: int) -> TrainState:
+def create_state(
+    params: Any, model_state: Any, optimizer: optax.GradientTransformation, *, seed: int, accumulating_ranks: int = 0
+) -> TrainState:
     """Returns the state before the first update.
 
     Args:
@@ -36,5 +42,10 @@ def create_state(params: Any, model_state: Any, optimizer: optax.GradientTransfo
         model_state: Arrays that the model changes itself.
         optimizer: Transformation whose state is initialised for `params`.
         seed: Seed of dropout and of other random streams of the step.
+        accumulating_ranks: Ranks that accumulate gradients over several steps; 0 where every step updates.
     """
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), jax.random.key(seed))
+    accumulated = None
+    if accumulating_ranks:
+        accumulated = jax.tree.map(lambda x: np.zeros((accumulating_ranks, *x.shape), x.dtype), params)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, model_state, optimizer.init(params), jax.random.key(seed), accumulated)

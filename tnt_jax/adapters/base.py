@@ -24,12 +24,15 @@ class Applied(NamedTuple):
     Attributes:
         outputs: Pytree of arrays `[rows, ...]`.
         model_state: Model state after the pass.
-        penalty: Sum of the losses that the model adds itself, such as weight regularisation: a scalar, the same on every rank.
+        penalty: Sum of the losses that the model adds itself, such as weight regularisation: a scalar. Its mean over ranks counts,
+            so that what depends on the rows must be a mean over them.
+        increments: What these rows add to the sums of metrics that the model holds itself: pytree of arrays.
     """
 
     outputs: Any
     model_state: Any
     penalty: jax.Array | float
+    increments: Any = ()
 
 
 class Adapter(Protocol):
@@ -60,6 +63,10 @@ class Adapter(Protocol):
             train: Whether dropout and batch statistics are on.
             mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None when there are none.
         """
+        ...
+
+    def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns the metrics that the model holds itself by name, for sums of `Applied.increments` over rows, ranks and steps."""
         ...
 
     def export(self, variables: Variables) -> Any:

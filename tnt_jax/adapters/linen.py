@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
+from tnt_jax.adapters.loops import with_varying_loops
 
 # Values that a module sows here are added to the training loss.
 _LOSSES = "losses"
@@ -39,6 +40,7 @@ class LinenAdapter:
         variables = self._given if self._given is not None else self._fresh(inputs, seed)
         return Variables(variables.get("params", {}), self._without_params(variables))
 
+    @with_varying_loops
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
     ) -> Applied:
@@ -56,6 +58,10 @@ class LinenAdapter:
 
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
+
+    def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns nothing: a Flax module holds no metrics that its calls update."""
+        return {}
 
     def export(self, variables: Variables) -> dict[str, Any]:
         """Returns variables in the form that `module.apply` takes."""

@@ -8,6 +8,7 @@ from flax import nnx, traverse_util
 
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
+from tnt_jax.adapters.loops import with_varying_loops
 
 # Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the training loss.
 _Loss = nnx.variable_type_from_name("losses", allow_register=True)
@@ -39,6 +40,7 @@ class NnxAdapter:
         _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
+    @with_varying_loops
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
     ) -> Applied:
@@ -56,6 +58,10 @@ class NnxAdapter:
         outputs = module(*args, **kwargs)
         penalty = sum((jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0)
         return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
+
+    def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns nothing: a Flax module holds no metrics that its calls update."""
+        return {}
 
     def export(self, variables: Variables) -> nnx.State:
         """Returns variables as a state for `nnx.update(module, state)`."""

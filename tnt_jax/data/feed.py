@@ -24,18 +24,24 @@ def place_of(runtime: Runtime) -> Place:
     return Place(runtime.num_ranks, ranks[0], len(ranks))
 
 
-def make_placer(mesh: Mesh) -> Callable[[Any], Any]:
+def make_placer(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     """Returns a function from this process's rows to arrays sharded by row over all ranks.
 
     It takes a pytree of host arrays `[local_rows, ...]` and returns arrays `[ranks * rows per rank, ...]` without waiting for the copy.
+
+    Args:
+        mesh: Ranks, over the axis `data`.
+        stacked: Whether arrays hold several batches, `[batches, local_rows, ...]`.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(_jax.DATA_AXIS))
+    row_dim = 1 if stacked else 0
+    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.DATA_AXIS))
     if jax.process_count() == 1:
         return lambda tree: jax.device_put(tree, sharding)
     local_ranks = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
     def place(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_process_local_data(sharding, x, (x.shape[0] // local_ranks * mesh.size, *x.shape[1:]))
+        shape = (*x.shape[:row_dim], x.shape[row_dim] // local_ranks * mesh.size, *x.shape[row_dim + 1 :])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
 
     return lambda tree: jax.tree.map(place, tree)
 

@@ -103,7 +103,7 @@ class Compiled:
         trained = [head for head in self.heads if head.loss is not None]
         if len(self.heads) > 1:
             logs |= {f"{head.prefix}loss": _ratio(pair) for head, pair in zip(trained, sums["losses"], strict=True)}
-        for head, head_sums in zip(self.heads, sums["metrics"], strict=True):
+        for head, head_sums in zip(self.heads, sums["metrics"]["outputs"], strict=True):
             for metric, metric_sums in zip(head.metrics + head.weighted_metrics, head_sums, strict=True):
                 logs[head.prefix + metric.name] = float(metric.compute(metric_sums))
         return logs
