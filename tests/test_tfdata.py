@@ -18,10 +18,10 @@ AUTOTUNE = tf.data.AUTOTUNE
 Dataset = tf.data.Dataset
 
 
-def sources(dataset, num_processes, ranks_per_process=1, **kwargs):
+def sources(dataset, num_processes, ranks_per_process=1, split="auto", **kwargs):
     num_ranks = num_processes * ranks_per_process
     places = [Place(num_ranks, process * ranks_per_process, ranks_per_process) for process in range(num_processes)]
-    return [TfDataSource(dataset, place, **kwargs) for place in places]
+    return [TfDataSource(TfData(dataset, split), place, **kwargs) for place in places]
 
 
 def assert_same(actual, expected):
@@ -344,6 +344,29 @@ def test_nondeterministic_order_is_made_deterministic():
     options.deterministic = False
     parts = sources(make().with_options(options), 2)
     assert any("option deterministic=False is not followed" in note for note in parts[0].distribution.notes)
+
+
+@pytest.mark.parametrize("seed", [None, 9])
+def test_streams_of_random_numbers_are_the_same_everywhere(seed):
+    def make(seed):
+        numbers = Dataset.random(seed, rerandomize_each_iteration=True)
+        return Dataset.zip((Dataset.range(20), numbers)).map(lambda i, r: (i, r), num_parallel_calls=2).batch(8)
+
+    serial = make(seed or 42)
+    epochs = [numpy_batches(serial) for _ in range(3)]
+    assert not np.array_equal(epochs[0][0][1], epochs[1][0][1])
+    for epoch in (0, 2, 1):
+        assert_union_is(sources(make(seed), 3), epochs[epoch], epoch=epoch)
+
+
+def test_rows_that_are_flagged_as_bad_are_masked_and_counted(caplog):
+    dataset = Dataset.range(20).map(lambda i: (i % 6 != 5, i)).batch(8)
+    parts = [TfDataSource(TfData(dataset, has_flags=True), Place(2, process)) for process in range(2)]
+    with caplog.at_level("WARNING", logger="tnt_jax"):
+        batches = [batch for source in parts for batch in source.batches(0)]
+    assert sorted(int(i) for batch in batches for i in batch.data[batch.mask > 0]) == [i for i in range(20) if i % 6 != 5]
+    assert sum(source.num_skipped for source in parts) == 3
+    assert "Skipped 1 records that cannot be read" in caplog.text
 
 
 # ---- Epochs and positions ----

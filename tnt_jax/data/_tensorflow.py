@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.util import nest, structure
 from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry, tensor_util
-from tensorflow.python.ops import gen_dataset_ops
 
 # First seed of an operation that was given one while no global seed was set.
 DEFAULT_GRAPH_SEED = 87654321
@@ -46,27 +44,9 @@ def global_seed(seed: int) -> Iterator[None]:
         eager._seed = before
 
 
-def shuffle_with_seeds(dataset: Any, *, buffer_size: Any, seeds: tuple[Any, Any], reshuffle_each_iteration: bool) -> Any:
-    """Returns `dataset.shuffle` with the pair of seeds as it is; the method takes one seed and mixes it with the global one."""
-    variant = gen_dataset_ops.shuffle_dataset_v3(
-        dataset._variant_tensor,
-        buffer_size=buffer_size,
-        seed=tf.cast(seeds[0], tf.int64),
-        seed2=tf.cast(seeds[1], tf.int64),
-        seed_generator=gen_dataset_ops.dummy_seed_generator(),
-        reshuffle_each_iteration=reshuffle_each_iteration,
-        **dataset._flat_structure,
-    )
-    return _dataset_of(variant, dataset.element_spec, dataset)
-
-
 def with_element_spec(dataset: Any, spec: Any) -> Any:
     """Returns `dataset` with its elements declared as `spec`."""
-    return _dataset_of(dataset._variant_tensor, spec, dataset)
-
-
-def _dataset_of(variant: Any, spec: Any, source: Any) -> Any:
-    dataset = dataset_ops._VariantDataset(variant, spec)
+    declared = dataset_ops._VariantDataset(dataset._variant_tensor, spec)
     # The functions of a pipeline live as long as the Python objects of its operations.
-    dataset._tnt_source = source
-    return dataset
+    declared._tnt_source = dataset
+    return declared

@@ -67,9 +67,12 @@ def check_tensors(dataset: Any) -> None:
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Tells whether a shuffle of the pipeline gives each pass an order of its own."""
-    own = type(dataset).__name__ == "_ShuffleDataset" and bool(dataset._reshuffle_each_iteration)
-    return own or any(reshuffles(source) for source in dataset._inputs())
+    """Tells whether a shuffle or a stream of random numbers in the pipeline gives each pass numbers of its own."""
+    kind = type(dataset).__name__
+    own = (kind == "_ShuffleDataset" and bool(dataset._reshuffle_each_iteration)) or (
+        kind == "_RandomDataset" and dataset._rerandomize
+    )
+    return bool(own) or any(reshuffles(source) for source in dataset._inputs())
 
 
 def reshuffles_within_a_pass(dataset: Any) -> bool:

@@ -24,6 +24,9 @@ BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
 # Operations that choose, repeat or reorder elements by their position, whatever they contain: they commute with any map.
 INDEX_OPERATIONS = ("_TakeDataset", "_SkipDataset", "_RepeatDataset", "_ShardDataset", "_ShuffleDataset")
 
+# Operations with seeds of their own.
+_ORDERS = ("_ShuffleDataset", "_RandomDataset")
+
 _Replay = Callable[[Any, list[Any], Function], Any]
 
 _REPLAYS: dict[str, _Replay] = {
@@ -31,7 +34,8 @@ _REPLAYS: dict[str, _Replay] = {
     "_SkipDataset": lambda op, ins, _: ins[0].skip(op._count),
     "_RepeatDataset": lambda op, ins, _: ins[0].repeat(op._count),
     "_ShardDataset": lambda op, ins, _: ins[0].shard(op._num_shards, op._index),
-    "_ShuffleDataset": lambda op, ins, _: shuffle_like(op, ins[0]),
+    "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
+    "_RandomDataset": lambda op, ins, _: _random_like(op),
     "_PrefetchDataset": lambda op, ins, _: ins[0].prefetch(int(op._buffer_size)),
     "CacheDataset": lambda op, ins, _: ins[0].cache(op._filename),
     "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op._options),
@@ -111,18 +115,14 @@ class Repairs:
         return type(dataset).__name__ in _REPLAYS and any(unseeded_operations(function) for function in dataset._functions())
 
     def _needs_repair(self, dataset: Any) -> bool:
-        # A seeded shuffle is made anew as well: the user's object may have been iterated before, which advances its order.
-        return (
-            type(dataset).__name__ == "_ShuffleDataset"
-            or getattr(dataset, "_deterministic", "") == "false"
-            or self.is_unseeded(dataset)
-        )
+        # A seeded one is made anew as well: the user's object may have been iterated before, which advances its order.
+        return type(dataset).__name__ in _ORDERS or getattr(dataset, "_deterministic", "") == "false" or self.is_unseeded(dataset)
 
     def _note_repair(self, dataset: Any) -> None:
         name = operation_name(dataset)
-        if type(dataset).__name__ == "_ShuffleDataset":
-            chosen = "no seed, so every process uses" if is_unseeded_shuffle(dataset) else "the seed"
-            seed = DEFAULT_SEED if is_unseeded_shuffle(dataset) else int(dataset._seed2)
+        if type(dataset).__name__ in _ORDERS:
+            chosen = "no seed, so every process uses" if is_unseeded_source_of_order(dataset) else "the seed"
+            seed = DEFAULT_SEED if is_unseeded_source_of_order(dataset) else int(dataset._seed2)
             self.notes.append(f"{name} has {chosen} {seed}.")
         self.note_order(dataset)
         if self.is_unseeded(dataset):
@@ -132,21 +132,28 @@ class Repairs:
             )
 
 
-def is_unseeded_shuffle(dataset: Any) -> bool:
-    """Tells whether the operation is a shuffle that draws its seed in each process."""
-    return type(dataset).__name__ == "_ShuffleDataset" and int(dataset._seed) == 0 and int(dataset._seed2) == 0
+def is_unseeded_source_of_order(dataset: Any) -> bool:
+    """Tells whether the operation is a shuffle or a stream of random numbers that draws its seed in each process."""
+    return type(dataset).__name__ in _ORDERS and int(dataset._seed) == 0 and int(dataset._seed2) == 0
 
 
-def shuffle_like(operation: Any, dataset: Any) -> Any:
-    """Returns `dataset` shuffled as by `operation`, with `DEFAULT_SEED` where that has no seed."""
-    unseeded = is_unseeded_shuffle(operation)
-    return _tensorflow.shuffle_with_seeds(
-        dataset,
-        buffer_size=operation._buffer_size,
-        # The pair that shuffle(seed=DEFAULT_SEED) has without a global seed.
-        seeds=(_tensorflow.DEFAULT_GRAPH_SEED, DEFAULT_SEED) if unseeded else (operation._seed, operation._seed2),
-        reshuffle_each_iteration=operation._reshuffle_each_iteration,
-    )
+def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
+    """Returns `make(seed)` with the pair of seeds that `operation` has, or that of `DEFAULT_SEED` where it has none."""
+    unseeded = is_unseeded_source_of_order(operation)
+    # An operation's pair is the global seed, or this constant without one, and its own.
+    pair = (_tensorflow.DEFAULT_GRAPH_SEED, DEFAULT_SEED) if unseeded else (int(operation._seed), int(operation._seed2))
+    with _tensorflow.global_seed(pair[0]):
+        return make(pair[1])
+
+
+def _shuffle_like(operation: Any, dataset: Any) -> Any:
+    again = bool(operation._reshuffle_each_iteration)
+    return _with_seed(operation, lambda seed: dataset.shuffle(operation._buffer_size, seed, reshuffle_each_iteration=again))
+
+
+def _random_like(operation: Any) -> Any:
+    again = operation._rerandomize
+    return _with_seed(operation, lambda seed: Dataset.random(seed, rerandomize_each_iteration=again))
 
 
 def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:

@@ -6,8 +6,10 @@
 TensorFlow is imported when a source is made, not before.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,10 +33,15 @@ class TfData:
         dataset: The dataset.
         split: `"auto"` selects as early as the stream stays exactly that of one process. `"before"` trusts besides that maps with random
             operations, and maps on whole batches, may run on own rows alone. `"after"` prepares all rows on every process.
+        has_flags: Whether the elements are `(is_good, element)`: rows whose `is_good` is False are masked and counted.
+        named: The same pipeline, slower, in which a record that cannot be read raises an error that names it. It is iterated after a
+            failure, from the failing batch on.
     """
 
     dataset: Any
     split: Split = "auto"
+    has_flags: bool = False
+    named: Any = None
 
     def __post_init__(self) -> None:
         if self.split not in _SPLITS:
@@ -81,15 +88,15 @@ class TfDataSource:
     """The rows of one process of a `tf.data` pipeline.
 
     Args:
-        dataset: A batched dataset, or with `micro_batch_size` an unbatched one.
+        data: A batched dataset, or with `micro_batch_size` an unbatched one.
         place: This process's part of the data axis.
         micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the batch.
-        split: See `TfData`.
 
     Attributes:
         global_batch_size: Rows of a full global batch; None where batches differ or the pipeline does not tell.
         num_batches: Batches of an epoch; None when unknown or infinite. No pass is made to count them.
         num_examples: Rows of an epoch; None when unknown or infinite.
+        num_skipped: Rows of this process that were masked because they could not be read.
         in_memory: False: a thread reads ahead.
         distribution: Where the pipeline was split, and why.
 
@@ -101,9 +108,10 @@ class TfDataSource:
 
     in_memory = False
 
-    def __init__(self, dataset: Any, place: Place, *, micro_batch_size: int | None = None, split: Split = "auto") -> None:
+    def __init__(self, data: TfData, place: Place, *, micro_batch_size: int | None = None) -> None:
         from tnt_jax.data.tf_inspect import Batching, batching_of, check_tensors
 
+        dataset = data.dataset
         check_tensors(dataset)
         batching = batching_of(dataset)
         size: int | None = None
@@ -121,8 +129,9 @@ class TfDataSource:
         self.global_batch_size: int | None = size
         self.num_batches: int | None = _known(dataset.cardinality())
         self.num_examples: int | None = batching.num_examples
-        self._dataset, self._place = dataset, place
-        self._split: Split = split
+        self.num_skipped = 0
+        self._dataset, self._place, self._data, self._micro = dataset, place, data, micro_batch_size
+        self._split: Split = data.split
         self._num_passes = 0
         self._build()
         logger.info("%s", self.distribution)
@@ -137,8 +146,40 @@ class TfDataSource:
         self._num_passes += 1
         stream = self._stream.skip(start_batch) if start_batch else self._stream
         make = self._from_own_rows if self._is_early else self._from_all_rows
-        for element in stream.as_numpy_iterator():
-            yield make(element)
+        elements = stream.as_numpy_iterator()
+        for number in count(start_batch):
+            try:
+                element = next(elements)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"This happened in batch {number} of epoch {epoch}, or soon after.")
+                self._name_record(epoch, number, error)
+                raise
+            batch = make(element)
+            yield self._without_bad_rows(batch) if self._data.has_flags else batch
+
+    def _name_record(self, epoch: int, batch: int, error: Exception) -> None:
+        """Raises an error that names the record which cannot be read, if it can be found."""
+        if type(error).__name__ == "DataLossError":
+            from tnt_jax.data.records import check_records, files_of
+
+            check_records(files_of(self._dataset))
+        if self._data.named is not None:
+            source = TfDataSource(TfData(self._data.named, self._split), self._place, micro_batch_size=self._micro)
+            try:
+                list(islice(source.batches(epoch, batch), 2))
+            except Exception as named:
+                raise ValueError(_first_line(named)) from error
+
+    def _without_bad_rows(self, batch: HostBatch) -> HostBatch:
+        is_good, data = batch.data
+        # Another process may have bad rows in this batch, so that the mask is there always: all run one program.
+        mask = np.ones(len(is_good), np.float32) if batch.mask is None else batch.mask
+        if num_bad := int(((mask > 0) & ~is_good).sum()):
+            self.num_skipped += num_bad
+            logger.warning("Skipped %d records that cannot be read (%d on this process so far).", num_bad, self.num_skipped)
+        return HostBatch(data, mask * is_good, batch.num_rows)
 
     def _from_own_rows(self, element: tuple[np.ndarray, Any]) -> HostBatch:
         count = int(element[0].flat[0])
@@ -214,7 +255,7 @@ def tf_source(dataset: Any, reading: "Reading") -> Source:
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not reading.distribute:
         return _shard_source(choice.dataset, reading)
-    return TfDataSource(choice.dataset, reading.place, micro_batch_size=reading.micro_batch_size, split=choice.split)
+    return TfDataSource(choice, reading.place, micro_batch_size=reading.micro_batch_size)
 
 
 def _shard_source(dataset: Any, reading: "Reading") -> Source:
@@ -247,6 +288,12 @@ class _NumpyBatches:
         if cardinality is None:
             raise TypeError("The dataset's length is unknown.")
         return cardinality
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an operation said, without the names of TensorFlow's nodes around it."""
+    found = re.search(r"[^\[\]\n'\"]*cannot be read[^\[\]\n'\"]*", str(error))
+    return found.group().strip() if found else str(error)
 
 
 def _known(cardinality: Any) -> int | None:
