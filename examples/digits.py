@@ -8,6 +8,9 @@ The result does not depend on the number of devices: the global batch decides it
 """
 
 import argparse
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow reads the data only; its start-up messages say nothing of use.
 
 import flax.linen as nn
 import jax.numpy as jnp

@@ -79,6 +79,12 @@ def test_a_coordinator_that_does_not_answer_is_reported_with_the_remedy():
     assert "http_proxy" in result.stderr
 
 
+def test_virtual_devices_get_threads_enough_to_meet():
+    code = "import os, tnt_jax as tnt; print(tnt.get_size(), int(os.environ['PJRT_NPROC']) >= 2 * tnt.get_size())"
+    result = run(f"import os; os.environ.pop('PJRT_NPROC')\n{code}", XLA_FLAGS="--xla_force_host_platform_device_count=6")
+    assert result.stdout.split() == ["6", "True"]
+
+
 def test_a_single_process_job_trains_alone():
     code = "import tnt_jax as tnt; print(tnt.get_size(), tnt.get_process_count())"
     result = run(code, TNT_COORDINATOR_ADDRESS="127.0.0.1:1", TNT_NUM_PROCESSES="1", TNT_PROCESS_ID="0")

@@ -5,6 +5,7 @@ script that never mentions it works.
 """
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -81,6 +82,7 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
     global _runtime
     if _runtime is None:
         settings = read_settings()
+        _make_threads_for_virtual_devices()
         job = detect_job(os.environ)
         if job is not None and job.num_processes > 1:
             _join(job, settings)
@@ -162,6 +164,22 @@ def barrier(*, timeout_s: int = 300) -> None:
             f"Process {jax.process_index()} waited {timeout_s} s at a barrier that not all {jax.process_count()} processes reached. "
             "Every process must call barrier() equally often; look for a process that failed or took another branch."
         ) from error
+
+
+def _make_threads_for_virtual_devices() -> None:
+    """Gives XLA's thread pool enough threads for the virtual CPU devices that `XLA_FLAGS` asks for."""
+    counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if not counts or "PJRT_NPROC" in os.environ or "NPROC" in os.environ:
+        return
+    # The pool has as many threads as cores; below twice the number of devices their collectives deadlocked.
+    threads = max(os.cpu_count() or 1, 4 * int(counts[-1]))
+    if not _jax.backends_are_initialized():
+        os.environ["PJRT_NPROC"] = str(threads)
+    elif (os.cpu_count() or 1) < 2 * int(counts[-1]):
+        logger.warning(
+            "%s virtual CPU devices share %s threads, and their collectives may deadlock. Set PJRT_NPROC=%d before JAX starts, or call "
+            "tnt_jax.init() before JAX is used.", counts[-1], os.cpu_count(), threads,
+        )  # fmt: skip
 
 
 def _join(job: Job, settings: Settings) -> None:
