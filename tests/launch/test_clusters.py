@@ -273,14 +273,19 @@ def mpirun():
 
 @pytest.mark.multiprocess
 def test_processes_of_a_real_mpirun_agree(mpirun):
-    program = "import os; from tnt_jax.launch.clusters import detect_job; print(detect_job(os.environ))"
+    # One write for a line: mpirun may put what another process says between two.
+    program = "import os; from tnt_jax.launch.clusters import detect_job; os.write(1, f'{detect_job(os.environ)}\\n'.encode())"
     code, jobs, err = mpirun(sys.executable, "-c", program)
     assert code == 0, err
     assert len({line.partition("process_id=")[0] for line in jobs}) == 1
     assert [f"process_id={rank}," in line for rank, line in enumerate(jobs)] == [True] * 3
 
 
-PLACE = "import os, sys; e = os.environ; print(e['TNT_PROCESS_ID'], e['TNT_NUM_PROCESSES'], sys.argv[1:], e['A'])"
+PLACE = """
+import os, sys
+e = os.environ
+os.write(1, f"{e['TNT_PROCESS_ID']} {e['TNT_NUM_PROCESSES']} {sys.argv[1:]} {e['A']}\\n".encode())
+"""
 
 
 @pytest.mark.multiprocess

@@ -5,6 +5,7 @@ the one the tests run on. `TNT_TEST_SSH_CONFIG` is an ssh configuration that rea
 if set, are commands that, followed by a host name, silently cut its network and put it back.
 """
 
+import json
 import os
 import re
 import shlex
@@ -286,3 +287,12 @@ def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path):
     code, out, err = finish(launcher)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[rank {rank}] {len(HOSTS)} {host}" for rank, host in enumerate(HOSTS)]
+
+
+def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
+    arguments = ["--hostfile", hostfile(*HOSTS), "--ssh-args", SSH_ARGS, "--no-gpu", "--json"]
+    code, out, err = run("doctor", *arguments, cwd=tmp_path, timeout=120)
+    assert code == 0, out + err
+    links = json.loads(out)["links"]
+    assert len(links) == (len(HOSTS) * (len(HOSTS) - 1) // 2 if len(HOSTS) <= 4 else len(HOSTS))
+    assert all(link["from"] != link["to"] and link["bandwidth_mb_per_s"] > 0 for link in links)

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from tnt_jax.launch.facts import Facts, cache_dir, inspect_host, ssh_address
-from tnt_jax.launch.preflight import choose_address, find_obstacles, find_unreachable, remedy
+from tnt_jax.launch.preflight import choose_address, find_obstacles, find_remedy, find_unreachable
 
 FACTS = Facts.from_json(
     inspect_host({"cwd": "/", "script": "etc/passwd", "interpreter": "sh", "environment": {"PATH": "/usr/bin:/bin"}})
@@ -86,12 +86,11 @@ def test_addresses_leave_out_those_that_lead_back():
     ],
 )
 def test_known_reasons_come_with_a_remedy(reason, hint):
-    assert remedy("n", reason).startswith(reason)
-    assert hint in remedy("n", reason)
+    assert hint in find_remedy("n", reason)
 
 
-def test_unknown_reason_is_passed_on_as_it_is():
-    assert remedy("n", "strange") == "strange"
+def test_unknown_reason_has_no_remedy():
+    assert find_remedy("n", "strange") == ""
 
 
 def test_what_is_missing_is_found(tmp_path):

@@ -18,10 +18,9 @@ _REMEDIES = {
 }
 
 
-def remedy(host: str, reason: str) -> str:
-    """Returns the reason why a host cannot be talked to with what usually helps, where that is known."""
-    hints = [hint.format(host=host) for sign, hint in _REMEDIES.items() if sign in reason.lower()]
-    return f"{reason} {hints[0]}" if hints else reason
+def find_remedy(host: str, reason: str) -> str:
+    """Returns what usually helps when a host cannot be talked to for this reason; empty if that is not known."""
+    return next((hint.format(host=host) for sign, hint in _REMEDIES.items() if sign in reason.lower()), "")
 
 
 def find_obstacles(facts: Mapping[str, Facts]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tnt_jax.launch.doctor.examine import examine, read_clock
 from tnt_jax.launch.facts import inspect_host
 from tnt_jax.launch.leftovers import end_job, list_jobs
 
@@ -52,6 +53,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "listen": listen,
     "stop_listening": stop_listening,
     "find_reachable": find_reachable,
+    "examine": examine,
+    "read_clock": read_clock,
     "list_jobs": list_jobs,
     "end_job": end_job,
 }

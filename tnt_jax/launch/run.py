@@ -18,7 +18,7 @@ from tnt_jax.launch.hostfile import HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
-from tnt_jax.launch.preflight import choose_address, find_obstacles, find_unreachable, remedy
+from tnt_jax.launch.preflight import choose_address, find_obstacles, find_remedy, find_unreachable
 from tnt_jax.launch.session import HostError, Session
 
 LOCALHOST = "localhost"
@@ -139,7 +139,9 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
     try:
         answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
     except HostError as error:
-        raise HostError({host: remedy(host, reason) for host, reason in error.reasons.items()}) from error
+        raise HostError(
+            {host: f"{reason} {find_remedy(host, reason)}".strip() for host, reason in error.reasons.items()}
+        ) from error
     return {host: Facts.from_json(fields) for host, fields in answers.items()}
 
 

@@ -2,11 +2,26 @@
 
 import sys
 from collections.abc import Iterable
+from typing import Protocol
 
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
 
 _LAST_LINES = 30
+
+
+class Output(Protocol):
+    """What a session gives the processes' output to."""
+
+    def write(self, rank: int, name: str, data: bytes) -> None:
+        """Takes a piece of output of a rank; `name` is "stdout" or "stderr"."""
+
+    def finish(self, rank: int) -> None:
+        """Takes note that no more will come from a rank."""
+
+    def shows(self, rank: int) -> bool:
+        """Returns whether the user has seen the error output of a rank."""
+        ...
 
 
 class Screen:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tnt_jax.launch.connection import Connection
 from tnt_jax.launch.plan import Process
-from tnt_jax.launch.screen import Screen, failure_report, say
+from tnt_jax.launch.screen import Output, Screen, failure_report, say
 
 HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
@@ -44,11 +44,12 @@ class Session:
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._started = False
         self._lost: dict[str, str] = {}
-        self._screen = Screen([])
+        self._screen: Output = Screen([])
         self._running: dict[int, str] = {}
         self._exit_code = 0
         self._stopping_since: float | None = None
         self._stop_at: float | None = None
+        self._time_out_at: float | None = None
         self._give_up_at: float | None = None
         self._caught: int | None = None
 
@@ -89,14 +90,20 @@ class Session:
 
     # The job.
 
-    def run(self, processes: Sequence[Process]) -> int:
+    def run(self, processes: Sequence[Process], *, screen: Output | None = None, timeout_s: float | None = None) -> int:
         """Starts the processes and returns when all have ended.
+
+        Args:
+            processes: The plan.
+            screen: What takes their output; the launcher's own by default.
+            timeout_s: Seconds after which the processes are ended; None for no limit.
 
         Returns:
             0 if all processes succeeded; 128 + signal number if the launcher was told by a signal to end them and not all
             succeeded nevertheless; otherwise the exit code of the first process that failed.
         """
-        self._screen = Screen(processes)
+        self._screen = screen or Screen(processes)
+        self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._running = {process.rank: process.host for process in processes}
         self._started = True
         for host, connection in self._connections.items():
@@ -160,6 +167,9 @@ class Session:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
             self._stop_at = None
             self._stop(0.0)
+        if self._time_out_at is not None and time.monotonic() > self._time_out_at:
+            self._time_out_at = None
+            self._fail(1, "The processes did not end in time.")
         for connection in self._connections.values():
             if connection.is_remote and not connection.closed and connection.silent_s > HOST_TIMEOUT_S:
                 self._lose(connection, f"it has been silent for {connection.silent_s:.0f} seconds")

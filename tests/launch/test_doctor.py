@@ -1,0 +1,121 @@
+"""The doctor: judgements as pure functions, and the whole of it on this host."""
+
+import dataclasses
+import json
+import socket
+
+import pytest
+
+from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
+from tnt_jax.launch.doctor.command import describe
+from tnt_jax.launch.doctor.examine import Examination, examine
+from tnt_jax.link_probe import choose_pairs
+
+REQUEST = {"cwd": "/", "script": "etc/passwd", "interpreter": "sh", "environment": {"PATH": "/usr/bin:/bin"}}
+HEALTHY = dataclasses.replace(
+    Examination.from_json(examine(REQUEST, "/none")),
+    proxies=[], open_files=None, shm_mb=8000, free_disk_mb=8000, token="t", driver=None, nccl=None,
+)  # fmt: skip
+HEALTHY.facts.update(hostname="h", own_addresses=["10.0.0.1"], gpus=[], has_cuda_jax=False, missing=[])
+
+
+def healthy(facts=None, **changes):
+    return dataclasses.replace(HEALTHY, facts={**HEALTHY.facts, **(facts or {})}, **changes)
+
+
+def judged(*hosts, skew=(0.0, 0.1)):
+    named = {f"h{number}": host for number, host in enumerate(hosts)}
+    return judge(named, token="t", skews_s=dict.fromkeys(named, skew))
+
+
+def test_healthy_hosts_have_nothing_to_mend():
+    findings = judged(HEALTHY, HEALTHY)
+    assert {finding.status for finding in findings} == {OK}
+    assert not any(finding.remedy for finding in findings)
+    topics = ["installation", "own name", "devices", "proxies", "limits", "space", "directory", "clock"]
+    assert [(finding.host, finding.topic) for finding in findings] == [(host, topic) for host in ("h0", "h1") for topic in topics]
+
+
+@pytest.mark.parametrize(
+    ("sick", "topic", "status", "remedy"),
+    [
+        (healthy({"versions": {**HEALTHY.facts["versions"], "jax": "0.1"}}), "installation", FAILURE, "install the same"),
+        (healthy({"missing": ["directory /work"]}), "installation", FAILURE, "no directory /work there"),
+        (healthy({"own_addresses": ["127.0.1.1"]}), "own name", FAILURE, "/etc/hosts"),
+        (healthy({"own_addresses": ["127.0.1.1"], "gpus": ["0"], "has_cuda_jax": True}), "own name", WARNING, "/etc/hosts"),
+        (healthy({"gpus": ["0"]}), "devices", WARNING, "pip install 'jax[cuda13]'"),
+        (healthy(driver="580.65.06"), "devices", WARNING, "nvidia-smi -L"),
+        (healthy(proxies=["http_proxy"]), "proxies", WARNING, "unset them"),
+        (healthy(open_files=1024), "limits", WARNING, "ulimit -n 4096"),
+        (healthy(shm_mb=64), "space", WARNING, "--shm-size"),
+        (healthy(shm_mb=None), "space", WARNING, "--shm-size"),
+        (healthy(free_disk_mb=10), "space", WARNING, "JAX_COMPILATION_CACHE_DIR"),
+        (healthy(token=None), "directory", WARNING, "shared file system"),
+    ],
+)
+def test_sick_host_is_found_with_a_remedy(sick, topic, status, remedy):
+    (finding,) = [finding for finding in judged(HEALTHY, sick) if finding.status != OK]
+    assert (finding.host, finding.topic, finding.status) == ("h1", topic, status)
+    assert remedy in finding.remedy
+
+
+def test_missing_jax_is_a_failure_even_where_all_hosts_lack_it():
+    lacking = healthy({"versions": {**HEALTHY.facts["versions"], "jax": None}})
+    assert [finding.status for finding in judged(lacking) if finding.topic == "installation"] == [FAILURE]
+
+
+@pytest.mark.parametrize(("skew", "status"), [((1.9, 0.0), OK), ((-5.0, 0.1), WARNING), ((5.0, 4.0), OK)])
+def test_clock_is_wrong_only_beyond_the_uncertainty(skew, status):
+    assert [finding.status for finding in judged(HEALTHY, skew=skew) if finding.topic == "clock"] == [status]
+
+
+def test_host_that_another_cannot_reach_is_named_with_it():
+    findings = judge_reachability({"a": {"b": ["a"], "c": ["10.0.0.1"]}, "b": {"a": ["b"], "c": []}, "c": {"a": [], "b": []}})
+    assert [(finding.host, finding.status, finding.detail) for finding in findings] == [
+        ("a", OK, "at 10.0.0.1, a"),
+        ("b", FAILURE, "not from c"),
+        ("c", FAILURE, "not from a, b"),
+    ]
+    assert judge_reachability({"a": {}})[0].status == OK
+
+
+def test_table_has_a_line_for_each_remedy():
+    findings = judge_reachability({"a": {"b": []}})
+    assert describe(findings, [{"from": "a", "to": "b", "latency_us": 10.5, "bandwidth_mb_per_s": 99.0}]).splitlines() == [
+        "a  reachable     FAILURE  not from b",
+        "                          -> Open the ports between the hosts of a job; a firewall or another network is in between.",
+        "a - b: latency 10.5 us, bandwidth 99 MB/s",
+    ]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5, 9])
+def test_pairs_connect_all_processes(num_processes):
+    pairs = choose_pairs(num_processes)
+    assert len(pairs) == (num_processes * (num_processes - 1) // 2 if num_processes <= 4 else num_processes)
+    assert len(set(pairs)) == len(pairs)
+    assert {rank for pair in pairs for rank in pair} == (set(range(num_processes)) if num_processes > 1 else set())
+    assert all(first < second for first, second in pairs)
+
+
+@pytest.mark.multiprocess
+def test_doctor_measures_this_host_and_speaks_json(run, tmp_path):
+    code, out, err = run("doctor", "--no-gpu", "--json", cwd=tmp_path, timeout=120)
+    assert code == 0, out + err
+    report = json.loads(out)
+    assert report["ok"]
+    (link,) = report["links"]
+    assert (link["from"], link["to"]) == ("localhost", "localhost")
+    assert link["latency_us"] > 0
+    assert link["bandwidth_mb_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiprocess
+def test_doctor_goes_on_without_a_host_it_cannot_reach(run, tmp_path):
+    (tmp_path / "hosts").write_text(f"{socket.gethostname()}\nno-such-host.invalid\n")
+    code, out, _ = run("doctor", "--no-gpu", "--hostfile", tmp_path / "hosts", cwd=tmp_path)
+    assert code == 1
+    assert "no-such-host.invalid  connection    FAILURE" in out
+    assert "Check its spelling in the hostfile" in out
+    assert f"{socket.gethostname():20}  installation  ok" in out
+    assert "Mend the failures first." in out

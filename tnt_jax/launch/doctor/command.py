@@ -1,0 +1,155 @@
+"""The command line of the doctor and the order of the examination."""
+
+import argparse
+import dataclasses
+import json
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
+from tnt_jax.launch.doctor.examine import Examination
+from tnt_jax.launch.doctor.links import measure_links
+from tnt_jax.launch.environment import carried_environment
+from tnt_jax.launch.facts import Facts, Request
+from tnt_jax.launch.hostfile import HostEntry
+from tnt_jax.launch.options import Options
+from tnt_jax.launch.plan import Host
+from tnt_jax.launch.preflight import find_remedy
+from tnt_jax.launch.run import ASK_TIMEOUT_S, is_local, job_hosts, open_session, working_directory
+from tnt_jax.launch.session import HostError, Session
+
+_CONNECT_TIMEOUT_S = 30.0
+
+
+def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Examines the hosts and prints a table, or JSON; returns 0 if nothing is wrong that keeps a job from running, else 1."""
+    given = _parser().parse_args(argv)
+    options = Options(
+        script="tnt_jax.link_probe",
+        interpreter=(sys.executable, "-m"),
+        use_gpus=not given.no_gpu,
+        exports=(("TNT_INIT_TIMEOUT_S", "60"),),
+        hostfile=given.hostfile,
+        ssh_args=tuple(shlex.split(given.ssh_args)),
+        port=given.port,
+        output_on_all_devices=True,
+    )
+    findings, links = examine_hosts(job_hosts(options, environ), options, environ)
+    failed = any(finding.status == FAILURE for finding in findings)
+    if given.json:
+        print(json.dumps({"ok": not failed, "findings": list(map(dataclasses.asdict, findings)), "links": links}, indent=2))
+    else:
+        print(describe(findings, links))
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tnt-jax doctor", description="Finds out why a job does not run, or runs slowly.", allow_abbrev=False
+    )
+    parser.add_argument("--hostfile", metavar="FILE", help="hosts to examine (default: this one)")
+    parser.add_argument("--ssh-args", default="", metavar="ARGS", help='arguments for ssh, for instance "-F my_config"')
+    parser.add_argument("--port", type=int, metavar="P", help="port of the coordinator to try (default: a free one)")
+    parser.add_argument("--no-gpu", action="store_true", help="measure between CPUs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def examine_hosts(
+    entries: Sequence[HostEntry], options: Options, environ: Mapping[str, str]
+) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Returns all findings, and the measured links if nothing stood in their way."""
+    unreachable, entries = _try_to_connect(entries, options)
+    if not entries:
+        return unreachable, []
+    with open_session(entries, options) as session:
+        skews_s = _read_clocks(session, [entry.name for entry in entries])
+        token, hosts = _examine(session, environ)
+        findings = [*unreachable, *judge(hosts, token=token, skews_s=skews_s)]
+        findings += judge_reachability(_connect_all_pairs(session, hosts))
+        if any(finding.status == FAILURE for finding in findings):
+            return [*findings, Finding(entries[0].name, "all-reduce", WARNING, "not tried", "Mend the failures first.")], []
+        facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
+        job = [Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name)) for entry in entries]
+        finding, links = measure_links(session, job, options, environ)
+        return [*findings, finding], links
+
+
+def _try_to_connect(entries: Sequence[HostEntry], options: Options) -> tuple[list[Finding], list[HostEntry]]:
+    """Returns a finding for each host that cannot be connected to, and the others."""
+    started = time.monotonic()
+    try:
+        with open_session(entries, options) as session:
+            session.ask("read_clock", {}, timeout_s=_CONNECT_TIMEOUT_S)
+    except HostError as error:
+        failures = [
+            Finding(host, "connection", FAILURE, reason, find_remedy(host, reason)) for host, reason in error.reasons.items()
+        ]
+        rest = [entry for entry in entries if entry.name not in error.reasons]
+        return failures, rest
+    return [Finding(entries[0].name, "connection", OK, f"to {len(entries)} host(s) in {time.monotonic() - started:.1f} s")], list(
+        entries
+    )
+
+
+def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Returns for each host how far its clock is ahead of ours, and the uncertainty: half of the time the question took."""
+    session.ask("read_clock", {}, timeout_s=ASK_TIMEOUT_S)  # The first question waits for the connection.
+    skews_s = {}
+    for host in hosts:
+        before = time.time()
+        clock = session.ask("read_clock", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)[host]
+        after = time.time()
+        skews_s[host] = (clock - (before + after) / 2, (after - before) / 2)
+    return skews_s
+
+
+def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[str, Examination]]:
+    """Returns what was written to the working directory meanwhile, and what each host shows."""
+    cwd = working_directory(environ)
+    probe = Path(__file__).parents[2] / "link_probe.py"
+    request = Request(cwd=cwd, script=str(probe), interpreter=sys.executable, environment=carried_environment(environ))
+    token = secrets.token_hex(8)
+    token_file = Path(cwd, f".tnt-jax-doctor-{token}")
+    try:
+        token_file.write_text(token)
+    except OSError:
+        token = ""
+    try:
+        arguments = {"request": request.to_json(), "token_file": str(token_file)}
+        answers = session.ask("examine", arguments, timeout_s=ASK_TIMEOUT_S)
+    finally:
+        token_file.unlink(missing_ok=True)
+    return token, {host: Examination.from_json(found) for host, found in answers.items()}
+
+
+def _connect_all_pairs(session: Session, hosts: Mapping[str, Examination]) -> dict[str, dict[str, list[str]]]:
+    """Returns for each host the names and addresses under which each other host could connect to it."""
+    reached = {}
+    for host, found in hosts.items():
+        others = [other for other in hosts if other != host]
+        port = session.ask("listen", {"port": None}, hosts=[host], timeout_s=ASK_TIMEOUT_S)[host]
+        arguments = {"hosts": Facts.from_json(found.facts).addresses(host), "port": port}
+        reached[host] = session.ask("find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S)
+        session.ask("stop_listening", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)
+    return reached
+
+
+def describe(findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the findings as a table, each bad one with its remedy below it, and the links as another."""
+    host_width = max(len(finding.host) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.host:{host_width}}  {finding.topic:12}  {finding.status:7}  {finding.detail}")
+        if finding.remedy:
+            lines.append(f"{'':{host_width}}  {'':12}  {'':7}  -> {finding.remedy}")
+    for link in links:
+        lines.append(
+            f"{link['from']} - {link['to']}: latency {link['latency_us']:g} us, bandwidth {link['bandwidth_mb_per_s']:g} MB/s"
+        )
+    return "\n".join(lines)
