@@ -294,7 +294,7 @@ def test_get_crossentropy_chooses_by_shape_as_keras_does():
 def test_unknown_names_list_the_known_and_the_nearest():
     with pytest.raises(ValueError, match=r"Unknown loss 'mean_square_error'. Did you mean 'mean_squared_error'\?.*, mse,"):
         losses.get("mean_square_error")
-    with pytest.raises(ValueError, match="must be a name, a Loss or a callable"):
+    with pytest.raises(ValueError, match=r"must be a name, a Loss, a keras.losses.Loss or a callable"):
         losses.get(3)
 
 

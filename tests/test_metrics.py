@@ -81,7 +81,10 @@ CASES = [
     ("KLDivergence", {}, one_hot_and_scores),
     ("Poisson", {}, positive),
 ]
+
 COUNTED = [
+    ("R2Score", {}, real),
+    ("R2Score", {"class_aggregation": "variance_weighted_average"}, real),
     ("Precision", {}, binary),
     ("Precision", {"thresholds": [0.2, 0.7]}, many_binary),
     ("Precision", {"top_k": 2}, one_hot_and_scores),
@@ -307,7 +310,7 @@ def test_errors_say_what_to_do():
         metrics.get("acuracy", (1,), (1, 2))
     with pytest.raises(ValueError, match="'accuracy' depends on the shapes"):
         metrics.get("accuracy")
-    with pytest.raises(ValueError, match="must be a name, a Metric or a callable"):
+    with pytest.raises(ValueError, match=r"must be a name, a Metric, a keras.metrics.Metric or a callable"):
         metrics.get(3)
     with pytest.raises(ValueError, match=r"returned values of shape \(\) .*one value per row"):
         metrics.get(lambda y, p: jnp.mean(p)).increments(np.ones((4, 1)), np.ones((4, 1)))

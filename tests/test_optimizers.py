@@ -244,7 +244,7 @@ def test_get():
         ValueError, match=r"Unknown optimizer 'adan'. Did you mean 'adam'\? Known names: adadelta, adafactor, adagrad, adam,"
     ):
         optimizers.get("adan")
-    with pytest.raises(ValueError, match=r"must be a name, a tnt_jax.optimizers object or an Optax transformation"):
+    with pytest.raises(ValueError, match=r"must be a name, a tnt_jax.optimizers object, an Optax transformation or a Keras"):
         optimizers.get(0.1)
 
 

@@ -10,27 +10,32 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, T], *, kind: str, extra: Iterable[str] = ()) -> T:
-    """Returns the entry that a name stands for.
+def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, T]) -> T | None:
+    """Returns the entry that a name stands for, None if there is none.
 
     Args:
         name: What the user wrote.
         classes: Entries by class name; their snake_case names are known too.
         aliases: Entries by lower-case alias; upper case is known too.
-        kind: What the entries are, for the error.
-        extra: Further names that the caller knows, for the error.
-
-    Raises:
-        ValueError: If the name is unknown; the error lists the known names and the nearest one.
     """
     known = {**aliases, **{alias.upper(): entry for alias, entry in aliases.items()}}
     known |= {snake_case(class_name): entry for class_name, entry in classes.items()} | dict(classes)
-    if name in known:
-        return known[name]
-    listed = sorted({snake_case(class_name) for class_name in classes} | set(aliases) | set(extra))
-    nearest = difflib.get_close_matches(name.lower(), [*listed, *(entry.lower() for entry in classes)], n=1)
+    return known.get(name)
+
+
+def unknown(name: str, listed: Iterable[str], *, kind: str, advice: str) -> ValueError:
+    """Returns the error about an unknown name: it lists the known ones and the nearest.
+
+    Args:
+        name: What the user wrote.
+        listed: The known names, in any order.
+        kind: What they name.
+        advice: What else to say.
+    """
+    listed = sorted(set(listed))
+    nearest = difflib.get_close_matches(name.lower(), listed, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(listed)}.")
+    return ValueError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(listed)}.{advice}")
 
 
 def snake_case(name: str) -> str:

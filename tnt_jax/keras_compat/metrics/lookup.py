@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.keras_compat import losses, names
+from tnt_jax.keras_compat import keras_objects, losses, names
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
 from tnt_jax.keras_compat.metrics import accuracy, base, confusion, of_losses
 from tnt_jax.keras_compat.metrics.base import MeanMetricWrapper, Metric
+from tnt_jax.keras_compat.metrics.from_keras import from_keras
 
 _log = logging.getLogger("tnt_jax")
 
@@ -55,8 +56,9 @@ def get(
     Args:
         identifier: A name as in Keras (`"mse"`, `"AUC"`, `"binary_accuracy"`); `"accuracy"` or `"acc"`, `"crossentropy"` or
             `"ce"`, chosen by the shapes as Keras does: binary for one output, sparse for labels without a class dimension,
-            else categorical; a `Metric` or a subclass of it; a `Loss`; or a callable
-            `f(y_true, y_pred) -> values [batch, ...]`.
+            else categorical; a `Metric` or a subclass of it; a real `keras.metrics.Metric` whose updates
+            add up; a `Loss`; or a callable `f(y_true, y_pred) -> values [batch, ...]`. Names that only Keras has need Keras on
+            its JAX backend.
         y_true_shape: Shape of the targets; needed for the names that depend on it.
         y_pred_shape: Shape of the outputs of the model; needed for the same names.
         loss: The loss trained with: `"crossentropy"` takes logits if it does.
@@ -73,14 +75,17 @@ def get(
         metric = _by_name(identifier, tuple(y_true_shape), tuple(y_pred_shape), loss)
         metric.name = identifier
         return metric
-    if inspect.isclass(identifier) and issubclass(identifier, Metric | Loss):
+    if inspect.isclass(identifier):
         identifier = identifier()
-        return MeanMetricWrapper(identifier) if isinstance(identifier, Loss) else identifier
-    if callable(identifier):
-        loss = losses.get(identifier)
-        is_own_function = type(loss) is not LossFunctionWrapper
-        return MeanMetricWrapper(loss if is_own_function else identifier)
-    raise ValueError(f"A metric must be a name, a Metric or a callable f(y_true, y_pred), got {identifier!r}.")
+        return get(identifier, y_true_shape, y_pred_shape)
+    if keras_objects.is_keras(identifier, "metrics.Metric"):
+        return from_keras(identifier, tuple(y_true_shape), tuple(y_pred_shape))
+    if isinstance(identifier, Loss) or callable(identifier):
+        as_loss = losses.get(identifier)
+        return MeanMetricWrapper(identifier if type(as_loss) is LossFunctionWrapper else as_loss)
+    raise ValueError(
+        f"A metric must be a name, a Metric, a keras.metrics.Metric or a callable f(y_true, y_pred), got {identifier!r}."
+    )
 
 
 def check_outputs(metric: Metric, outputs: Any) -> None:
@@ -117,9 +122,18 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
 def _by_name(name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None) -> Metric:
     family = _SHORT.get(name.lower(), name.lower())
     if family not in _BY_SHAPE:
-        return names.find(name, _CLASSES, _ALIASES, kind="metric", extra=("accuracy", "acc", "crossentropy"))()
+        cls = names.find(name, _CLASSES, _ALIASES)
+        return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
         raise ValueError(f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or name it in full.")
     cls = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
     from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get("from_logits", False)
     return cls(from_logits=True) if from_logits else cls()
+
+
+def _only_in_keras(name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
+    cls = keras_objects.find_class(name, "metrics")
+    if cls is None:
+        listed = [*map(names.snake_case, _CLASSES), *_ALIASES, "accuracy", "acc", "crossentropy"]
+        raise names.unknown(name, listed, kind="metric", advice=keras_objects.advice())
+    return from_keras(cls(), y_true_shape, y_pred_shape)

@@ -143,3 +143,38 @@ class SparseCategoricalCrossentropy(MeanMetricWrapper):
         axis: int = -1,
     ) -> None:
         super().__init__(losses.SparseCategoricalCrossentropy(from_logits, ignore_class=ignore_class, axis=axis), name)
+
+
+class R2Score(Metric):
+    """1 - (sum of squared errors) / (sum of squared deviations from the mean), for outputs [rows, outputs].
+
+    Args:
+        class_aggregation: `"uniform_average"` of the outputs, or `"variance_weighted_average"`.
+        name: Name of the metric.
+    """
+
+    def __init__(self, class_aggregation: str = "uniform_average", *, name: str = "r2_score") -> None:
+        super().__init__(name)
+        if class_aggregation not in ("uniform_average", "variance_weighted_average"):
+            raise ValueError(
+                f"class_aggregation must be 'uniform_average' or 'variance_weighted_average', got {class_aggregation!r}."
+            )
+        self.class_aggregation = class_aggregation
+
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> dict[str, jax.Array]:
+        """Returns weighted sums of the targets, their squares, squared errors and ones [outputs]."""
+        y_true, y_pred = match_ranks(at_least_float32(y_true), at_least_float32(y_pred))
+        y_true, y_pred = (array[:, None] if array.ndim == 1 else array for array in (y_true, y_pred))
+        weights = jnp.ones(y_true.shape[:1]) if weight is None else jnp.asarray(weight, jnp.float32)
+        weights = jnp.broadcast_to(weights[:, None] if weights.ndim == 1 else weights, y_true.shape)
+        parts = {"total": y_true, "squares": y_true**2, "errors": (y_true - y_pred) ** 2, "count": jnp.ones_like(y_true)}
+        return {key: jnp.sum(jnp.where(weights == 0, 0, part * weights), axis=0) for key, part in parts.items()}
+
+    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+        """Returns the score; an output whose targets are all equal scores 0 unless it is exact."""
+        deviations = sums["squares"] - sums["total"] ** 2 / sums["count"]
+        scores = 1 - sums["errors"] / deviations
+        scores = jnp.where(jnp.isinf(scores), 0, scores)
+        if self.class_aggregation == "uniform_average":
+            return jnp.mean(scores)
+        return jnp.sum(deviations * scores) / jnp.sum(deviations)

@@ -30,6 +30,7 @@ class OptionsButDecay(TypedDict, total=False):
     use_ema: bool
     ema_momentum: float
     ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
     name: str | None
 
 
@@ -67,6 +68,8 @@ class Optimizer(Recorded):
         use_ema: Whether to keep an average of the weights, `averaged_params`.
         ema_momentum: average = ema_momentum * average + (1 - ema_momentum) * weights after each update, in [0, 1].
         ema_overwrite_frequency: Replace the weights by their average every this many updates; never if None.
+        gradient_accumulation_steps: Update once for this many steps, at least 2, by the mean of their gradients. The training step
+            accumulates; the transformation knows nothing of it.
         name: Name of the optimizer; that of the class in lower case by default.
 
     Raises:
@@ -84,6 +87,7 @@ class Optimizer(Recorded):
         use_ema: bool = False,
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
+        gradient_accumulation_steps: int | None = None,
         name: str | None = None,
     ) -> None:
         if not (callable(learning_rate) or jnp.ndim(learning_rate) == 0):
@@ -92,12 +96,15 @@ class Optimizer(Recorded):
             raise ValueError(f"ema_momentum must be in [0, 1], got {ema_momentum}.")
         if ema_overwrite_frequency is not None and ema_overwrite_frequency < 1:
             raise ValueError(f"ema_overwrite_frequency must be at least 1 or None, got {ema_overwrite_frequency}.")
+        if gradient_accumulation_steps is not None and gradient_accumulation_steps < 2:
+            raise ValueError(f"gradient_accumulation_steps must be at least 2 or None, got {gradient_accumulation_steps}.")
         self.learning_rate: LearningRate | None = learning_rate if callable(learning_rate) else float(learning_rate)
         self.weight_decay = weight_decay
         self.clip = clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
         self.use_ema = use_ema
         self.ema_momentum = ema_momentum
         self.ema_overwrite_frequency = ema_overwrite_frequency
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.name = name or type(self).__name__.lower()
         self._undecayed: tuple[str, ...] = ()
 

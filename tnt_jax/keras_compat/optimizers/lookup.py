@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from tnt_jax.keras_compat import names
+from tnt_jax.keras_compat import keras_objects, names
 from tnt_jax.keras_compat.optimizers import elementwise, layerwise
 from tnt_jax.keras_compat.optimizers.base import Optimizer
+from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 
-_CLASSES: dict[str, type[Optimizer]] = {
+_CLASSES: dict[str, Callable[..., Optimizer]] = {
     name: cls
     for module in (elementwise, layerwise)
     for name, cls in vars(module).items()
@@ -41,8 +43,8 @@ def get(identifier: Any) -> Optimizer:
     """Returns the optimizer that `identifier` stands for.
 
     Args:
-        identifier: A name as in Keras, in any case (`"adam"`, `"SGD"`), an `Optimizer` or a subclass of it, or an Optax
-            transformation.
+        identifier: A name as in Keras, in any case (`"adam"`, `"SGD"`), an `Optimizer` or a subclass of it, an Optax
+            transformation, or a real `keras.optimizers.Optimizer`. Names that only Keras has need Keras on its JAX backend.
 
     Raises:
         ValueError: If the name is unknown; the error lists the known ones.
@@ -50,13 +52,28 @@ def get(identifier: Any) -> Optimizer:
     if isinstance(identifier, Optimizer):
         return identifier
     if isinstance(identifier, str):
-        by_lower_name = {name.lower(): cls for name, cls in _CLASSES.items()}
-        return names.find(identifier.lower(), {}, by_lower_name, kind="optimizer")()  # pyright: ignore[reportCallIssue]
-    if inspect.isclass(identifier) and issubclass(identifier, Optimizer):
-        return identifier()  # pyright: ignore[reportCallIssue]
+        return _by_name(identifier)
+    if inspect.isclass(identifier):
+        return get(identifier())
+    if keras_objects.is_keras(identifier, "optimizers.Optimizer"):
+        return KerasOptimizer(identifier)
     if isinstance(identifier, optax.GradientTransformation):
         return OptaxOptimizer(identifier)
-    raise ValueError(f"optimizer must be a name, a tnt_jax.optimizers object or an Optax transformation, got {identifier!r}.")
+    raise ValueError(
+        "optimizer must be a name, a tnt_jax.optimizers object, an Optax transformation or a Keras optimizer, got "
+        f"{identifier!r}."
+    )
+
+
+def _by_name(name: str) -> Optimizer:
+    by_lower_name = {key.lower(): cls for key, cls in _CLASSES.items()}
+    cls = by_lower_name.get(name.lower())
+    if cls is not None:
+        return cls()
+    keras_class = keras_objects.find_class(name.lower(), "optimizers")
+    if keras_class is None:
+        raise names.unknown(name, by_lower_name, kind="optimizer", advice=keras_objects.advice())
+    return KerasOptimizer(keras_class(name=name.lower()))
 
 
 def read_learning_rate(opt_state: Any) -> jax.Array | None:
