@@ -366,6 +366,20 @@ def test_losses_without_a_value_per_row_are_refused():
         losses.MeanSquaredError(reduction=None).terms(np.zeros((4, 2)), np.zeros((4, 2)))
 
 
+def test_losses_that_compare_rows_are_found_in_the_first_batch():
+    y_true, y_pred = real_batch()
+
+    def centred(y_true, y_pred):
+        return jnp.mean((y_true - (y_pred - jnp.mean(y_pred, axis=0))) ** 2, axis=-1)
+
+    with pytest.raises(
+        ValueError, match=r"Loss 'centred' compares rows of a batch with each other: row 0 has \[\d.*in half of it"
+    ):
+        losses.check_rows(losses.get(centred), y_true, y_pred)
+    losses.check_rows(losses.get(lambda y, p: jnp.abs(y - p)), y_true, y_pred)
+    losses.check_rows(losses.get(centred), y_true[:1], y_pred[:1])
+
+
 def test_no_reduction_gives_values():
     y_true, y_pred = real_batch()
     weight = RNG.random(7).astype("float32")

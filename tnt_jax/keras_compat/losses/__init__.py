@@ -9,7 +9,7 @@ A training step calls `Loss.terms`, whose sums add up over ranks. Functions in l
 """
 
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper, divide_no_nan
-from tnt_jax.keras_compat.losses.checks import check_labels, check_outputs
+from tnt_jax.keras_compat.losses.checks import check_labels, check_outputs, check_rows
 from tnt_jax.keras_compat.losses.crossentropy import (
     binary_crossentropy,
     binary_focal_crossentropy,
@@ -74,6 +74,7 @@ __all__ = [
     "categorical_hinge",
     "check_labels",
     "check_outputs",
+    "check_rows",
     "cosine_similarity",
     "divide_no_nan",
     "get",

@@ -74,7 +74,7 @@ class Loss(Recorded):
         Returns:
             A scalar; the weighted values [batch, ...] if `reduction` is None.
         """
-        y_true, y_pred = _standardized(y_true, y_pred)
+        y_true, y_pred = standardized(y_true, y_pred)
         if self.reduction in ("none", None):
             values, weight = _weighted(self.call(y_true, y_pred), sample_weight, self.valid(y_true, y_pred), None)
             return values if weight is None else values * weight
@@ -105,7 +105,7 @@ class Loss(Recorded):
         """
         if self.reduction in ("none", None):
             raise ValueError(f"Loss {self.name!r} has reduction=None; training needs one of {REDUCTIONS[:3]}.")
-        y_true, y_pred = _standardized(y_true, y_pred)
+        y_true, y_pred = standardized(y_true, y_pred)
         if mask is not None:
             # Selecting before the loss as well as after it keeps 0 * inf out of the gradient.
             y_pred = jax.tree.map(lambda leaf: _where_rows(mask, leaf, 0.5), y_pred)
@@ -189,7 +189,7 @@ def at_least_float32(array: Any) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def _standardized(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+def standardized(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
     """Returns arrays, with `y_pred` and floating targets at least float32: half precision is too coarse for sums."""
 
     def keep_integers(leaf: Any) -> jax.Array:
