@@ -12,6 +12,7 @@ from tnt_jax.data.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.sources import ArraySource, IterableSource, Source, common_length
 from tnt_jax.data.tfdata import TfData, tf_source
+from tnt_jax.data.token_batches import TokenBatches, TokenBatchSource
 
 # Keras's default for arrays.
 _DEFAULT_BATCH_SIZE = 32
@@ -67,6 +68,9 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
         return x
     if isinstance(x, RandomAccess) or _gives_examples(x):
         return _random_access_source(x, reading)
+    if isinstance(x, TokenBatches):
+        _check_distributed("Token batches", reading)
+        return TokenBatchSource(x, reading.place)
     if is_py_dataset(x):
         return PyDatasetSource(
             x, reading.place, micro_batch_size=reading.micro_batch_size, shuffle=reading.shuffle, seed=reading.seed
@@ -137,12 +141,16 @@ def _gives_examples(x: Any) -> bool:
     return has_items and not isinstance(x, (list, tuple, Mapping, str)) and not is_py_dataset(x) and not is_tf_dataset(x)
 
 
-def _random_access_source(x: Any, reading: Reading) -> Source:
+def _check_distributed(what: str, reading: Reading) -> None:
     if not reading.distribute:
         raise ValueError(
-            "Random-access datasets are split over all processes; tnt_distribute_dataset=False is for datasets that each process shards "
-            "itself. Pass the same dataset on every process."
+            f"{what} are split over all processes; tnt_distribute_dataset=False is for datasets that each process shards itself. "
+            "Pass the same data on every process."
         )
+
+
+def _random_access_source(x: Any, reading: Reading) -> Source:
+    _check_distributed("Random-access datasets", reading)
     if not isinstance(x, RandomAccess):
         default = None if reading.micro_batch_size is not None else max(_DEFAULT_BATCH_SIZE, reading.place.num_ranks)
         x = RandomAccess(x, batch_size=default, shuffle=reading.shuffle, seed=reading.seed)
