@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -144,6 +145,19 @@ def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
     path = script("import os, sys; print('out', os.environ['TNT_PROCESS_ID']); print('err', file=sys.stderr)")
     assert run("-n", 2, "--no-gpu", "--log-dir", "logs", path, cwd=tmp_path)[0] == 0
     assert sorted((tmp_path / "logs" / "rank1.log").read_text().split()) == ["1", "err", "out"]
+
+
+def test_process_that_is_shown_alone_on_a_terminal_sees_a_terminal(tnt_jax, script):
+    path = script(
+        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns, end='\\r\\n')"
+    )
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, 123))
+    launcher = tnt_jax("-n", 2, "--no-gpu", path, stdout=writing)
+    launcher.communicate(timeout=30)
+    assert os.read(reading, 1000) == b"True False 123\r\r\n"  # The outer terminal puts its own \\r before each \\n.
+    os.close(reading)
+    os.close(writing)
 
 
 def test_slow_reader_loses_nothing(tnt_jax, script):

@@ -69,6 +69,8 @@ def test_cpu_process_in_full():
         "exports": (),
         "shown": ("stdout", "stderr"),
         "log_file": None,
+        "terminals": (),
+        "columns": 80,
     }
 
 
@@ -227,6 +229,19 @@ def test_impossible_pinning_is_refused(facts, error, message):
 
 def test_empty_interpreter_runs_the_script_itself():
     assert plan([host()], options(interpreter=()))[0].command == ("/work/train.py", "--epochs", "3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("stdout", "stderr"), ()]),
+        ({"log_on_all_devices": True}, [("stdout",), ()]),
+        ({"output_on_all_devices": True}, [(), ()]),
+    ],
+)
+def test_only_what_is_shown_alone_is_a_terminal(changes, expected):
+    chosen = options(use_gpus=False, devices_per_node=2, **changes)
+    assert [p.terminals for p in plan([host()], chosen, terminals=("stdout", "stderr"))] == expected
 
 
 def test_part_of_a_clusters_job_numbers_its_processes_after_those_of_the_parts_before():

@@ -1,9 +1,12 @@
 """One running process of the job, as its supervisor sees it: how it is started, what it said last, how it ended."""
 
+import errno
 import os
 import re
 import signal
 import subprocess
+import termios
+import tty
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -38,9 +41,17 @@ class Child:
         self.shown: frozenset[str] = frozenset(process["shown"])
         self._tails = {"stdout": b"", "stderr": b""}
         self._log: IO[bytes] | None = _open_log(process["log_file"])
-        self._popen = _start(process)
+        # Its standard output and error, as the process writes and as we read them.
+        pairs = {
+            name: _open_stream(process["columns"] if name in process["terminals"] else None) for name in ("stdout", "stderr")
+        }
+        try:
+            self._popen = _start(process, {name: write_fd for name, (_, write_fd) in pairs.items()})
+        finally:
+            for _, write_fd in pairs.values():
+                os.close(write_fd)
         self.pid = self._popen.pid
-        self.streams = {"stdout": _pipe(self._popen.stdout), "stderr": _pipe(self._popen.stderr)}
+        self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
         self.code: int | None = None
 
     def read(self, name: str) -> bytes | None:
@@ -49,6 +60,10 @@ class Child:
             data = os.read(self.streams[name], 65536)
         except BlockingIOError:
             return b""
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None  # Nobody writes to the terminal any more.
         if not data:
             return None
         self._tails[name] = (self._tails[name] + data)[-TAIL_BYTES:]
@@ -78,13 +93,17 @@ class Child:
             return
 
 
-def _pipe(stream: IO[bytes] | None) -> int:
-    # The descriptor is duplicated because Popen closes its own when it is collected.
-    assert stream is not None
-    descriptor = os.dup(stream.fileno())
-    stream.close()
-    os.set_blocking(descriptor, False)
-    return descriptor
+def _open_stream(columns: int | None) -> tuple[int, int]:
+    """Returns the reading and the writing end of a pipe, or of a terminal of this width."""
+    if columns is None:
+        read_fd, write_fd = os.pipe()
+    else:
+        read_fd, write_fd = os.openpty()
+        # Raw: the user's own terminal interprets what is written, this one must not do so before.
+        tty.setraw(write_fd)
+        termios.tcsetwinsize(write_fd, (24, columns))
+    os.set_blocking(read_fd, False)
+    return read_fd, write_fd
 
 
 def _open_log(path: str | None) -> IO[bytes] | None:
@@ -94,7 +113,7 @@ def _open_log(path: str | None) -> IO[bytes] | None:
     return open(path, "wb", buffering=0)
 
 
-def _start(process: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess.Popen[bytes]:
     environ = {**os.environ, **process["environment"]}
     for name, value in process["exports"]:
         environ[name] = expand(value, environ)
@@ -103,8 +122,8 @@ def _start(process: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         cwd=process["cwd"],
         env=environ,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=streams["stdout"],
+        stderr=streams["stderr"],
         start_new_session=True,
         # Safe here: the supervisor has one thread.
         preexec_fn=_before_exec,

@@ -56,6 +56,8 @@ class Process:
         exports: The user's own variables, set after these, with `$NAME` replaced on the host.
         shown: Which of its streams reach the user's screen: "stdout", "stderr".
         log_file: File on the host that gets both streams, or None.
+        terminals: Which of its streams are terminals to it, so that progress bars work: those shown alone on a terminal.
+        columns: Width of these terminals, in characters.
     """
 
     rank: int
@@ -67,6 +69,8 @@ class Process:
     exports: tuple[tuple[str, str], ...]
     shown: tuple[str, ...]
     log_file: str | None = None
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
 
     def to_json(self) -> dict[str, Any]:
         """Returns the process as plain data."""
@@ -83,6 +87,8 @@ class Launch:
         cwd: Directory in which the processes run.
         environ: The environment of the launcher.
         launched_at: When the launcher began, in seconds since 1970.
+        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
+        columns: Width of the terminal, in characters.
         num_parts: Launchers like this one, with as many processes each, that a cluster has started for the same job.
         part: Number of this one among them.
     """
@@ -92,6 +98,8 @@ class Launch:
     cwd: str
     environ: Mapping[str, str]
     launched_at: float
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
     num_parts: int = 1
     part: int = 0
 
@@ -185,6 +193,8 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
                     exports=options.exports,
                     shown=_shown(rank, options),
                     log_file=_log_file(rank, options, launch.cwd),
+                    terminals=tuple(name for name in launch.terminals if _is_shown_alone(rank, name, options)),
+                    columns=launch.columns,
                 )
             )
     return processes
@@ -227,6 +237,10 @@ def _shown(rank: int, options: Options) -> tuple[str, ...]:
     if rank == 0 or options.output_on_all_devices:
         return ("stdout", "stderr")
     return ("stderr",) if options.log_on_all_devices else ()
+
+
+def _is_shown_alone(rank: int, name: str, options: Options) -> bool:
+    return rank == 0 and not options.output_on_all_devices and not (name == "stderr" and options.log_on_all_devices)
 
 
 def _log_file(rank: int, options: Options, cwd: str) -> str | None:

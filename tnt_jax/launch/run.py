@@ -5,7 +5,9 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +60,8 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
             cwd=working_directory(environ),
             environ=environ,
             launched_at=phases.began_at,
+            terminals=tuple(stream.name[1:-1] for stream in (sys.stdout, sys.stderr) if stream.isatty()),
+            columns=shutil.get_terminal_size().columns,
             num_parts=part.num_processes if part else 1,
             part=part.process_id if part else 0,
         )
@@ -140,7 +144,7 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
         answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
     except HostError as error:
         raise HostError(
-            {host: f"{reason} {find_remedy(host, reason)}".strip() for host, reason in error.reasons.items()}
+            {host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip() for host, reason in error.reasons.items()}
         ) from error
     return {host: Facts.from_json(fields) for host, fields in answers.items()}
 

@@ -212,8 +212,11 @@ class Session:
             say(f"{connection.host}: {data.decode(errors='replace').rstrip()}")
 
     def _lose(self, connection: Connection, reason: str) -> None:
-        connection.closed = True
+        if connection.host in self._lost:
+            return
         self._lost[connection.host] = reason
+        connection.closed = True
+        connection.abort()
         lost = [rank for rank, host in self._running.items() if host == connection.host]
         if lost:
             self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
