@@ -108,6 +108,9 @@ PIPELINES = {
     "scan": lambda n, b, d: Dataset.range(n).scan(tf.constant(0, tf.int64), lambda s, i: (s + i, s + i)).batch(b, d),
     "take_while": lambda n, b, d: Dataset.range(n).take_while(lambda i: i < n - 2).map(lambda i: i * 2).batch(b, d),
     "window": lambda n, b, d: Dataset.range(n).window(3, drop_remainder=True).flat_map(lambda w: w.batch(3)).batch(b, d),
+    "assert_cardinality": lambda n, b, d: (
+        pairs(n).filter(lambda i, x: i >= 0).apply(tf.data.experimental.assert_cardinality(n)).map(lambda i, x: x).batch(b, d)
+    ),
     "unique": lambda n, b, d: Dataset.range(n).map(lambda i: i // 2).unique().batch(b, d),
     "rebatch": lambda n, b, d: pairs(n).batch(3).rebatch(b, drop_remainder=d),
     "options": lambda n, b, d: pairs(n).with_options(tf.data.Options()).map(lambda i, x: x).batch(b, d).with_options(tf.data.Options()),

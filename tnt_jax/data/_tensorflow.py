@@ -4,7 +4,7 @@ Checked with TensorFlow 2.20 and 2.21.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportMissingModuleSource=false
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,14 @@ from tensorflow.python.framework import op_def_registry, tensor_util
 # First seed of an operation that was given one while no global seed was set.
 DEFAULT_GRAPH_SEED = 87654321
 
-flatten = nest.flatten
-flatten_up_to = nest.flatten_up_to
-is_nested = nest.is_nested
-map_structure = nest.map_structure
-pack_sequence_as = nest.pack_sequence_as
-to_tensor_list = structure.to_tensor_list
-from_tensor_list = structure.from_compatible_tensor_list
-constant_value = tensor_util.constant_value
+flatten: Callable[..., Any] = nest.flatten
+flatten_up_to: Callable[..., Any] = nest.flatten_up_to
+is_nested: Callable[..., Any] = nest.is_nested
+map_structure: Callable[..., Any] = nest.map_structure
+pack_sequence_as: Callable[..., Any] = nest.pack_sequence_as
+to_tensor_list: Callable[..., Any] = structure.to_tensor_list
+from_tensor_list: Callable[..., Any] = structure.from_compatible_tensor_list
+constant_value: Callable[..., Any] = tensor_util.constant_value
 
 
 def is_stateful(operation: str) -> bool:

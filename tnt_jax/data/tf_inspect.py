@@ -11,8 +11,16 @@ from tnt_jax.data.tf_replay import BATCHES, MAPS
 _TRANSPARENT = (
     *MAPS, "_OptionsDataset", "_PrefetchDataset", "CacheDataset", "_TakeDataset", "_SkipDataset", "_RepeatDataset", "_ShardDataset",
     "_ShuffleDataset", "_FilterDataset", "_TakeWhileDataset", "_ConcatenateDataset", "_ZipDataset", "_ScanDataset", "_IgnoreErrorsDataset",
+    "_AssertCardinalityDataset",
 )  # fmt: skip
-_KEEPS_EVERY_EXAMPLE = (*MAPS, "_OptionsDataset", "_PrefetchDataset", "CacheDataset", "_ShuffleDataset")
+_KEEPS_EVERY_EXAMPLE = (
+    *MAPS,
+    "_OptionsDataset",
+    "_PrefetchDataset",
+    "CacheDataset",
+    "_ShuffleDataset",
+    "_AssertCardinalityDataset",
+)
 
 
 @dataclass(frozen=True)

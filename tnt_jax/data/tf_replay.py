@@ -22,7 +22,14 @@ Function = Callable[[Any], Callable[..., Any]]
 MAPS = ("_MapDataset", "_ParallelMapDataset")
 BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
 # Operations that choose, repeat or reorder elements by their position, whatever they contain: they commute with any map.
-INDEX_OPERATIONS = ("_TakeDataset", "_SkipDataset", "_RepeatDataset", "_ShardDataset", "_ShuffleDataset")
+INDEX_OPERATIONS = (
+    "_TakeDataset",
+    "_SkipDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_ShuffleDataset",
+    "_AssertCardinalityDataset",
+)
 
 # Operations with seeds of their own.
 _ORDERS = ("_ShuffleDataset", "_RandomDataset")
@@ -35,6 +42,7 @@ _REPLAYS: dict[str, _Replay] = {
     "_RepeatDataset": lambda op, ins, _: ins[0].repeat(op._count),
     "_ShardDataset": lambda op, ins, _: ins[0].shard(op._num_shards, op._index),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
+    "_AssertCardinalityDataset": lambda op, ins, _: type(op)(ins[0], op._expected_cardinality),
     "_RandomDataset": lambda op, ins, _: _random_like(op),
     "_PrefetchDataset": lambda op, ins, _: ins[0].prefetch(int(op._buffer_size)),
     "CacheDataset": lambda op, ins, _: ins[0].cache(op._filename),
