@@ -86,7 +86,7 @@ def test_signal_reaches_the_script_which_may_end_well(tnt_jax, script, signum, s
         "    print('caught', signal.Signals(signum).name); sys.exit(0)\n"
         "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, end)\n"
         "print('up', flush=True)\n"
-        "time.sleep(600)"
+        "while True: time.sleep(0.1)"  # A signal that comes just before one long sleep would wait for its end.
     )
     launcher = tnt_jax("-n", 1, "--no-gpu", path)
     assert launcher.stdout.readline() == "up\n"

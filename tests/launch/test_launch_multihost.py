@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tnt_jax.launch.hostfile import read_hostfile
@@ -296,3 +297,46 @@ def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
     links = json.loads(out)["links"]
     assert len(links) == (len(HOSTS) * (len(HOSTS) - 1) // 2 if len(HOSTS) <= 4 else len(HOSTS))
     assert all(link["from"] != link["to"] and link["bandwidth_mb_per_s"] > 0 for link in links)
+
+
+TRAIN = """
+import json
+import flax.linen as nn
+import numpy as np
+import optax
+import tnt_jax as tnt
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dropout(0.2, deterministic=not train)(nn.relu(nn.Dense(16)(x)))
+        return nn.Dense(3)(x)
+
+random = np.random.default_rng(0)
+x, y = random.normal(size=(50, 8)).astype(np.float32), random.integers(0, 3, 50)
+model = tnt.Model(Net(), seed=1)
+loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(optimizer=optax.sgd(0.1, momentum=0.9), loss=loss, metrics=["accuracy"])
+# 50 rows in batches of 12: an uneven division among three hosts, and a last batch of 2.
+history = model.fit(x, y, batch_size=12, epochs=3, verbose=0)
+predictions = model.predict(x, batch_size=12, verbose=0)
+if tnt.is_master_rank():
+    print(json.dumps([tnt.get_size(), history.history, np.asarray(predictions).tolist()]))
+"""
+
+
+def test_training_over_hosts_equals_one_process(multihost, script):
+    path = script(TRAIN)
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ.pop("XLA_FLAGS", None)
+    alone = subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=120)
+    assert alone.returncode == 0, alone.stderr
+    _, *expected = json.loads(alone.stdout.splitlines()[-1])
+    for hosts in (HOSTS[:2], HOSTS):
+        code, out, err = finish(multihost(path, hosts=hosts), timeout=120)
+        assert code == 0, err
+        size, history, predictions = json.loads(out.splitlines()[-1])
+        assert size == len(hosts)
+        for name, values in expected[0].items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(predictions, expected[1], rtol=1e-5, atol=1e-5)
