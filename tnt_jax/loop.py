@@ -45,14 +45,12 @@ class Trainer:
         adapter: Model as pure functions.
         runtime: Mesh to train on.
         seed: Seed of fresh variables and of the random streams of the step.
-
-    Attributes:
-        state: Everything that training changes; None before `build`.
+        owner: Trainer whose state this one reads, for another model over the same variables; None for a state of its own.
     """
 
-    def __init__(self, adapter: Adapter, runtime: Runtime, *, seed: int) -> None:
-        self.adapter, self.runtime = adapter, runtime
-        self.state: TrainState | None = None
+    def __init__(self, adapter: Adapter, runtime: Runtime, *, seed: int, owner: "Trainer | None" = None) -> None:
+        self.adapter, self.runtime, self.owner = adapter, runtime, owner
+        self._state: TrainState | None = None
         self._seed = seed
         self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)
         self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
@@ -65,8 +63,20 @@ class Trainer:
         self._eval_step: Callable | None = None
         self._zeros: dict[Any, Any] = {}
 
+    @property
+    def state(self) -> TrainState | None:
+        """Everything that training changes; None before `build`."""
+        return self._state if self.owner is None else self.owner.state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        assert self.owner is None, "The state belongs to the owner."
+        self._state = state
+
     def build(self, inputs: Any) -> None:
         """Creates the variables, if there are none, for inputs like `inputs`; process 0's values are everybody's."""
+        if self.state is None and self.owner is not None:
+            raise RuntimeError("The model that this view was made from has no variables yet: build or train it first.")
         if self.state is None:
             variables = self.adapter.init(inputs, seed=self._seed)
             params, model_state = collectives.broadcast(tuple(variables))
@@ -101,7 +111,7 @@ class Trainer:
         if optimizer is self._optimizer and accumulation_steps == self._accumulation_steps:
             return
         self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
-        if self.state is not None:
+        if self.state is not None and self.owner is None:
             self._create_state(self.variables())
 
     def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
@@ -204,6 +214,12 @@ class Trainer:
             return Placed(self._place_stacked(stack([unpack(item) for item in group])), num_rows, len(group))
 
         return Feed(in_groups(items, num_steps), place, threaded=threaded)
+
+    def lower_train_step(self, batch: Batch) -> Any:
+        """Returns the lowered program of a training step for host batches like `batch`."""
+        assert self._train_step is not None, "compile() comes first."
+        placed = Placed(self._place(batch), 0)
+        return self._train_step.lower(self._built(), self._zero_sums(placed), placed.batch)  # pyright: ignore[reportFunctionMemberAccess]
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."

@@ -1,18 +1,49 @@
 """The only rooms that know a model library: each turns one kind of model into pure functions of arrays."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tnt_jax.adapters.base import Adapter
+from tnt_jax.adapters.frozen import PartlyTrained
+from tnt_jax.adapters.precision import with_precision
 
 
-def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None) -> Adapter:
+def wrap(
+    module: Any,
+    *,
+    variables: Mapping[str, Any] | None,
+    precision: str,
+    trainable: Sequence[str] | None,
+    frozen: Sequence[str],
+    synchronize_batch_norm: bool,
+) -> Adapter:
+    """Returns the adapter for a model, with what the user chose around it; see `tnt_jax.Model`.
+
+    Raises:
+        TypeError: If the kind of `module` is unknown, or `trainable` or `frozen` is a string.
+        ValueError: If an option is invalid, or is for another kind of model.
+    """
+    for name, paths in (("trainable", trainable), ("frozen", frozen)):
+        if isinstance(paths, str):
+            raise TypeError(f"{name} must be a sequence of paths, such as [{paths!r}], but is a string.")
+    adapter = adapter_for(module, variables=variables, synchronize_batch_norm=synchronize_batch_norm)
+    if precision != "float32" and _kind_with_variables(module) == "Keras":
+        raise ValueError(
+            f"precision={precision!r} is for Flax modules. A Keras model is built under a policy: call "
+            f"keras.config.set_dtype_policy({precision!r}) before its layers are made."
+        )
+    adapter = with_precision(adapter, precision)
+    return adapter if trainable is None and not frozen else PartlyTrained(adapter, trainable=trainable, frozen=frozen)
+
+
+def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None, synchronize_batch_norm: bool = False) -> Adapter:
     """Returns the adapter for a model of any known kind.
 
     Args:
         module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend.
         variables: Variables to start from, for Linen modules, which hold none themselves.
+        synchronize_batch_norm: Whether a Keras model's batch normalisation takes its statistics over all ranks.
 
     Raises:
         TypeError: If the kind of `module` is unknown, or if its class was passed instead of an object.
@@ -20,6 +51,10 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None) -> A
     """
     if isinstance(module, type):
         raise TypeError(f"tnt_jax.Model needs a module, but got the class {module.__name__}. Create one: {module.__name__}(...).")
+    if synchronize_batch_norm and _kind_with_variables(module) != "Keras":
+        raise ValueError(
+            "synchronize_batch_norm is for Keras models; give the BatchNorm layers of a Flax module axis_name='data'."
+        )
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(module, linen.Module):
         from tnt_jax.adapters.linen import LinenAdapter
@@ -38,7 +73,7 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None) -> A
     if kind == "Keras":
         from tnt_jax.adapters.keras import KerasAdapter
 
-        return KerasAdapter(module)
+        return KerasAdapter(module, synchronized=synchronize_batch_norm)
     from tnt_jax.adapters.nnx import NnxAdapter
 
     return NnxAdapter(module)

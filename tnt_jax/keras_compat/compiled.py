@@ -23,12 +23,14 @@ class CompileArguments:
         loss_weights: Factor of each output's loss: a number, list or dict; 1 by default.
         metrics: Metrics that ignore sample weights; for several outputs a list or dict of lists.
         weighted_metrics: Metrics that use them.
+        objective: A function that takes the place of loss and metrics, or None.
     """
 
     loss: Any
     loss_weights: Any = None
     metrics: Any = None
     weighted_metrics: Any = None
+    objective: Any = None
 
     def check_names(self) -> None:
         """Raises a ValueError that lists the known names if a loss has an unknown one."""

@@ -1,34 +1,29 @@
 """`Model`: a Flax or Keras model with Keras's compile, fit, evaluate and predict on every device of the job."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from tnt_jax import runtime
-from tnt_jax.adapters import adapter_for
-from tnt_jax.adapters.base import Variables
-from tnt_jax.collectives import DEFAULT_BUCKET_BYTES, raise_together
-from tnt_jax.data.dispatch import Reading, as_source, is_arrays, unpack
-from tnt_jax.data.feed import place_of
-from tnt_jax.data.layout import micro_batch_size, num_padded_rows
-from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.adapters import wrap
+from tnt_jax.data.dispatch import is_arrays, unpack
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat import optimizers
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
 from tnt_jax.keras_compat.hooks import PhaseHooks, complete
-from tnt_jax.keras_compat.inputs import Weighting, class_weighting, split_validation, to_batch
-from tnt_jax.keras_compat.summary import summary_table
-from tnt_jax.log import logger
+from tnt_jax.keras_compat.inputs import class_weighting, split_validation, to_batch
+from tnt_jax.keras_compat.inspection import InspectionMixin
+from tnt_jax.keras_compat.objective import CompiledObjective
+from tnt_jax.keras_compat.running import RunningMixin, check_compile_options
+from tnt_jax.keras_compat.saving import SavingMixin
 from tnt_jax.loop import Trainer
-from tnt_jax.step import Batch
 
 
-class Model:
+class Model(RunningMixin, SavingMixin, InspectionMixin):
     """A model that trains on every device of the job, with the numbers of one.
 
     Args:
@@ -38,28 +33,53 @@ class Model:
             shuffled arrays.
         variables: Variables of a Linen module to start from, as `module.init` returns them; fresh ones by default, made when data
             is first seen.
+        precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32 weights and updates); or
+            `"bfloat16"` (weights, gradients and the optimizer's state, too). A Keras model is built with a dtype policy instead.
+        trainable: Paths of the parameters that are trained, such as `["head", "encoder/*/bias"]`; all by default. A path names an
+            array or everything below it, and may hold `*`.
+        frozen: Paths of parameters that are not trained: they have no gradients and no optimizer state.
+        synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its statistics over all ranks. Flax modules
+            say so themselves: `BatchNorm(axis_name="data")`.
 
     Attributes:
         history: The `History` of the last `fit`.
         stop_training: Set it to True in a callback to end training after the current step.
         rows_in_batch: Real rows of the global batch in the current step.
+        epoch_sums: Sums behind the logs of the epoch so far, on the devices.
 
     Raises:
         TypeError: If `module` is of no known kind.
         ValueError: If `variables` come with a module that holds its own, or a Keras model computes on another backend than JAX.
     """
 
-    def __init__(self, module: Any, *, seed: int = 0, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        *,
+        seed: int = 0,
+        variables: Mapping[str, Any] | None = None,
+        precision: str = "float32",
+        trainable: Sequence[str] | None = None,
+        frozen: Sequence[str] = (),
+        synchronize_batch_norm: bool = False,
+    ) -> None:
         self.module = module
         self.history: History | None = None
         self.stop_training = False
         self.rows_in_batch = 0
+        self.epoch_sums: Any = None
         self._seed = seed
-        self._adapter = adapter_for(module, variables=variables)
+        self._options = {
+            "precision": precision, "trainable": trainable, "frozen": frozen, "synchronize_batch_norm": synchronize_batch_norm,
+        }  # fmt: skip
+        self._adapter = wrap(module, variables=variables, **self._options)
         self._lazy_trainer: Trainer | None = None
         self._arguments: CompileArguments | None = None
         self._optimizer: Any = None
-        self._compiled: Compiled | None = None
+        self._transformation: Any = None
+        self._given: dict[str, Any] | None = None
+        self._compiled: Compiled | CompiledObjective | None = None
+        self._steps_per_execution: int | None = 1
 
     def compile(
         self,
@@ -68,6 +88,11 @@ class Model:
         loss_weights: Any = None,
         metrics: Any = None,
         weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int | Literal["auto"] = 1,
+        jit_compile: bool | Literal["auto"] = "auto",
+        *,
+        objective: Any = None,
     ) -> None:
         """Chooses optimizer, loss and metrics, and starts the optimizer afresh; weights stay.
 
@@ -78,16 +103,34 @@ class Model:
             loss_weights: Factor of each output's loss.
             metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several outputs a list of lists or a dict.
             weighted_metrics: The same, using sample weights.
+            run_eagerly: Must be False: steps are compiled. `jax.disable_jit()` around `fit` runs them operation by operation.
+            steps_per_execution: Training steps of one compiled program; callbacks see the last step of each. `"auto"` times the
+                first steps and chooses. Batches of another shape, such as the last one, run by themselves.
+            jit_compile: Accepted as in Keras; steps are always compiled.
+            objective: Takes the place of loss and metrics: a function `f(params, batch, rngs)` that returns one value per row,
+                `[rows]` or `[rows, ...]`, or `(values, metrics)` with a dict of values per row. It sees one rank's rows as a
+                `tnt_jax.step.Batch`, and `rngs` as `module.apply` takes them, empty in evaluation. If it has an argument `apply`,
+                that is the model's forward pass `apply(params, inputs) -> outputs`, which keeps model state such as moving
+                averages. Values are weighted by sample weights and averaged over the real rows of all ranks.
 
         Raises:
-            ValueError: If a name is unknown (the message lists the known ones) or the loss is missing.
+            ValueError: If a name is unknown (the message lists the known ones), the loss is missing, or an option is invalid.
         """
-        if loss is None:
+        if (loss is None) == (objective is None):
             raise ValueError(
-                "compile() needs a loss, for instance loss='sparse_categorical_crossentropy' or a tnt_jax.losses object."
+                "compile() needs either a loss, for instance loss='sparse_categorical_crossentropy' or a tnt_jax.losses object, "
+                "or an objective."
             )
-        self._optimizer = optimizers.get(optimizer)
-        self._arguments = CompileArguments(loss, loss_weights, metrics, weighted_metrics)
+        if objective is not None and (loss_weights, metrics, weighted_metrics) != (None, None, None):
+            raise ValueError("An objective returns its own metrics; loss_weights, metrics and weighted_metrics belong to a loss.")
+        check_compile_options(run_eagerly, steps_per_execution, jit_compile)
+        self._steps_per_execution = None if steps_per_execution == "auto" else steps_per_execution
+        self._given = {
+            "optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics,
+            "weighted_metrics": weighted_metrics, "steps_per_execution": steps_per_execution, "objective": objective,
+        }  # fmt: skip
+        self._optimizer, self._transformation = optimizers.get(optimizer), None
+        self._arguments = CompileArguments(loss, loss_weights, metrics, weighted_metrics, objective)
         self._arguments.check_names()
         self._compiled = None
 
@@ -145,6 +188,8 @@ class Model:
             ValueError: If data and arguments contradict one another.
         """
         self._require_compiled()
+        if self._trainer.owner is not None:
+            raise RuntimeError("A view cannot be trained: call fit of the model that it was made from.")
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         source = self._source(
@@ -152,7 +197,8 @@ class Model:
         )
         weighting = class_weighting(class_weight)
         stream = EpochStream(source, steps_per_epoch=steps_per_epoch)
-        self._prepare(stream.peek(initial_epoch), weighting)
+        first = stream.peek(initial_epoch)
+        self._prepare(first, weighting)
         self._log_plan(stream)
         if validation_batch_size is None and tnt_validation_micro_batch_size is None and is_arrays(unpack(validation_data)[0]):
             validation_batch_size = source.global_batch_size
@@ -164,14 +210,17 @@ class Model:
         self.stop_training = False
         hooks.call("on_train_begin", {})
         logs: dict[str, float] = {}
-        for epoch in range(initial_epoch, epochs):
+        start = self._take_start(initial_epoch, to_batch(first, weighting))
+        stream.seek(start.epoch, start.batch, first_epoch=initial_epoch)
+        for epoch in range(start.epoch, epochs):
             hooks.call("on_epoch_begin", epoch, {})
-            logs = self._train_epoch(stream, epoch, hooks, weighting)
+            logs = self._train_epoch(stream, epoch, hooks, weighting, start if epoch == start.epoch else None)
             if validation is not None and _is_due(epoch + 1, validation_freq):
                 logs |= {f"val_{name}": value for name, value in self._evaluate(validation, validation_steps, hooks).items()}
             hooks.call("on_epoch_end", epoch, logs)
             if self.stop_training:
                 break
+        self._use_average()
         hooks.call("on_train_end", logs)
         self.write_back()
         assert self.history is not None
@@ -265,15 +314,18 @@ class Model:
         is_shape = isinstance(inputs, (tuple, list)) and all(size is None or isinstance(size, int) for size in inputs)
         self._trainer.build(jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs)
 
-    def summary(self) -> None:
-        """Prints a table of all arrays with shapes, counts and bytes, on the master.
+    def view(self, module: Any) -> "Model":
+        """Returns a model that computes with another module and this model's variables, as they are whenever it is called.
 
-        Raises:
-            RuntimeError: If the model has no variables yet.
+        It evaluates (after its own `compile`) and predicts, for instance by decoding token after token what a Transformer was
+        trained on in parallel. It cannot be trained.
+
+        Args:
+            module: Module of the same library, whose variables are among this model's, at the same paths.
         """
-        variables = self._built_variables()
-        if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
-            print(summary_table(self._adapter.name, *variables), flush=True)
+        other = Model(module, seed=self._seed, **self._options)
+        other._lazy_trainer = Trainer(other._adapter, runtime.init(), seed=self._seed, owner=self._trainer)
+        return other
 
     def write_back(self) -> None:
         """Stores the trained variables in the wrapped object, if it holds variables; `fit` does so when it ends.
@@ -284,120 +336,14 @@ class Model:
             self._adapter.write_back(self._trainer.variables())
 
     @property
-    def variables(self) -> Any:
-        """Copies of the variables in the form of the model's library.
-
-        For Linen a dict ready for `module.apply`, for NNX a state for `nnx.update`, for Keras a list as of `get_weights`.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
-        return self._adapter.export(self._built_variables())
-
-    @property
-    def metrics_names(self) -> list[str]:
-        """Names of the logs in the order in which `evaluate` lists them; empty before data was seen."""
-        return [] if self._compiled is None else self._compiled.metrics_names()
-
-    @property
     def _trainer(self) -> Trainer:
         if self._lazy_trainer is None:
             self._lazy_trainer = Trainer(self._adapter, runtime.init(), seed=self._seed)
         return self._lazy_trainer
 
-    def _built_variables(self) -> Variables:
-        if self._trainer.state is None:
-            raise RuntimeError("The model has no variables yet. Call build(shape_or_sample), or fit, evaluate or predict first.")
-        return self._trainer.variables()
-
     def _require_compiled(self) -> None:
         if self._arguments is None:
             raise RuntimeError("The model must be compiled first: call compile(optimizer=..., loss=...).")
-
-    def _source(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        micro: int | None,
-        *,
-        shuffle: bool = False,
-        distribute: bool = True,
-    ) -> Source:
-        place = place_of(runtime.init())
-        return as_source(x, y, sample_weight, Reading(place, batch_size, micro, shuffle, self._seed, distribute))
-
-    def _validation_source(self, data: Any, batch_size: int | None, micro: int | None, *, distribute: bool) -> Source | None:
-        if data is None:
-            return None
-        x, y, weight = unpack(data)
-        return self._source(x, y, weight, batch_size, micro, distribute=distribute)
-
-    def _log_plan(self, stream: EpochStream) -> None:
-        """Says once how the data is distributed."""
-        source, num_ranks = stream.source, self._trainer.runtime.num_ranks
-        size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
-        logger.info(
-            "Global batch %s = %s rows on each of %d rank(s); %s examples, %s steps per epoch; %s padded row(s) per full batch, "
-            "%s in the last one; shuffle seed %d.",
-            size, None if size is None else micro_batch_size(size, num_ranks), num_ranks, examples or "an unknown number of",
-            steps or "an unknown number of", None if size is None else num_padded_rows(size, num_ranks),
-            num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown", self._seed,
-        )  # fmt: skip
-
-    def _prepare(self, first: HostBatch, weighting: Weighting | None = None) -> None:
-        """Creates variables and compiled functions for data like `first`, and checks it against the losses."""
-        trainer = self._trainer
-        batch = to_batch(first, weighting)
-        trainer.build(batch.inputs)
-        if self._compiled is not None:
-            return
-        assert self._arguments is not None
-        compiled = Compiled(self._arguments, trainer.output_shapes(batch), batch.targets)
-        raise_together(self._problem_of_first_batch(compiled, batch))
-        settings = trainer.runtime.settings
-        threshold = DEFAULT_BUCKET_BYTES if settings.fusion_threshold_kb is None else settings.fusion_threshold_kb * 1024
-        trainer.compile(compiled.step_parts(self._adapter.apply), self._optimizer.transformation(), threshold=threshold)
-        self._compiled = compiled
-
-    def _problem_of_first_batch(self, compiled: Compiled, batch: Batch) -> ValueError | None:
-        """Returns what is wrong with this process's rows of the first batch, if anything."""
-        rows = int(batch.mask.sum()) if batch.mask is not None else len(jax.tree.leaves(batch.inputs)[0])
-        outputs = self._trainer.local_outputs(batch) if compiled.looks_at_outputs else None
-        try:
-            compiled.check_first_batch(outputs, batch.targets, rows=rows)
-        except ValueError as error:
-            return error
-        return None
-
-    def _train_epoch(self, stream: EpochStream, epoch: int, hooks: CallbackList, weighting: Weighting | None) -> dict[str, float]:
-        assert self._compiled is not None
-        around = PhaseHooks("train", hooks, model=self, read=self._compiled.results)
-        with self._trainer.feed(
-            stream.epoch(epoch), lambda item: to_batch(item, weighting), threaded=not stream.source.in_memory
-        ) as feed:
-            sums = self._trainer.train_epoch(feed, around)
-        if sums is None:
-            raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}. A generator is read once: pass steps_per_epoch.")
-        logs = self._compiled.results(sums)
-        if not math.isfinite(logs["loss"]):
-            logger.warning(
-                "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity.", epoch + 1, logs["loss"]
-            )
-        return logs
-
-    def _evaluate(self, source: Source, steps: int | None, hooks: CallbackList) -> dict[str, float]:
-        stream = EpochStream(source)
-        self._prepare(stream.peek(0))
-        assert self._compiled is not None
-        hooks.call("on_test_begin", {})
-        around = PhaseHooks("test", hooks, model=self, read=self._compiled.results)
-        batches: Iterator[HostBatch] = islice(stream.epoch(0), steps)
-        with self._trainer.feed(batches, to_batch, threaded=not source.in_memory) as feed:
-            logs = self._compiled.results(self._trainer.evaluate(feed, around))
-        hooks.call("on_test_end", logs)
-        return logs
 
 
 def _is_due(epoch: int, freq: int | list[int]) -> bool:

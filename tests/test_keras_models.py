@@ -1,0 +1,273 @@
+"""Wrapped Keras models train as `keras_model.fit` does on one device, and alike on any number of ranks."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import tnt_jax as tnt
+
+TOLERANCE = 1e-5
+NUM_FEATURES, NUM_CLASSES, EPOCHS = 5, 3, 2
+
+
+@pytest.fixture
+def use_ranks():
+    def use(num_ranks):
+        tnt.shutdown()
+        tnt.init(devices=range(num_ranks))
+
+    yield use
+    tnt.shutdown()
+
+
+def make_data(num_examples):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(num_examples, NUM_FEATURES)).astype(np.float32), rng.integers(0, NUM_CLASSES, num_examples)
+
+
+class Penalised(keras.layers.Layer):
+    """Adds a mean, a sum over rows and one value per row."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.abs(x), axis=-1))
+        return x
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="relu")
+        self.head = keras.layers.Dense(NUM_CLASSES)
+
+    def call(self, x, training=None):
+        return self.head(self.hidden(x))
+
+
+def functional(*layers):
+    x = inputs = keras.Input((NUM_FEATURES,))
+    for layer in layers:
+        x = layer(x)
+    return keras.Model(inputs, keras.layers.Dense(NUM_CLASSES)(x))
+
+
+def sequential():
+    return keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(NUM_CLASSES)])
+
+
+def regularized():
+    return functional(keras.layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l1"), Penalised())
+
+
+def normalized():
+    return functional(keras.layers.Dense(8), keras.layers.BatchNormalization(momentum=0.9))
+
+
+def recurrent():
+    return functional(keras.layers.Reshape((NUM_FEATURES, 1)), keras.layers.LSTM(4))
+
+
+def frozen():
+    return functional(keras.layers.Dense(8), keras.layers.Dense(8, trainable=False))
+
+
+def pair(build):
+    """Returns two models of equal weights, also where they are drawn later."""
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        models.append(build())
+    return models
+
+
+def settings(optimizer):
+    return {"optimizer": optimizer, "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+
+
+def fit(model, num_examples, size, *, optimizer=None, **options):
+    x, y = make_data(num_examples)
+    wrapped = tnt.Model(model, **options)
+    wrapped.compile(**settings(optimizer or keras.optimizers.SGD(0.1)))
+    return wrapped, wrapped.fit(x, y, batch_size=size, epochs=EPOCHS, shuffle=False, verbose=0).history
+
+
+def fit_by_keras(model, num_examples, size, optimizer=None):
+    x, y = make_data(num_examples)
+    model.compile(**settings(optimizer or keras.optimizers.SGD(0.1)))
+    return model.fit(x, y, batch_size=size, epochs=EPOCHS, shuffle=False, verbose=0).history
+
+
+def assert_same(actual, expected, tolerance=TOLERANCE):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("build", [functional, sequential, Subclassed, regularized, normalized, recurrent, frozen])
+@pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(0.01)])
+def test_fit_equals_keras_fit_on_one_device(use_ranks, build, optimizer):
+    use_ranks(1)
+    model, expected = pair(build)
+    expected_history = fit_by_keras(expected, 27, 10, optimizer())
+    _, history = fit(model, 27, 10, optimizer=optimizer())
+    assert_same(model.get_weights(), expected.get_weights())
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(history[name], expected_history[name], rtol=TOLERANCE)
+
+
+# The last batch has 7 rows, so that ranks hold padding; with 4 ranks every batch is padded.
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("build", [functional, recurrent, frozen])
+def test_any_number_of_ranks_equals_keras_fit(use_ranks, build, num_ranks):
+    use_ranks(num_ranks)
+    model, expected = pair(build)
+    expected_history = fit_by_keras(expected, 27, 10)
+    _, history = fit(model, 27, 10)
+    assert_same(model.get_weights(), expected.get_weights())
+    np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_added_losses_on_full_batches(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    model, expected = pair(regularized)
+    expected_history = fit_by_keras(expected, 24, 12)
+    wrapped, history = fit(model, 24, 12)
+    assert_same(model.get_weights(), expected.get_weights())
+    np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
+    x, y = make_data(24)
+    values = wrapped.evaluate(x, y, batch_size=24, verbose=0)
+    np.testing.assert_allclose(values, expected.evaluate(x, y, batch_size=24, verbose=0), rtol=TOLERANCE)
+
+
+def regularized_by_layers():
+    return functional(keras.layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l1l2"))
+
+
+class PerRow(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.abs(x), axis=-1))
+        return x
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("build", [regularized_by_layers, lambda: functional(keras.layers.Dense(4), PerRow())])
+def test_regularisers_and_losses_per_row_leave_padding_out(use_ranks, num_ranks, build):
+    use_ranks(num_ranks)
+    model, expected = pair(build)
+    fit_by_keras(expected, 27, 10)
+    fit(model, 27, 10)
+    assert_same(model.get_weights(), expected.get_weights())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_examples", [24, 27])
+def test_synchronised_batch_norm_equals_keras_fit(use_ranks, num_ranks, num_examples):
+    use_ranks(num_ranks)
+    model, expected = pair(normalized)
+    fit_by_keras(expected, num_examples, 10)
+    fit(model, num_examples, 10, synchronize_batch_norm=True)
+    assert_same(model.get_weights(), expected.get_weights())
+
+
+def noisy():
+    return functional(keras.layers.Dense(16), keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1))
+
+
+@pytest.mark.parametrize("num_examples", [24, 27])
+def test_dropout_does_not_depend_on_the_ranks(use_ranks, num_examples):
+    models = [pair(noisy)[0] for _ in range(3)]
+    start = models[0].get_weights()
+    for model, num_ranks in zip(models, (1, 2, 4), strict=True):
+        model.set_weights(start)
+        use_ranks(num_ranks)
+        fit(model, num_examples, 10)
+    for model in models[1:]:
+        assert_same(model.get_weights(), models[0].get_weights())
+    assert np.abs(models[0].get_weights()[0] - start[0]).max() > 1e-3
+
+
+class Counting(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="mean_input")
+        self.total = keras.metrics.Sum(name="sum_input")
+
+    def call(self, x):
+        self.seen.update_state(x)
+        self.total.update_state(x)
+        return x
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_metrics_of_layers_appear_in_the_logs(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    x, y = make_data(24)
+    wrapped = tnt.Model(functional(Counting()))
+    wrapped.compile(**settings(keras.optimizers.SGD(0.1)))
+    history = wrapped.fit(x, y, batch_size=12, epochs=1, verbose=0, validation_data=(x[:12], y[:12])).history
+    assert history["mean_input"][0] == pytest.approx(x.mean(), rel=1e-4)
+    assert history["sum_input"][0] == pytest.approx(x.sum(), rel=1e-4)
+    assert history["val_mean_input"][0] == pytest.approx(x[:12].mean(), rel=1e-4)
+
+
+def test_written_back_model_is_saved_and_loaded_by_keras(use_ranks, tmp_path):
+    use_ranks(2)
+    model, _ = pair(lambda: functional(keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)))
+    wrapped, _ = fit(model, 24, 12)
+    x, _ = make_data(24)
+    expected = wrapped.predict(x, verbose=0)
+    model.save(tmp_path / "m.keras")
+    np.testing.assert_allclose(
+        keras.models.load_model(tmp_path / "m.keras").predict(x, verbose=0), expected, rtol=1e-4, atol=1e-6
+    )
+    assert_same(wrapped.variables, model.get_weights())
+
+
+def test_several_inputs_and_outputs(use_ranks):
+    use_ranks(2)
+
+    def build():
+        a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+        h = keras.layers.Dense(4)(keras.layers.Concatenate()([a, b]))
+        return keras.Model({"a": a, "b": b}, {"p": keras.layers.Dense(1, name="p")(h), "q": keras.layers.Dense(2, name="q")(h)})
+
+    keras.utils.set_random_seed(0)
+    model, expected = build(), build()
+    expected.set_weights(model.get_weights())
+    x, _ = make_data(24)
+    data = {"a": x[:, :2], "b": x[:, 2:]}, {"p": x[:, :1], "q": x[:, 1:3]}
+    expected.compile(keras.optimizers.SGD(0.1), loss={"p": "mse", "q": "mae"}, loss_weights={"p": 1.0, "q": 0.5})
+    expected.fit(*data, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    wrapped = tnt.Model(model)
+    wrapped.compile(keras.optimizers.SGD(0.1), loss={"p": "mse", "q": "mae"}, loss_weights={"p": 1.0, "q": 0.5})
+    wrapped.fit(*data, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    assert_same(model.get_weights(), expected.get_weights())
+
+
+class Product(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(x) ** 3)
+        return x
+
+
+class Uncountable(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.auc = keras.metrics.AUC(name="auc")
+
+    def call(self, x):
+        return x
+
+
+def test_errors_name_what_is_wrong(use_ranks, monkeypatch):
+    use_ranks(1)
+    with pytest.raises(ValueError, match=r"neither a mean nor a sum over the rows"):
+        fit(functional(Product()), 24, 12)
+    with pytest.raises(ValueError, match=r"'auc' \(AUC\) inside the model cannot be summed"):
+        fit(functional(Uncountable()), 24, 12)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    with pytest.raises(ValueError, match="KERAS_BACKEND=jax before the first import of keras"):
+        tnt.Model(functional())

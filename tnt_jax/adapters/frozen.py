@@ -1,0 +1,83 @@
+"""Training a part of a model: parameters outside it are model state, without gradient, reduction or optimizer state."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from tnt_jax.adapters.base import Adapter, Applied, Variables
+
+# Name, beside the model's own state, of the parameters that are not trained.
+_FROZEN = "frozen_params"
+
+
+class PartlyTrained:
+    """An adapter that trains some of the parameters.
+
+    A parameter's path is written `encoder/Dense_0/kernel`. A pattern names a parameter, or a sub-tree by the beginning of its path,
+    and may hold `*`, which also matches slashes.
+
+    Args:
+        adapter: Adapter of the model.
+        trainable: Patterns of what is trained; everything if None.
+        frozen: Patterns of what is not trained.
+    """
+
+    def __init__(self, adapter: Adapter, *, trainable: Sequence[str] | None, frozen: Sequence[str]) -> None:
+        self.inner, self.name, self.holds_variables = adapter, adapter.name, adapter.holds_variables
+        self._trainable, self._frozen = trainable, tuple(frozen)
+
+    def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns the trained parameters, and the others as part of the model state.
+
+        Raises:
+            ValueError: If a pattern matches no parameter, or nothing is left to train.
+        """
+        variables = self.inner.init(inputs, seed=seed)
+        paths = traverse_util.flatten_dict(variables.params)
+        names = {path: "/".join(path) for path in paths}
+        for pattern in (*(self._trainable or ()), *self._frozen):
+            if not any(_matches(name, pattern) for name in names.values()):
+                known = ", ".join(sorted(names.values()))
+                raise ValueError(f"No parameter is at {pattern!r}, which trainable or frozen names. The parameters are {known}.")
+        frozen = {path: leaf for path, leaf in paths.items() if not self._is_trained(names[path])}
+        trained = {path: leaf for path, leaf in paths.items() if path not in frozen}
+        if not trained:
+            raise ValueError(f"trainable={self._trainable} and frozen={list(self._frozen)} leave no parameter to train.")
+        unflatten = traverse_util.unflatten_dict
+        return Variables(unflatten(trained), {**variables.model_state, _FROZEN: unflatten(frozen)})
+
+    def apply(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+    ) -> Applied:
+        """Returns the model's forward pass with all parameters; see `Adapter.apply`."""
+        whole = self._whole(Variables(params, model_state))
+        applied = self.inner.apply(whole.params, whole.model_state, inputs, key=key, train=train, mask=mask)
+        return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
+
+    def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns the metrics that the model holds itself; see `Adapter.metric_results`."""
+        return self.inner.metric_results(sums)
+
+    def export(self, variables: Variables) -> Any:
+        """Returns all variables in the form that the model's library uses."""
+        return self.inner.export(self._whole(variables))
+
+    def write_back(self, variables: Variables) -> None:
+        """Stores all variables in the user's own object."""
+        self.inner.write_back(self._whole(variables))
+
+    def _is_trained(self, name: str) -> bool:
+        is_chosen = self._trainable is None or any(_matches(name, pattern) for pattern in self._trainable)
+        return is_chosen and not any(_matches(name, pattern) for pattern in self._frozen)
+
+    def _whole(self, variables: Variables) -> Variables:
+        state = dict(variables.model_state)
+        flat = traverse_util.flatten_dict(variables.params) | traverse_util.flatten_dict(state.pop(_FROZEN))
+        return Variables(traverse_util.unflatten_dict(flat), state)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rstrip("/") + "/*")

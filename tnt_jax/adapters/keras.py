@@ -1,0 +1,184 @@
+"""Keras 3 models on the JAX backend as pure functions: functional, Sequential and subclassed."""
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Applied, Variables
+from tnt_jax.adapters.keras_layers import layers_of_a_rank
+from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
+from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.random_rows import batch_key
+
+# Rows on which the losses that a model adds are tried out.
+_PROBE_ROWS = 8
+
+
+class _Call(NamedTuple):
+    """What one call of the model gives."""
+
+    outputs: Any
+    values: dict[int, Any]
+    losses: list[jax.Array]
+
+
+class KerasAdapter:
+    """A Keras model, which holds its own variables: training starts from them and is written back into them.
+
+    Params are the model's trainable variables and model state the others, both by path. Exact on any number of ranks are dropout
+    and all other random numbers with one row per row of the batch, regularisers of weights and activities, batch normalisation
+    with `synchronized`, and losses that `add_loss` is given as means or sums over full ranks or as values `[rows]`. In a last batch
+    with padded rows a scalar loss on the activations counts the repeated rows of its rank.
+
+    Random numbers follow from the step and not from the states of the seed generators, which keep their values; so dropout differs
+    from that of `keras_model.fit`, and evaluation draws the same numbers for every batch.
+
+    Args:
+        model: Model to train.
+        synchronized: Whether batch normalisation computes its statistics over all ranks instead of each rank's rows.
+
+    Raises:
+        ValueError: If Keras computes on another backend than JAX, or a metric of a layer cannot be summed over ranks.
+    """
+
+    holds_variables = True
+
+    def __init__(self, model: keras.Model, *, synchronized: bool = False) -> None:
+        if keras.backend.backend() != "jax":
+            raise ValueError(
+                f"The Keras model {model.name!r} computes on the backend {keras.backend.backend()!r}, but training needs JAX. Set the "
+                "environment variable KERAS_BACKEND=jax before the first import of keras."
+            )
+        self.module = model
+        self.name = model.name
+        self._synchronized = synchronized
+        self._takes_training = "training" in inspect.signature(model.call).parameters
+        self._kinds: dict[bool, tuple[Kind, ...]] = {}
+
+    def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns the variables of the model; one that is not built yet is built for inputs like `inputs` with Keras's own seeds."""
+        if not all(layer.built for layer in self._layers()):
+            self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
+        for metric in self._metrics():
+            _require_sums(metric)
+        for train in (True, False):
+            self._kinds[train] = self._find_kinds(inputs, train=train)
+        values = {id(v): np.array(v.value) for v in self.module.variables}
+        return Variables(_collect(self.module.trainable_variables, values), _collect(self.module.non_trainable_variables, values))
+
+    @with_varying_loops
+    def apply(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+    ) -> Applied:
+        """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
+        num_rows = jax.tree.leaves(inputs)[0].shape[0]
+        key = batch_key(jax.random.key(0), 0, num_rows) if key is None else key
+        values = self._by_variable(params, model_state)
+        trained = {id(v): jnp.zeros(v.shape, v.dtype) for metric in self._metrics() for v in metric.variables}
+        with layers_of_a_rank(self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized):
+            call = self._call({**values, **trained}, inputs, train=train)
+        changed = _collect(self.module.non_trainable_variables, call.values) if train else model_state
+        penalty = penalty_of(call.losses, self._kinds[train], mask, num_rows)
+        return Applied(call.outputs, changed, penalty, self._increments(call.values, mask, num_rows))
+
+    def metric_results(self, sums: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
+        """Returns the metrics of layers by name, for their sums over rows, ranks and steps."""
+        results = {}
+        for metric, values in zip(self._metrics(), sums, strict=True):
+            with keras.StatelessScope(state_mapping=list(zip(metric.variables, map(jnp.asarray, values), strict=True))):
+                results[metric.name] = float(metric.result())
+        return results
+
+    def export(self, variables: Variables) -> list[np.ndarray]:
+        """Returns variables as a list in the order of `get_weights`."""
+        values = self._by_variable(*variables)
+        return [np.asarray(values[id(v)]) for v in self.module.weights]
+
+    def write_back(self, variables: Variables) -> None:
+        """Assigns variables to the user's model, which can then be saved, for instance as `model.save("m.keras")`."""
+        values = self._by_variable(*variables)
+        for variable in self.module.variables:
+            variable.assign(values[id(variable)])
+
+    def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
+        """Calls the model with the given values of its variables, without side effects, as Keras's own trainer does."""
+        variables = [*self.module.variables, *(v for metric in self._metrics() for v in metric.variables)]
+        mapping = [(v, values[id(v)]) for v in variables]
+        flags = {"training": train} if self._takes_training else {}
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            outputs = self.module.call(inputs, **flags)
+            losses = list(self.module.losses)
+        return _Call(outputs, {id(v): scope.get_current_value(v) for v in variables}, losses)
+
+    def _find_kinds(self, inputs: Any, *, train: bool) -> tuple[Kind, ...]:
+        """Returns the kinds of the losses that the model adds, from a small batch of random rows if there are any but of weights."""
+        values = {id(v): v.value for v in [*self.module.variables, *(v for m in self._metrics() for v in m.variables)]}
+        rows = jax.tree.map(_probe_rows, inputs)
+        losses = jax.eval_shape(lambda rows: self._call(values, rows, train=train).losses, rows)
+        regularized = [v for v in self.module.trainable_variables if v.regularizer is not None]
+        if len(losses) == len(regularized):
+            return ("mean",) * len(losses)
+        once, twice = (
+            self._call(values, batch, train=train).losses
+            for batch in (rows, jax.tree.map(lambda x: jnp.concatenate([x, x]), rows))
+        )
+        return kinds_of_losses(once, twice)
+
+    def _increments(self, values: dict[int, Any], mask: jax.Array | None, num_rows: int) -> list[list[jax.Array]]:
+        """Returns what this rank adds to the variables of the layers' metrics; means weigh ranks by their real rows."""
+        real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
+        share = real / jax.lax.psum(real, _jax.DATA_AXIS)
+        factors = [share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()]
+        return [
+            [jnp.asarray(values[id(v)]) * factor for v in metric.variables]
+            for metric, factor in zip(self._metrics(), factors, strict=True)
+        ]
+
+    def _by_variable(self, params: Any, model_state: Any) -> dict[int, Any]:
+        both = (self.module.trainable_variables, params), (self.module.non_trainable_variables, model_state)
+        return {id(v): arrays[path] for variables, arrays in both for path, v in _paths(variables).items()}
+
+    def _layers(self) -> list[keras.Layer]:
+        # The public `layers` leaves out layers within layers.
+        return list(self.module._flatten_layers())
+
+    def _metrics(self) -> list[keras.Metric]:
+        # Those of a model's own `compile` are none of the step's business, so the property of the base class is asked.
+        return keras.Layer.metrics.fget(self.module)  # type: ignore[attr-defined]
+
+
+def _collect(variables: Sequence[keras.Variable], values: dict[int, Any]) -> dict[str, Any]:
+    return {path: values[id(v)] for path, v in _paths(variables).items()}
+
+
+def _paths(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
+    """Returns variables by path; those of equal paths, which subclassed models can have, are numbered."""
+    seen: Counter[str] = Counter()
+    paths = {}
+    for variable in variables:
+        number = seen[variable.path]
+        paths[f"{variable.path}#{number}" if number else variable.path] = variable
+        seen[variable.path] += 1
+    return paths
+
+
+def _probe_rows(x: Any) -> jax.Array:
+    shape = (_PROBE_ROWS, *x.shape[1:])
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros(shape, x.dtype)
+    return jnp.asarray(np.random.default_rng(0).uniform(size=shape), x.dtype)
+
+
+def _require_sums(metric: keras.Metric) -> None:
+    if not isinstance(metric, (keras.metrics.Mean, keras.metrics.Sum)):
+        raise ValueError(
+            f"The metric {metric.name!r} ({type(metric).__name__}) inside the model cannot be summed over ranks. Layers may hold "
+            "keras.metrics.Mean, Sum and their subclasses; pass others to compile(metrics=...)."
+        )

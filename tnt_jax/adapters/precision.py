@@ -1,0 +1,76 @@
+"""Lower precision around any Flax model: float32 master weights with bfloat16 arithmetic, or bfloat16 throughout."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax.adapters.base import Adapter, Applied, Variables
+
+PRECISIONS = ("float32", "mixed_bfloat16", "bfloat16")
+
+
+class LowPrecision:
+    """An adapter that computes in bfloat16.
+
+    Parameters and floating inputs are cast before the forward pass, outputs to float32 after it. Model state keeps its precision:
+    moving averages of bfloat16 stop moving. Layers that were given a dtype of their own keep it.
+
+    Args:
+        adapter: Adapter of the model.
+        master: Type in which parameters, gradients and the optimizer's state are kept: float32 ("mixed_bfloat16") or bfloat16.
+    """
+
+    def __init__(self, adapter: Adapter, *, master: Any) -> None:
+        self.inner, self.name, self.holds_variables = adapter, adapter.name, adapter.holds_variables
+        self._master = master
+
+    def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns the model's variables, the parameters in the type of the master weights."""
+        variables = self.inner.init(inputs, seed=seed)
+        return Variables(_cast(variables.params, self._master), variables.model_state)
+
+    def apply(
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+    ) -> Applied:
+        """Returns the model's forward pass in bfloat16, with outputs in float32; see `Adapter.apply`."""
+        low_params, low_inputs = _cast((params, inputs), jnp.bfloat16)
+        applied = self.inner.apply(low_params, model_state, low_inputs, key=key, train=train, mask=mask)
+        changed = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state)
+        return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
+
+    def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns the metrics that the model holds itself; see `Adapter.metric_results`."""
+        return self.inner.metric_results(sums)
+
+    def export(self, variables: Variables) -> Any:
+        """Returns variables in the form that the model's library uses."""
+        return self.inner.export(variables)
+
+    def write_back(self, variables: Variables) -> None:
+        """Stores variables in the user's own object, which then holds parameters of the master's type."""
+        self.inner.write_back(variables)
+
+
+def with_precision(adapter: Adapter, precision: str) -> Adapter:
+    """Returns an adapter that computes in the given precision.
+
+    Args:
+        adapter: Adapter of a Flax model.
+        precision: One of `PRECISIONS`.
+
+    Raises:
+        ValueError: If the precision is unknown.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, but is {precision!r}.")
+    if precision == "float32":
+        return adapter
+    return LowPrecision(adapter, master=jnp.float32 if precision == "mixed_bfloat16" else jnp.bfloat16)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    def cast(x: Any) -> Any:
+        return jnp.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
