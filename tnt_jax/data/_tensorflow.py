@@ -35,7 +35,7 @@ def is_stateful(operation: str) -> bool:
 @contextmanager
 def global_seed(seed: int) -> Iterator[None]:
     """Sets the global seed for what is traced inside; `tf.random.set_seed` would also restart the generators of the user's eager code."""
-    eager = context.context()
+    eager: Any = context.context()
     before = eager._seed
     eager._seed = seed
     try:
