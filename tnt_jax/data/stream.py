@@ -1,7 +1,8 @@
 """Epochs of a source: one pass each, or a given number of steps of passes that follow one another."""
 
+from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.log import logger
@@ -30,6 +31,7 @@ class EpochStream:
         self._num_passes = 0
         self._steps_in_pass = 0
         self._peeked: tuple[int, HostBatch, Iterator[HostBatch]] | None = None
+        self._sought: tuple[int, Iterator[HostBatch]] | None = None
 
     @property
     def num_steps(self) -> int | None:
@@ -52,10 +54,40 @@ class EpochStream:
 
     def epoch(self, epoch: int) -> Iterator[HostBatch]:
         """Returns the batches of `epoch`."""
+        sought, self._sought = self._sought, None
+        if sought is not None and sought[0] == epoch:
+            return sought[1]
         peeked, self._peeked = self._peeked, None
         if peeked is not None and peeked[0] == epoch:
             return chain([peeked[1]], peeked[2])
         return self._begin(epoch)
+
+    def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
+        """Lets the next `epoch(epoch)` go on after `batch` batches, as if everything from `first_epoch` on had been read.
+
+        Args:
+            epoch: Epoch that is read next.
+            batch: Batches of it that are done.
+            first_epoch: Epoch that the stream begins with.
+        """
+        if (epoch, batch) != (first_epoch, 0):
+            self._sought = (epoch, self._from(epoch, batch, first_epoch))
+
+    def _from(self, epoch: int, batch: int, first_epoch: int) -> Iterator[HostBatch]:
+        steps, size = self._steps_per_epoch, self.source.num_batches
+        if steps is None and (size is not None or self._peeked is None or self._peeked[0] != epoch):
+            self._peeked = None
+            return self.source.batches(epoch, batch)
+        if steps is not None and size is not None:
+            done = (epoch - first_epoch) * steps + batch
+            self._peeked, self._num_passes, self._steps_in_pass = None, done // size, done % size
+            self._pass = self.source.batches(self._num_passes, self._steps_in_pass)
+            return self._next_steps(steps - batch)
+        # Where a pass ends shows only when it is read, and a generator is read once.
+        if steps is not None:
+            for number in range(first_epoch, epoch):
+                deque(self.epoch(number), maxlen=0)
+        return islice(self.epoch(epoch), batch, None)
 
     def _begin(self, epoch: int) -> Iterator[HostBatch]:
         return self.source.batches(epoch) if self._steps_per_epoch is None else self._next_steps(self._steps_per_epoch)

@@ -15,7 +15,7 @@ class PhaseHooks:
     Args:
         phase: Which hooks to call.
         callbacks: Whose hooks.
-        model: Object with `stop_training` and `rows_in_batch`.
+        model: Object with `stop_training`, `rows_in_batch` and `epoch_sums`.
         read: From the sums of an epoch so far to its logs.
     """
 
@@ -31,7 +31,7 @@ class PhaseHooks:
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether a callback asked to stop."""
-        self._model.rows_in_batch = num_rows
+        self._model.rows_in_batch, self._model.epoch_sums = num_rows, sums
         if self._has_end:
             self._callbacks.call_batch(self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums)))
         return self._stops and self._model.stop_training

@@ -24,6 +24,9 @@ class Callback:
         company: Which processes run this callback together.
     """
 
+    # Whether it acts after all others, wherever it stands in the list.
+    runs_last = False
+
     def __init__(self) -> None:
         self.model: Any = None
         self.params: dict[str, Any] = {}

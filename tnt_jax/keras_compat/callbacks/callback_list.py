@@ -33,6 +33,7 @@ class CallbackList:
         self._placed = [
             place(given, num_processes=get_process_count(), is_master=is_master_rank(), speaks=speaks) for given in callbacks
         ]
+        self._placed.sort(key=lambda placed: getattr(placed.callback, "runs_last", False))
         self.callbacks = [placed.callback for placed in self._placed]
         for placed in self._placed:
             self._introduce(placed, params)

@@ -19,6 +19,14 @@ class History(Callback):
         self.history: dict[str, list[float]] = {}
         self.epoch: list[int] = []
 
+    def state(self) -> dict[str, Any]:
+        """Returns the record so far."""
+        return {"epoch": self.epoch, "history": self.history}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the record of an interrupted run."""
+        self.epoch, self.history = list(state["epoch"]), {name: list(values) for name, values in state["history"].items()}
+
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Forgets an earlier run's epoch numbers, as Keras does."""
         self.epoch = []

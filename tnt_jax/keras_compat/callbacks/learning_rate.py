@@ -20,6 +20,15 @@ class LearningRateScheduler(Callback):
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
         self.schedule, self.verbose = schedule, verbose
+        self._epoch, self._before = -1, 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Returns the rate before the epoch that runs."""
+        return {"epoch": self._epoch, "before": self._before}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from an interrupted run."""
+        self._epoch, self._before = state["epoch"], state["before"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Sets the rate of the epoch.
@@ -27,7 +36,9 @@ class LearningRateScheduler(Callback):
         Raises:
             TypeError: If the schedule returns no number.
         """
-        before = float(self.model.optimizer.learning_rate)
+        # A run that goes on within an epoch begins this epoch again.
+        before = self._before if epoch == self._epoch else float(self.model.optimizer.learning_rate)
+        self._epoch, self._before = epoch, before
         try:
             rate = self.schedule(epoch, before)
         except TypeError:
@@ -38,6 +49,10 @@ class LearningRateScheduler(Callback):
         self.model.optimizer.learning_rate = float(rate)
         if self.verbose:
             print(f"\nEpoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.", flush=True)
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Forgets an earlier run."""
+        self._epoch = -1
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Adds the rate to the logs."""

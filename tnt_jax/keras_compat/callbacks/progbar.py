@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from tnt_jax.keras_compat.callbacks.base import Callback
@@ -31,8 +32,8 @@ class ProgbarLogger(Callback):
         super().__init__()
         self._verbose = verbose
         self._bar: Any = None
-        self._epoch = self._steps = self._rows = 0
-        self._start = self._shown = self._train_s = 0.0
+        self._epoch = self._steps = self._rows = self._first_rows = 0
+        self._start = self._shown = self._train_s = self._first_end = 0.0
         self._before: LazyLogs | Mapping[str, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -94,6 +95,8 @@ class ProgbarLogger(Callback):
         self._steps += 1
         self._rows += self.model.rows_in_batch
         elapsed = time.perf_counter()
+        if self._steps == 1:
+            self._first_rows, self._first_end = self._rows, elapsed
         interval = _BAR_INTERVAL_S if self._bar is not None else _LINE_INTERVAL_S
         if self._verbose == 1 and elapsed - self._shown >= interval:
             self._show(elapsed)
@@ -101,15 +104,17 @@ class ProgbarLogger(Callback):
 
     def _show(self, moment: float) -> None:
         self._shown = moment
-        rate = self._rows / (moment - self._start)
-        text = "".join([f", {rate:,.0f} examples/s", *(f", {name} {value:.4g}" for name, value in (self._before or {}).items())])
+        rate = self._rate(moment)
+        text = "".join(
+            [f", {rate:,.0f} examples/s", *(f", {name} {_short(value)}" for name, value in (self._before or {}).items())]
+        )
         if self._bar is not None:
             self._bar.set_postfix_str(text[2:], refresh=False)
             self._bar.n = self._steps
             self._bar.refresh()
         else:
             total = self.params.get("steps")
-            left = f", {(total - self._steps) * (moment - self._start) / self._steps:.0f} s left" if total else ""
+            left = f", {(total - self._steps) * self._rows / self._steps / rate:.0f} s left" if total and rate else ""
             print(f"  step {self._steps}{f'/{total}' if total else ''}{text}{left}", flush=True)
 
     def _end(self, title: str, logs: Mapping[str, float] | None) -> None:
@@ -117,8 +122,21 @@ class ProgbarLogger(Callback):
             self._bar.close()
             self._bar = None
         total_s = time.perf_counter() - self._start
-        rate = self._rows / max(self._train_s or total_s, 1e-9)
-        values = "".join(
-            f" - {name}: {value:.4f}" if abs(value) >= 1e-3 else f" - {name}: {value:.4e}" for name, value in (logs or {}).items()
-        )
+        rate = self._rate(self._start + (self._train_s or total_s))
+        values = "".join(f" - {name}: {_exact(value)}" for name, value in (logs or {}).items())
         print(f"{title} - {self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s{values}", flush=True)
+
+    def _rate(self, moment: float) -> float:
+        """Returns the examples per second since the first step, whose program had to be compiled; of all steps if there is but one."""
+        rows, start = (self._rows - self._first_rows, self._first_end) if self._steps > 1 else (self._rows, self._start)
+        return rows / max(moment - start, 1e-9)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if np.ndim(value) == 0 else np.array2string(np.asarray(value), precision=4)
+
+
+def _exact(value: Any) -> str:
+    if np.ndim(value) > 0:
+        return np.array2string(np.asarray(value), precision=4)
+    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.4e}"

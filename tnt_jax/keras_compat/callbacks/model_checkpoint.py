@@ -1,0 +1,141 @@
+"""Saves the model during training."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.checkpoint import Checkpoints
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
+from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingTimes
+
+# Endings of what is one file; anything else is a directory, written in the background.
+_FILES = (".weights.h5", ".h5", ".keras", ".safetensors")
+
+
+class ModelCheckpoint(Callback):
+    """Saves the model after epochs or batches, always or when a log has improved, as Keras's callback does.
+
+    A path without one of the endings `.weights.h5`, `.safetensors`, `.keras` is an Orbax directory: it is written while training
+    continues, by all processes together, and an earlier one stays readable until the new one is complete.
+
+    Args:
+        filepath: Where to save; `{epoch}` (from 1), `{batch}` (from 1, when batches decide) and names of logs are filled in, for
+            instance `"runs/{epoch:02d}-{val_loss:.2f}"`.
+        monitor: Log that decides with `save_best_only`.
+        verbose: 1 to print what happens.
+        save_best_only: Whether to save only when the log has improved.
+        save_weights_only: Whether to leave out what is needed to make and compile the model again.
+        mode: `"min"`, `"max"` or `"auto"`.
+        save_freq: `"epoch"`, or batches between two saves.
+        initial_value_threshold: Value to improve on at first.
+
+    Attributes:
+        best: Best value so far, or None.
+
+    Raises:
+        ValueError: If `save_freq` or `mode` is unknown, or a file name does not fit `save_weights_only`.
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: Mode = "auto",
+        save_freq: SaveFreq = "epoch",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.filepath = os.fspath(filepath)
+        is_weights = self.filepath.endswith((".weights.h5", ".safetensors"))
+        if is_weights and not save_weights_only:
+            raise ValueError(
+                f"{self.filepath} can hold weights only: pass save_weights_only=True, or a name without that ending."
+            )
+        if self.filepath.endswith(_FILES) and save_weights_only and not is_weights:
+            raise ValueError(
+                f"Weights go to a name ending in .weights.h5 or .safetensors, or to a directory, not to {self.filepath}."
+            )
+        self.monitor, self.verbose, self.save_best_only = monitor, verbose, save_best_only
+        self.save_weights_only, self.save_freq = save_weights_only, save_freq
+        self.best = initial_value_threshold
+        self._watch = Monitor(monitor, mode=mode)
+        self._times = SavingTimes(save_freq)
+        self._epoch = 0
+        self._checkpoints: Checkpoints | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Receives the model, whose metrics say which direction is better."""
+        super().set_model(model)
+        if self.save_best_only:
+            self._watch.resolve(model)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the best value so far."""
+        return {"best": self.best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from an interrupted run."""
+        self.best = state["best"]
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Saves when enough batches have passed."""
+        if self._times.is_due_after_batch(batch):
+            self._save_if_wanted({"epoch": self._epoch + 1, "batch": batch + 1, **(logs or {})})
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Saves after the epoch, unless batches decide."""
+        if self.save_freq == "epoch":
+            self._save_if_wanted({"epoch": epoch + 1, **(logs or {})})
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Waits until everything is written."""
+        self._finish()
+
+    def _save_if_wanted(self, values: dict[str, Any]) -> None:
+        try:
+            path = self.filepath.format(**values)
+        except KeyError as error:
+            raise KeyError(f"The path {self.filepath!r} names {error}, but there are only {', '.join(values)}.") from error
+        if self._is_wanted(values, path):
+            self._save(path)
+            if self.verbose:
+                print(f"\nEpoch {values['epoch']}: saved model to {path}", flush=True)
+
+    def _is_wanted(self, values: dict[str, Any], path: str) -> bool:
+        if not self.save_best_only:
+            return True
+        value = self._watch.value(values, who="ModelCheckpoint")
+        if value is None:
+            return True
+        before = "None" if self.best is None else f"{self.best:.5f}"
+        if self._watch.is_better(value, self.best):
+            self.best = value
+            if self.verbose:
+                print(f"\nEpoch {values['epoch']}: {self.monitor} improved from {before} to {value:.5f}, saving to {path}")
+            return True
+        if self.verbose:
+            print(f"\nEpoch {values['epoch']}: {self.monitor} did not improve from {before}", flush=True)
+        return False
+
+    def _save(self, path: str) -> None:
+        if path.endswith(_FILES):
+            (self.model.save_weights if self.save_weights_only else self.model.save)(path)
+            return
+        if self._checkpoints is None or self._checkpoints.directory != Path(path).absolute():
+            self._finish()
+            self._checkpoints = Checkpoints(path, alone=self.company != "together")
+        self.model.start_saving(self._checkpoints, whole=not self.save_weights_only)
+
+    def _finish(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
