@@ -312,3 +312,45 @@ def test_sown_losses_are_added_once():
     model.compile(optax.sgd(0.1), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(x, y, batch_size=15, shuffle=False, verbose=0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), model.variables["params"], params)
+
+
+def test_a_loss_that_compares_rows_is_refused():
+    def contrastive(y_true, y_pred):
+        return jnp.mean((y_pred - y_pred.mean(axis=0)) ** 2, axis=-1)
+
+    with pytest.raises(ValueError, match="compares rows of a batch with each other"):
+        make_model(loss=contrastive).fit(*data(), verbose=0)
+
+
+def test_a_function_of_single_rows_is_a_loss():
+    def absolute(y_true, y_pred):
+        return jnp.abs(y_pred[:, 0] - y_true)
+
+    x, y = data()
+    history = make_model(loss=absolute).fit(x, y.astype(np.float32), epochs=2, verbose=0).history
+    expected = make_model(loss="mae", module=nn.Dense(1)).fit(x, y.astype(np.float32), epochs=2, verbose=0).history
+    assert len(history["loss"]) == len(expected["loss"])
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_a_slow_source_is_reported_once(caplog, monkeypatch):
+    import time
+
+    from tnt_jax.keras_compat import running
+
+    monkeypatch.setattr(running, "_WARNED", set())
+    monkeypatch.setattr(running.logger, "propagate", True)
+    x, y = data()
+
+    class Slow:
+        def __iter__(self):
+            for _ in range(4):
+                time.sleep(0.4)
+                yield x, y
+
+    model = make_model()
+    model.fit([(x, y)], verbose=0)
+    model.fit(Slow(), epochs=2, verbose=0)
+    warnings = [record.getMessage() for record in caplog.records if "waits for its data" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "num_parallel_calls" in warnings[0]

@@ -63,6 +63,22 @@ class Head:
         """What the names of this output's logs begin with."""
         return f"{self.name}_" if self.name else ""
 
+    @property
+    def looks_at_outputs(self) -> bool:
+        """Whether `check` has anything to check."""
+        is_users = self.loss is not None and _is_users(self.loss)
+        expects = [getattr(part, "expects_probabilities", False) for part in (self.loss, *self.metrics, *self.weighted_metrics)]
+        return is_users or any(expects)
+
+    def check(self, true: np.ndarray, outputs: np.ndarray) -> None:
+        """Raises a ValueError if loss or metrics cannot work on such outputs `[rows, ...]`."""
+        if self.loss is not None:
+            losses.check_outputs(self.loss, outputs)
+            if _is_users(self.loss):
+                losses.check_rows(self.loss, true, outputs)
+        for metric in self.metrics + self.weighted_metrics:
+            metrics.check_outputs(metric, outputs)
+
 
 class Compiled:
     """Losses and metrics of every output, for outputs and targets of known shapes.
@@ -98,16 +114,18 @@ class Compiled:
         """Returns the functions of a step around the forward pass `apply`."""
         return StepParts(apply, self._loss_terms, self._increments)
 
-    def results(self, sums: Any) -> dict[str, float]:
+    def results(self, sums: Any) -> dict[str, Any]:
         """Returns the logs for the sums of an epoch so far: `loss`, losses by output if there are several, and every metric."""
         sums = jax.tree.map(np.asarray, sums)
-        logs = {"loss": _ratio(sums["loss"])}
+        logs: dict[str, Any] = {"loss": _ratio(sums["loss"])}
         trained = [head for head in self.heads if head.loss is not None]
         if len(self.heads) > 1:
             logs |= {f"{head.prefix}loss": _ratio(pair) for head, pair in zip(trained, sums["losses"], strict=True)}
         for head, head_sums in zip(self.heads, sums["metrics"]["outputs"], strict=True):
             for metric, metric_sums in zip(head.metrics + head.weighted_metrics, head_sums, strict=True):
-                logs[head.prefix + metric.name] = float(metric.compute(metric_sums))
+                value = np.asarray(metric.compute(metric_sums))
+                # A metric of several thresholds or classes has a vector of results, as in Keras.
+                logs[head.prefix + metric.name] = float(value) if value.ndim == 0 else value
         return logs
 
     def metrics_names(self) -> list[str]:
@@ -120,7 +138,7 @@ class Compiled:
     @property
     def looks_at_outputs(self) -> bool:
         """Whether `check_first_batch` needs the model's outputs."""
-        return any(head.loss is not None and head.loss.expects_probabilities for head in self.heads)
+        return any(head.looks_at_outputs for head in self.heads)
 
     def check_first_batch(self, outputs: Any, targets: Any, *, rows: int) -> None:
         """Checks concrete outputs and targets of a batch against what the losses expect.
@@ -131,15 +149,16 @@ class Compiled:
             rows: Rows at the beginning that are not padding.
 
         Raises:
-            ValueError: If logits meet a loss of probabilities, or a target is out of range.
+            ValueError: If logits meet a loss or metric of probabilities, a target is out of range, or a loss of the user's compares
+                rows with each other.
         """
         if rows == 0:
             return
         for index, (head, true) in enumerate(zip(self.heads, split(targets, self.names), strict=True)):
             if head.loss is not None:
                 losses.check_labels(head.loss, np.asarray(true)[:rows], (rows, *head.shape[1:]))
-            if head.loss is not None and head.loss.expects_probabilities:
-                losses.check_outputs(head.loss, np.asarray(split(outputs, self.names)[index])[:rows])
+            if head.looks_at_outputs:
+                head.check(np.asarray(true)[:rows], np.asarray(split(outputs, self.names)[index])[:rows])
 
     def _loss_terms(self, outputs: Any, batch: Batch) -> list[LossTerm]:
         terms = []
@@ -211,6 +230,11 @@ def _make_head(name: str, loss: Any, weight: Any, plain: Any, weighted: Any, tru
         return tuple(metrics.get(item, np.shape(true), np.shape(pred), loss=resolved) for item in listed)
 
     return Head(name, resolved, 1.0 if weight is None else float(weight), resolve(plain), resolve(weighted), np.shape(pred))
+
+
+def _is_users(loss: Loss) -> bool:
+    """Tells whether a loss may compare rows with each other, which none of this package does."""
+    return type(loss) is losses.LossFunctionWrapper or not type(loss).__module__.startswith(losses.__name__)
 
 
 def _is_per_output(weight: Any) -> bool:

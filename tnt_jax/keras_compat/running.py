@@ -29,6 +29,8 @@ from tnt_jax.step import Batch
 
 # With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that are then timed.
 _WARM_STEPS, _TIMED_STEPS = 4, 12
+# What this process has warned of already.
+_WARNED: set[str] = set()
 
 
 class RunningMixin:
@@ -118,12 +120,14 @@ class RunningMixin:
         if start is not None:
             execution.index, execution.sums = start.batch, start.sums
         batches = stream.epoch(epoch)
+        start_s = time.perf_counter()
         if self._steps_per_execution is None:
             self._time_steps(execution, batches, available=stream.num_steps)
         if not self.stop_training:
             execution.run(batches, num_steps=self._steps_per_execution or 1)
         if execution.sums is None:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}. A generator is read once: pass steps_per_epoch.")
+        _report_waiting(epoch, execution.input_wait_s, time.perf_counter() - start_s)
         logs = self._logs(execution.sums)
         if not math.isfinite(logs["loss"]):
             logger.warning(
@@ -167,11 +171,13 @@ class _Execution:
     Attributes:
         sums: Sums of the steps so far, on the devices; None before the first.
         index: Number of steps so far.
+        input_wait_s: Seconds spent waiting for the data.
     """
 
     def __init__(self, trainer: Trainer, hooks: PhaseHooks, unpack: Callable[[HostBatch], Batch], threaded: bool) -> None:
         self.sums: Any = None
         self.index = 0
+        self.input_wait_s = 0.0
         self._trainer, self._hooks, self._unpack, self._threaded = trainer, hooks, unpack, threaded
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
@@ -185,7 +191,20 @@ class _Execution:
 
         with self._trainer.feed(batches, self._unpack, threaded=self._threaded, num_steps=num_steps) as feed:
             self.sums = self._trainer.train_epoch(counted(feed), self._hooks, first_index=first, sums=self.sums)
+        self.input_wait_s += feed.wait_s
         jax.block_until_ready(self.sums)
+
+
+def _report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
+    """Says how long the devices waited for data, and once what to do about it if that is more than a tenth of the time."""
+    logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
+    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _WARNED:
+        _WARNED.add("input")
+        logger.warning(
+            "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel (dataset.map(..., "
+            "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or decode less per step.",
+            input_wait_s, epoch_s, epoch + 1,
+        )  # fmt: skip
 
 
 def check_compile_options(run_eagerly: Any, steps_per_execution: Any, jit_compile: Any) -> None:
