@@ -163,9 +163,9 @@ def test_pixels_do_not_depend_on_the_number_of_processes(folder):
 def test_folder_reads_classes_in_order(folder, jpegs):
     rows = list(images.image_folder(folder).as_numpy_iterator())
     names = sorted({name for name, _ in jpegs})
-    assert [names[label] for _, _, label in rows] == sorted(name for name, _ in jpegs)
+    assert [names[row["label"]] for row in rows] == sorted(name for name, _ in jpegs)
     chosen = list(images.image_folder(folder, classes=names[1:2]).as_numpy_iterator())
-    assert {label for _, _, label in chosen} == {0}
+    assert {row["label"] for row in chosen} == {0}
 
 
 @needs_data
@@ -177,7 +177,7 @@ def test_records_give_the_images_in_one_order(record_files, jpegs):
     first = next(source.batches(0)).data[0][0]
     np.testing.assert_array_equal(first, images.ImageFormat()(images.central_crop(tf.constant(jpegs[0][1]))))
     shuffled = records.image_records(record_files, shuffle_files=True)
-    assert sorted(name.decode() for name, _, _ in shuffled.as_numpy_iterator())[0].endswith("train-0.tfrecord, record 0")
+    assert sorted(row["name"].decode() for row in shuffled.as_numpy_iterator())[0].endswith("train-0.tfrecord, record 0")
 
 
 # ---- What cannot be read ----

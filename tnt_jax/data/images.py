@@ -76,7 +76,8 @@ def training_images(
     """Returns shuffled batches of randomly cropped and flipped images, `(float32 [batch, ...], int32 [batch])`.
 
     Args:
-        records: Dataset of `(name, JPEG bytes or file, label)`, from `image_folder`, `image_records` or made by the user.
+        records: Dataset of dictionaries with `label`, `jpeg` (bytes) and `name`, from `image_folder`, `image_records` or made by the user.
+            Without `jpeg` the name is that of a JPEG file, which the process that needs it reads.
         batch_size: Rows of the global batch.
         image_format: Size, scaling and layout.
         shuffle_buffer: Records among which the next one is drawn; records are small, because they are not decoded yet.
@@ -89,7 +90,7 @@ def training_images(
     shuffled = tf.data.Dataset.zip((records.shuffle(shuffle_buffer, seed), numbers))
 
     def prepare(record: Any, number: Any) -> Any:
-        return finish(random_crop_and_flip(_content(record[1]), _seed_pair(number), size=finish.size))
+        return finish(random_crop_and_flip(_jpeg_of(record), _seed_pair(number), size=finish.size))
 
     return _batches(shuffled, prepare, finish, batch_size, drop_remainder, on_error)
 
@@ -107,7 +108,7 @@ def evaluation_images(
 
     def prepare(record: Any, number: Any) -> Any:
         del number
-        return finish(central_crop(_content(record[1]), size=finish.size, short_side=finish.size * 256 // 224))
+        return finish(central_crop(_jpeg_of(record), size=finish.size, short_side=finish.size * 256 // 224))
 
     numbered = tf.data.Dataset.zip((records, tf.data.Dataset.counter()))
     return _batches(numbered, prepare, finish, batch_size, drop_remainder, on_error)
@@ -183,7 +184,7 @@ def shift_and_flip(image: Any, seed: Any, *, padding: int = 4) -> Any:
 
 
 def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
-    """Returns the dataset of `(name, file, label)` of a folder with one folder of JPEG files for each class.
+    """Returns the dataset of `{"name": file, "label": label}` of a folder with one folder of JPEG files for each class.
 
     Files are read later, by the process that needs them. Files are in order of class and name; labels count the classes in order.
 
@@ -204,7 +205,7 @@ def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
         raise FileNotFoundError(f"{folder} holds no JPEG files in class folders (found {len(names)} folders).")
     paths = [str(file) for file, _ in files]
     labels = tf.constant([label for _, label in files], tf.int32)
-    return tf.data.Dataset.from_tensor_slices((tf.constant(paths), tf.strings.join(["file:", tf.constant(paths)]), labels))
+    return tf.data.Dataset.from_tensor_slices({"name": tf.constant(paths), "label": labels})
 
 
 def _jpeg_files(folder: Path) -> list[Path]:
@@ -213,10 +214,9 @@ def _jpeg_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg"))
 
 
-def _content(source: Any) -> Any:
-    """Returns the JPEG's bytes of a record, which holds them or `file:` and a path."""
-    is_file = tf.equal(tf.strings.substr(source, 0, 5), "file:")
-    return tf.cond(is_file, lambda: tf.io.read_file(tf.strings.substr(source, 5, -1)), lambda: source)
+def _jpeg_of(record: Any) -> Any:
+    """Returns the JPEG's bytes of a record, which holds them or names their file."""
+    return record["jpeg"] if "jpeg" in record else tf.io.read_file(record["name"])
 
 
 def _seed_pair(number: Any) -> Any:
@@ -235,21 +235,21 @@ def _batches(
         raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
 
     def fast(record: Any, number: Any) -> Any:
-        return prepare(record, number), record[2]
+        return prepare(record, number), record["label"]
 
     def flagged(record: Any, number: Any) -> Any:
         is_good, image = _or_blank(record, number, prepare, finish)
-        return is_good, (image, record[2])
+        return is_good, (image, record["label"])
 
     def named(record: Any, number: Any) -> Any:
         is_good, image = _or_blank(record, number, prepare, finish)
         with tf.control_dependencies(
-            [tf.debugging.Assert(is_good, [tf.strings.join([record[0], " cannot be read as a JPEG image."])])]
+            [tf.debugging.Assert(is_good, [tf.strings.join([record["name"], " cannot be read as a JPEG image."])])]
         ):
-            return tf.identity(image), record[2]
+            return tf.identity(image), record["label"]
 
     def batched(function: Callable[..., Any]) -> Any:
-        return numbered.map(function, num_parallel_calls=_AUTOTUNE).batch(batch_size, drop_remainder).prefetch(2)
+        return numbered.map(function, num_parallel_calls=_AUTOTUNE).batch(batch_size, drop_remainder, _AUTOTUNE).prefetch(2)
 
     if on_error == "skip":
         return TfData(batched(flagged), has_flags=True)

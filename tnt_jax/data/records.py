@@ -20,7 +20,7 @@ def image_records(
     cycle_length: int = 8,
     on_error: OnError = "raise",
 ) -> Any:
-    """Returns the dataset of `(name, JPEG bytes, label)` of TFRecord files with `tf.train.Example`s.
+    """Returns the dataset of `{"name": ..., "jpeg": bytes, "label": ...}` of TFRecord files with `tf.train.Example`s.
 
     Args:
         files: A pattern such as `imagenet/train-*`, or the files themselves.
@@ -52,7 +52,7 @@ def image_records(
     def parse(path: Any, number: Any, record: Any) -> Any:
         example = tf.io.parse_single_example(record, features)
         name = tf.strings.join([path, ", record ", tf.strings.as_string(number)])
-        return name, example[image_key], tf.cast(example[label_key] + label_offset, tf.int32)
+        return {"name": name, "jpeg": example[image_key], "label": tf.cast(example[label_key] + label_offset, tf.int32)}
 
     interleaved = order.interleave(of_file, cycle_length=cycle_length, num_parallel_calls=cycle_length, deterministic=True)
     return interleaved.map(parse, num_parallel_calls=tf.data.AUTOTUNE)

@@ -48,6 +48,8 @@ def _keeps_rows(operation: Any, are_rows: list[bool]) -> bool:
         return are_rows == [True, False, False, False] and operation.get_attr("axis") in (-1, *range(1, 9))
     if kind == "Reshape":
         return _reshape_keeps_rows(inputs[0], operation.outputs[0], constant[1])
+    if kind == "StridedSlice":
+        return not any(are_rows[1:]) and _slice_keeps_rows(operation, constant[3])
     if kind == "ExpandDims":
         return constant[1] is not None and int(constant[1]) not in (0, -1 - _rank(inputs[0]))
     if kind == "Squeeze":
@@ -87,6 +89,21 @@ def _reshape_keeps_rows(source: Any, result: Any, shape: Any) -> bool:
         return False
     before, after = source.shape[1:], result.shape[1:]
     return before.is_fully_defined() and after.is_fully_defined() and before.num_elements() == after.num_elements()
+
+
+def _slice_keeps_rows(operation: Any, strides: Any) -> bool:
+    """Tells whether a slice such as `x[:, 1]`, `x[:, None]` or `x[..., 0]` takes all rows and leaves them in front."""
+    if strides is None:
+        return False
+
+    def has(name: str, position: int) -> bool:
+        return bool(operation.get_attr(f"{name}_mask") >> position & 1)
+
+    if has("ellipsis", 0):
+        num_dims = sum(not has("new_axis", position) for position in range(1, len(strides)))
+        return num_dims < _rank(operation.inputs[0])
+    is_whole = has("begin", 0) and has("end", 0) and strides[0] == 1
+    return is_whole and not has("new_axis", 0) and not has("shrink_axis", 0)
 
 
 def _rank(tensor: Any) -> int:
