@@ -46,3 +46,15 @@ def test_driver_is_asked_where_nvidia_smi_fails(nvidia_smi, tmp_path, monkeypatc
     assert devices.count_gpus({}) == 1
     monkeypatch.setattr(devices, "_DRIVER_GPUS", tmp_path / "none")
     assert devices.count_gpus({}) == 0
+
+
+def test_cpu_kind_depends_on_the_instructions_alone(tmp_path, monkeypatch):
+    def kind(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(devices, "_CPU_INFO", tmp_path / "cpuinfo")
+        return devices.cpu_kind()
+
+    amd = kind("model name\t: A\nflags\t\t: fpu avx avx2\n")
+    assert amd == kind("model name\t: B\nflags\t\t: avx2 fpu avx\n")
+    assert amd != kind("model name\t: A\nflags\t\t: fpu avx\n")
+    assert len(amd) == 8

@@ -215,7 +215,8 @@ def test_busy_port_is_reported_at_once(run, script):
 
 def test_start_is_timed_by_phase(run, script):
     _, _, err = run("-n", 1, "--no-gpu", "--log-level", "DEBUG", script(""))
-    assert re.search(r"Start-up: connecting to the hosts took [\d.]+ s", err)
+    phases = re.findall(r"Start-up: (.*) took [\d.]+ s", err)
+    assert phases == ["connecting to the hosts", "planning", "starting the processes"]
 
 
 def test_launcher_never_imports_jax(run, script):

@@ -231,6 +231,15 @@ def test_silent_connection_is_noticed_on_both_sides(multihost, script, processes
     wait_until(lambda: processes_on_hosts(job_id) == [], timeout_s=started + 20 - time.monotonic())
 
 
+def test_launcher_that_waits_for_its_reader_is_not_taken_for_dead(multihost, script):
+    path = script("for i in range(100000): print(i)")
+    launcher = multihost("--output-on-all-devices", path)
+    time.sleep(12)  # Longer than a host may be silent.
+    code, out, err = finish(launcher)
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 100000 * len(HOSTS)
+
+
 @pytest.mark.skipif(not os.environ.get("TNT_TEST_CUT"), reason="needs a way to cut a host off: TNT_TEST_CUT, TNT_TEST_MEND")
 def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(multihost, script, processes_on_hosts, wait_until):
     launcher = multihost(script(SLEEPER))

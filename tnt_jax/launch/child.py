@@ -125,7 +125,7 @@ def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess
         stdout=streams["stdout"],
         stderr=streams["stderr"],
         start_new_session=True,
-        # Safe here: the supervisor has one thread.
+        # Safe here: the supervisor has no other thread yet.
         preexec_fn=_before_exec,
     )
 

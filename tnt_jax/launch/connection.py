@@ -61,15 +61,15 @@ class Connection:
         self.closed = False
         self._greeted = False
         self._lines = messages.Lines()
-        self._outgoing = bytearray()
         self._complaints = b""
-        self._spoke_at = self._heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
         # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes it on.
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         for descriptor in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(descriptor, False)
+        self._outbox = messages.Outbox(self.stdin)
 
     @property
     def stdin(self) -> int:
@@ -95,26 +95,22 @@ class Connection:
         return time.monotonic() - self._heard_at
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message, as far as the connection takes it; `keep_alive` sends the rest."""
-        if not self.closed:
-            self._outgoing += messages.encode(kind, **fields)
-            self._flush()
+        """Sends a message, as far as the connection takes it; `flush` sends the rest."""
+        self._outbox.put(messages.encode(kind, **fields))
+        self._outbox.flush()
 
-    def keep_alive(self) -> None:
-        """Sends what is left to send, or a sign of life."""
-        if self.is_remote and time.monotonic() - self._spoke_at >= messages.BEAT_INTERVAL_S:
-            self.send("beat")
-        self._flush()
+    def flush(self) -> None:
+        """Sends what is left to send."""
+        self._outbox.flush()
 
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: os.write(self.stdin, self._outgoing)]
-                self._spoke_at = time.monotonic()
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._outgoing.clear()  # The reading side learns it, too, and knows more about the reason.
+    def show_life(self) -> None:
+        """Lets the other side know at regular intervals that the launcher is there."""
+        if self.is_remote:
+            self._outbox.beat_for_ever()
+
+    def forgive_silence(self) -> None:
+        """Begins to measure the silence anew, because this side has not listened for a while."""
+        self._heard_at = time.monotonic()
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived; sets `closed` at the end of the talk."""
@@ -147,6 +143,7 @@ class Connection:
 
     def close(self) -> None:
         """Ends the talk, upon which the supervisor ends its processes."""
+        self._outbox.close()
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             self._popen.stdin.close()
 

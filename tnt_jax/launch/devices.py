@@ -1,6 +1,8 @@
 """Counts the GPUs, processors and memory nodes of this host without importing JAX."""
 
+import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+_CPU_INFO = Path("/proc/cpuinfo")
 _NUMA_NODES = Path("/sys/devices/system/node")
 
 
@@ -77,6 +80,14 @@ def _driver_gpus() -> int:
 def count_cores() -> int:
     """Returns the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def cpu_kind() -> str:
+    """Returns eight hexadecimal digits that are the same on hosts whose processors know the same instructions."""
+    # The line is called flags on x86 and Features on ARM.
+    found = re.search(r"^(?:flags|Features)\s*:.*$", _CPU_INFO.read_text(), flags=re.MULTILINE)
+    known = " ".join(sorted(found[0].split())) if found else ""
+    return hashlib.sha256(f"{platform.machine()} {known}".encode()).hexdigest()[:8]
 
 
 def numa_nodes() -> list[int]:

@@ -121,7 +121,8 @@ def _path(facts: Facts, environ: Mapping[str, str]) -> dict[str, str]:
 def _cache(facts: Facts, options: Options) -> dict[str, str]:
     if not options.compilation_cache:
         return {}
-    return {"JAX_COMPILATION_CACHE_DIR": os.path.join(facts.cache_dir, "tnt_jax", "compilation")}
+    # A home directory can be shared by hosts of which some do not know the instructions of others.
+    return {"JAX_COMPILATION_CACHE_DIR": os.path.join(facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}")}
 
 
 def _cpu_threads(threads: int, num_devices: int) -> dict[str, str]:

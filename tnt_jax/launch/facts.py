@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.devices import count_cores, list_gpus, numa_nodes
+from tnt_jax.launch.devices import count_cores, cpu_kind, list_gpus, numa_nodes
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -47,6 +47,7 @@ class Facts:
         ssh_address: Address at which the launcher reached the host by ssh, or None.
         python: Python version.
         versions: Installed version by package name (tnt-jax, jax, jaxlib), None where there is none.
+        cpu_kind: The same on hosts whose processors know the same instructions.
         num_cores: Processors the processes may use.
         gpus: GPUs the processes may use, as `CUDA_VISIBLE_DEVICES` spells them.
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
@@ -62,6 +63,7 @@ class Facts:
     ssh_address: str | None
     python: str
     versions: dict[str, str | None]
+    cpu_kind: str
     num_cores: int
     gpus: tuple[str, ...]
     has_cuda_jax: bool
@@ -98,6 +100,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         ssh_address=ssh_address(environ),
         python=".".join(map(str, sys.version_info[:3])),
         versions={name: package_version(name) for name in ("tnt-jax", "jax", "jaxlib")},
+        cpu_kind=cpu_kind(),
         num_cores=count_cores(),
         gpus=tuple(list_gpus(environ)),
         has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),

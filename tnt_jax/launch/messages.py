@@ -5,6 +5,9 @@ The launcher sends `ask`, `start`, `signal`, `stop` and `beat`; the supervisor s
 """
 
 import json
+import os
+import threading
+import time
 from typing import Any
 
 GREETING = b"tnt-jax supervisor 1\n"
@@ -34,6 +37,62 @@ class Lines:
         """Returns the last line if it has no end, and forgets it."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
+
+
+class Outbox:
+    """What is still to be sent through a pipe that may be full. Several threads may use it.
+
+    Attributes:
+        is_closed: Whether nothing can be sent any more.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, data: bytes) -> None:
+        """Takes data to be sent; `flush` sends it."""
+        with self._lock:
+            if not self.is_closed:
+                self._waiting += data
+
+    def flush(self) -> None:
+        """Sends as much as the pipe takes; closes the box if nobody reads from it any more."""
+        with self._lock:
+            try:
+                while self._waiting and not self.is_closed:
+                    del self._waiting[: os.write(self._descriptor, self._waiting[:65536])]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                self._waiting.clear()
+                self.is_closed = True
+
+    def close(self) -> None:
+        """Forgets what is waiting and takes nothing more, so that the descriptor can be closed."""
+        with self._lock:
+            self._waiting.clear()
+            self.is_closed = True
+
+    def beat_for_ever(self) -> None:
+        """Gives a sign of life at regular intervals from a thread of its own, whatever the others wait for.
+
+        The other side must not take us for dead while we wait for a full terminal, a pager or a slow file system.
+        """
+
+        def beat() -> None:
+            while not self.is_closed:
+                if not self._waiting:
+                    self.put(encode("beat"))
+                self.flush()
+                time.sleep(BEAT_INTERVAL_S)
+
+        threading.Thread(target=beat, daemon=True).start()
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -23,7 +23,10 @@ def listen(port: int | None) -> int:
     Raises:
         OSError: If something listens there already.
     """
-    listener = socket.create_server(("", port or 0))
+    # On IPv4 and IPv6 where there are both, as JAX's coordinator does, with room for a large job's hosts at once.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = socket.create_server(("", port or 0), family=family, dualstack_ipv6=both, backlog=4096)
     number = listener.getsockname()[1]
     _listening[number] = listener
     return number

@@ -42,6 +42,7 @@ class Session:
             self._selector.register(connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c))
             self._selector.register(connection.stderr, selectors.EVENT_READ, lambda c=connection: self._read_complaints(c))
         self._answers: dict[str, Mapping[str, Any]] = {}
+        self._starting, self._began_at = 0, 0.0
         self._started = False
         self._lost: dict[str, str] = {}
         self._screen: Output = Screen([])
@@ -52,6 +53,7 @@ class Session:
         self._time_out_at: float | None = None
         self._give_up_at: float | None = None
         self._caught: int | None = None
+        self._turned_at = time.monotonic()
 
     # Before the start.
 
@@ -106,12 +108,14 @@ class Session:
         self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._running = {process.rank: process.host for process in processes}
         self._started = True
+        self._starting, self._began_at = len(processes), time.monotonic()
         for host, connection in self._connections.items():
             connection.send(
                 "start",
                 processes=[process.to_json() for process in processes if process.host == host],
                 silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
             )
+            connection.show_life()
         while any(not connection.finished and not connection.closed for connection in self._connections.values()):
             self._turn()
             self._keep_time()
@@ -159,9 +163,15 @@ class Session:
 
     def _turn(self) -> None:
         for connection in self._connections.values():
-            connection.keep_alive()
+            connection.flush()
         for key, _ in self._selector.select(_TICK_S):
             key.data()
+        moment = time.monotonic()
+        if moment - self._turned_at > 4 * _TICK_S:
+            # Showing output has taken so long, because a terminal or a pager was full; what hosts said meanwhile waits to be read.
+            for connection in self._connections.values():
+                connection.forgive_silence()
+        self._turned_at = moment
 
     def _keep_time(self) -> None:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
@@ -226,6 +236,9 @@ class Session:
 
     def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
         _logger.info("Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"])
+        self._starting -= 1
+        if self._starting == 0:
+            _logger.debug("Start-up: starting the processes took %.2f s.", time.monotonic() - self._began_at)
 
     def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
         self._fail(1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}")

@@ -26,20 +26,21 @@ FileLike = int | selectors.EpollSelector
 
 
 class Supervisor:
-    """The event loop of one host. One thread: nothing can be forked in a bad moment, nothing blocks the clock."""
+    """The event loop of one host."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd
         self._selector = selectors.DefaultSelector()
         self._outputs = selectors.EpollSelector()
         self._incoming = messages.Lines()
-        self._outgoing = bytearray(messages.GREETING)
+        self._outbox = messages.Outbox(write_fd)
+        self._outbox.put(messages.GREETING)
         self._children: dict[int, Child] = {}
         self._connected = True
-        self._started = False
+        self._started = self._finished = False
         self._kill_at: float | None = None
         self._silence_s: float | None = None
-        self._heard_at = self._spoke_at = time.monotonic()
+        self._heard_at = self._turned_at = time.monotonic()
         self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "ask": self._answer,
             "start": self._start,
@@ -57,18 +58,23 @@ class Supervisor:
         self._selector.register(self._read_fd, selectors.EVENT_READ, self._hear)
         while self._connected or self._running():
             self._write()
-            self._watch(self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outgoing))
+            self._watch(self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outbox))
             # When the launcher reads more slowly than the processes write, these wait, as a terminal would make them.
-            self._watch(self._outputs, selectors.EVENT_READ, self._relay_all, wanted=len(self._outgoing) < _BACKLOG_BYTES)
+            self._watch(self._outputs, selectors.EVENT_READ, self._relay_all, wanted=len(self._outbox) < _BACKLOG_BYTES)
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             self._keep_time()
-            if self._started and not self._running():
-                break
-        leftover = kill_descendants(os.getpid())
-        if self._connected:
-            self._send("done", leftover=leftover)
-            self._write_rest(patience_s=10.0)
+            if self._started and not self._running() and self._say_goodbye():
+                return
+        kill_descendants(os.getpid())
+
+    def _say_goodbye(self) -> bool:
+        """Ends what the processes have left behind and says so; returns whether the launcher has taken everything."""
+        if not self._finished:
+            self._finished = True
+            self._send("done", leftover=kill_descendants(os.getpid()))
+        self._write()
+        return not self._outbox
 
     def _running(self) -> list[Child]:
         return [child for child in self._children.values() if child.code is None]
@@ -137,6 +143,8 @@ class Supervisor:
             self._children[child.pid] = child
             self._listen(child)
             self._send("started", rank=child.rank, pid=child.pid)
+        # After the last fork, because it makes a thread.
+        self._outbox.beat_for_ever()
 
     def _forward_signal(self, message: Mapping[str, Any]) -> None:
         for child in self._running():
@@ -155,7 +163,7 @@ class Supervisor:
         if self._connected:
             self._connected = False
             self._selector.unregister(self._read_fd)
-            self._outgoing.clear()
+            self._outbox.close()
             self._stop(_ABANDONED_GRACE_S)
 
     # From the processes.
@@ -201,33 +209,22 @@ class Supervisor:
 
     def _keep_time(self) -> None:
         moment = time.monotonic()
+        if moment - self._turned_at > 2 * messages.BEAT_INTERVAL_S:
+            # Writing a log file has taken so long; what the launcher said meanwhile waits to be read.
+            self._heard_at = moment
+        self._turned_at = moment
         if self._silence_s is not None and moment - self._heard_at > self._silence_s:
             self._abandon()
         if self._kill_at is not None and moment >= self._kill_at:
             send_signal(descendants(os.getpid()), signal.SIGKILL)
-        if moment - self._spoke_at >= messages.BEAT_INTERVAL_S and not self._outgoing:
-            self._send("beat")
 
     def _send(self, kind: str, **fields: Any) -> None:
-        if self._connected:
-            self._outgoing += messages.encode(kind, **fields)
-            self._spoke_at = time.monotonic()
+        self._outbox.put(messages.encode(kind, **fields))
 
     def _write(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: os.write(self._write_fd, self._outgoing[:65536])]
-        except BlockingIOError:
-            return
-        except OSError:
+        self._outbox.flush()
+        if self._outbox.is_closed:
             self._abandon()
-
-    def _write_rest(self, *, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        self._write()
-        while self._outgoing and time.monotonic() < deadline:
-            time.sleep(0.01)
-            self._write()
 
 
 def main() -> None:

@@ -1,0 +1,103 @@
+"""The talk between launcher and supervisor, over connections that are not as clean as one would wish."""
+
+import os
+import shlex
+import signal
+
+import pytest
+
+from tnt_jax.launch.connection import Connection, ssh_command, supervisor_command
+from tnt_jax.launch.messages import Lines, Outbox, decode, encode
+from tnt_jax.launch.session import HostError, Session
+
+
+def connect(before="", *, host="h"):
+    connection = Connection(host, ["sh", "-c", f"{before}\nexec {shlex.join(supervisor_command())}"], is_remote=True)
+    return connection, Session([connection], grace_period_s=1)
+
+
+@pytest.fixture
+def close():
+    opened = []
+    yield opened.append
+    for connection in opened:
+        connection.abort()
+
+
+def test_login_scripts_may_print_what_they_like(close):
+    connection, session = connect("echo Welcome; echo '{\"kind\": \"answer\"}'; printf 'no line end'; echo careful >&2; echo")
+    close(connection)
+    assert session.ask("find_reachable", {"hosts": [], "port": 1}, timeout_s=10) == {"h": []}
+
+
+def test_what_was_printed_is_the_reason_when_no_supervisor_comes(close):
+    connection, session = connect("echo 'This account is closed.'; exit 1")
+    close(connection)
+    with pytest.raises(HostError, match=r"h: This account is closed."):
+        session.ask("read_clock", {}, timeout_s=10)
+
+
+def test_host_that_does_not_answer_is_named(close):
+    connection, session = connect("sleep 60")
+    close(connection)
+    with pytest.raises(HostError, match=r"h: no answer within 0.5 seconds"):
+        session.ask("read_clock", {}, timeout_s=0.5)
+
+
+def test_error_on_the_host_is_the_answer(close):
+    connection, session = connect()
+    close(connection)
+    with pytest.raises(HostError, match="h: KeyError: 'no such question'"):
+        session.ask("no such question", {}, timeout_s=10)
+    assert list(session.ask("read_clock", {}, timeout_s=10)) == ["h"]
+
+
+def test_supervisor_ends_when_its_session_is_hung_up(close):
+    connection, session = connect()
+    close(connection)
+    pid = session.ask("find_reachable", {"hosts": [], "port": 1}, timeout_s=10) and connection._popen.pid
+    os.kill(pid, signal.SIGHUP)
+    assert connection.wait(10) == 0
+
+
+def test_host_name_cannot_become_an_option_of_ssh():
+    command = ssh_command("-oProxyCommand=x", ["-p", "2222"])
+    assert command[:3] == ["ssh", "-p", "2222"]
+    assert command[-3:-1] == ["--", "-oProxyCommand=x"]
+    assert shlex.split(command[-1]) == ["exec", *supervisor_command()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_lines_come_out_whole_whatever_pieces_they_arrive_in(size):
+    stream = b"one\n\ntwo\nrest"
+    lines = Lines()
+    found = [line for start in range(0, len(stream), size) for line in lines.feed(stream[start : start + size])]
+    assert found == [b"one\n", b"\n", b"two\n"]
+    assert lines.flush() == [b"rest"]
+    assert lines.flush() == []
+
+
+def test_message_survives_the_way():
+    data = bytes(range(256)).decode("latin-1")
+    line = encode("output", rank=3, data=data)
+    assert line.count(b"\n") == 1
+    assert decode(line) == {"kind": "output", "rank": 3, "data": data}
+
+
+def test_outbox_keeps_what_a_full_pipe_does_not_take():
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    outbox = Outbox(write_fd)
+    outbox.put(b"x" * 200_000)
+    outbox.flush()
+    assert 0 < len(outbox) < 200_000
+    received = 0
+    while received < 200_000:
+        received += len(os.read(read_fd, 1 << 20))
+        outbox.flush()
+    assert len(outbox) == 0
+    os.close(read_fd)
+    outbox.put(b"x")
+    outbox.flush()
+    assert outbox.is_closed
+    os.close(write_fd)
