@@ -75,12 +75,18 @@ class Trainer:
 
     def build(self, inputs: Any) -> None:
         """Creates the variables, if there are none, for inputs like `inputs`; process 0's values are everybody's."""
-        if self.state is None and self.owner is not None:
-            raise RuntimeError("The model that this view was made from has no variables yet: build or train it first.")
-        if self.state is None:
+        if self.owner is not None:
+            if self.state is None:
+                raise RuntimeError("The model that this view was made from has no variables yet: build or train it first.")
+            self.adapter.attach(inputs)
+        elif self.state is None:
             variables = self.adapter.init(inputs, seed=self._seed)
             params, model_state = collectives.broadcast(tuple(variables))
             self._create_state(Variables(params, model_state))
+
+    def build_from(self, variables: Variables) -> None:
+        """Creates the state from host arrays, the same on every process, in the form in which `adapter.init` returns variables."""
+        self._create_state(variables)
 
     def compile(
         self, parts: Parts, optimizer: optax.GradientTransformation, *, threshold: int, accumulation_steps: int = 1

@@ -50,6 +50,10 @@ class Adapter(Protocol):
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""
         ...
 
+    def attach(self, inputs: Any) -> None:
+        """Prepares to compute with variables of another model, for inputs like `inputs`; takes the place of `init`."""
+        ...
+
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
     ) -> Applied:

@@ -1,11 +1,10 @@
 """Training a part of a model: parameters outside it are model state, without gradient, reduction or optimizer state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
-from flax import traverse_util
 
 from tnt_jax.adapters.base import Adapter, Applied, Variables
 
@@ -36,7 +35,7 @@ class PartlyTrained:
             ValueError: If a pattern matches no parameter, or nothing is left to train.
         """
         variables = self.inner.init(inputs, seed=seed)
-        paths = traverse_util.flatten_dict(variables.params)
+        paths = _flatten(variables.params)
         names = {path: "/".join(path) for path in paths}
         for pattern in (*(self._trainable or ()), *self._frozen):
             if not any(_matches(name, pattern) for name in names.values()):
@@ -46,8 +45,11 @@ class PartlyTrained:
         trained = {path: leaf for path, leaf in paths.items() if path not in frozen}
         if not trained:
             raise ValueError(f"trainable={self._trainable} and frozen={list(self._frozen)} leave no parameter to train.")
-        unflatten = traverse_util.unflatten_dict
-        return Variables(unflatten(trained), {**variables.model_state, _FROZEN: unflatten(frozen)})
+        return Variables(_nest(trained), {**variables.model_state, _FROZEN: _nest(frozen)})
+
+    def attach(self, inputs: Any) -> None:
+        """Prepares to compute with variables of another model."""
+        self.inner.attach(inputs)
 
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
@@ -75,9 +77,28 @@ class PartlyTrained:
 
     def _whole(self, variables: Variables) -> Variables:
         state = dict(variables.model_state)
-        flat = traverse_util.flatten_dict(variables.params) | traverse_util.flatten_dict(state.pop(_FROZEN))
-        return Variables(traverse_util.unflatten_dict(flat), state)
+        flat = _flatten(variables.params) | _flatten(state.pop(_FROZEN))
+        return Variables(_nest(flat), state)
 
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rstrip("/") + "/*")
+
+
+def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Returns the leaves of nested dicts by path."""
+    leaves: dict[tuple[str, ...], Any] = {}
+    for name, value in tree.items():
+        leaves |= _flatten(value, (*path, name)) if isinstance(value, Mapping) else {(*path, name): value}
+    return leaves
+
+
+def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Returns nested dicts of leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

@@ -64,14 +64,18 @@ class KerasAdapter:
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables of the model; one that is not built yet is built for inputs like `inputs` with Keras's own seeds."""
+        self.attach(inputs)
+        values = {id(v): np.array(v.value) for v in self.module.variables}
+        return Variables(_collect(self.module.trainable_variables, values), _collect(self.module.non_trainable_variables, values))
+
+    def attach(self, inputs: Any) -> None:
+        """Builds the model where that is not done, and examines the metrics and losses that it holds."""
         if not all(layer.built for layer in self._layers()):
             self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
         for metric in self._metrics():
             _require_sums(metric)
         for train in (True, False):
             self._kinds[train] = self._find_kinds(inputs, train=train)
-        values = {id(v): np.array(v.value) for v in self.module.variables}
-        return Variables(_collect(self.module.trainable_variables, values), _collect(self.module.non_trainable_variables, values))
 
     @with_varying_loops
     def apply(
@@ -143,6 +147,12 @@ class KerasAdapter:
 
     def _by_variable(self, params: Any, model_state: Any) -> dict[int, Any]:
         both = (self.module.trainable_variables, params), (self.module.non_trainable_variables, model_state)
+        missing = [path for variables, arrays in both for path in _paths(variables) if path not in arrays]
+        if missing:
+            raise ValueError(
+                f"The Keras model {self.name!r} has the variables {', '.join(missing)}, which the variables given to it lack. A view "
+                "needs a model made of the same layers."
+            )
         return {id(v): arrays[path] for variables, arrays in both for path, v in _paths(variables).items()}
 
     def _layers(self) -> list[keras.Layer]:

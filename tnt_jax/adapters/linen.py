@@ -40,6 +40,9 @@ class LinenAdapter:
         variables = self._given if self._given is not None else self._fresh(inputs, seed)
         return Variables(variables.get("params", {}), self._without_params(variables))
 
+    def attach(self, inputs: Any) -> None:
+        """Does nothing: a Flax module needs no preparation."""
+
     @with_varying_loops
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None

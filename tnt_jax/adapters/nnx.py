@@ -40,6 +40,9 @@ class NnxAdapter:
         _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
+    def attach(self, inputs: Any) -> None:
+        """Does nothing: a Flax module needs no preparation."""
+
     @with_varying_loops
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None

@@ -30,6 +30,10 @@ class LowPrecision:
         variables = self.inner.init(inputs, seed=seed)
         return Variables(_cast(variables.params, self._master), variables.model_state)
 
+    def attach(self, inputs: Any) -> None:
+        """Prepares to compute with variables of another model."""
+        self.inner.attach(inputs)
+
     def apply(
         self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
     ) -> Applied:

@@ -118,7 +118,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         """
         if (loss is None) == (objective is None):
             raise ValueError(
-                "compile() needs either a loss, for instance loss='sparse_categorical_crossentropy' or a tnt_jax.losses object, "
+                "compile() needs a loss, for instance loss='sparse_categorical_crossentropy' or a tnt_jax.losses object, "
                 "or an objective."
             )
         if objective is not None and (loss_weights, metrics, weighted_metrics) != (None, None, None):

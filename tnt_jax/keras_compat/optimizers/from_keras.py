@@ -52,7 +52,13 @@ class KerasOptimizer(Optimizer):
             )
         schedule = _schedule_of(optimizer)
         rate = float(optimizer.learning_rate) if schedule is None else schedule
-        super().__init__(rate, use_ema=optimizer.use_ema, ema_momentum=optimizer.ema_momentum, name=optimizer.name)
+        super().__init__(
+            rate,
+            use_ema=optimizer.use_ema,
+            ema_momentum=optimizer.ema_momentum,
+            gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
+            name=optimizer.name,
+        )
         self.keras_optimizer = optimizer
 
     def transformation(self) -> optax.GradientTransformation:
@@ -70,7 +76,9 @@ class _Rule:
 
     def init(self, params: Any) -> KerasOptimizerState:
         """Returns the first values of the variables of a Keras optimizer built for `params`."""
-        self.optimizer = type(self.given).from_config(self.given.get_config() | {"learning_rate": self.learning_rate})
+        # The training step accumulates gradients itself: ranks then exchange them once for an update.
+        changes = {"learning_rate": self.learning_rate, "gradient_accumulation_steps": None}
+        self.optimizer = type(self.given).from_config(self.given.get_config() | changes)
         for setting in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
             if hasattr(self.given, setting):
                 setattr(self.optimizer, setting, getattr(self.given, setting))
