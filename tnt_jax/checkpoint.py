@@ -31,6 +31,7 @@ from tnt_jax.state import TrainState
 
 # How many leaves an error names before it says how many there are besides.
 _NAMED_LEAVES = 8
+_ACCUMULATED = "accumulated/"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Checkpoints:
         position_note = None if position is None else [position.epoch, position.batch]
         trees = {"state": state_arrays(state), "extra": dict(extra or {})}
         if self._alone:
+            trees["state"] = without_accumulated(trees["state"])
             trees = jax.tree.map(np.array, trees)
         saves = {name: ocp.args.PyTreeSave(_nest(tree)) for name, tree in trees.items() if tree}
         notes_save = ocp.args.JsonSave({"position": position_note, "notes": dict(notes or {})})
@@ -202,7 +204,7 @@ class Checkpoints:
                 max_to_keep=self._max_to_keep,
                 cleanup_tmp_directories=True,
                 multiprocessing_options=alone if self._alone else ocp.options.MultiprocessingOptions(),
-                create=not (self._alone and jax.process_count() > 1),
+                create=not self._alone,
             )
             if self._alone:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -231,10 +233,16 @@ def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         ValueError: If a path is missing or too many, or a shape or dtype differs; the message names the leaves.
     """
     numbers = replace(state, key=jax.random.key_data(state.key))
+    arrays = _for_ranks(arrays, _flatten(numbers))
     check_match(_flatten(numbers), arrays)
     structure = jax.tree.structure(numbers)
     filled = structure.unflatten([arrays[path] for path in _flatten(numbers)])
     return replace(filled, key=jax.random.wrap_key_data(jnp.asarray(filled.key), impl=jax.random.key_impl(state.key)))
+
+
+def without_accumulated(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays without what the ranks have accumulated since the last update, of which each process holds its part only."""
+    return {path: leaf for path, leaf in arrays.items() if not path.startswith(_ACCUMULATED)}
 
 
 def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -263,6 +271,21 @@ def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         raise ValueError(
             f"What was saved does not fit the model. Leaves {'; '.join(parts)}. Load it into the model that was saved."
         )
+
+
+def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays with accumulated gradients `[ranks, ...]` for another number of ranks: only their sum matters."""
+    found = dict(arrays)
+    for path, leaf in expected.items():
+        if not path.startswith(_ACCUMULATED):
+            continue
+        saved = found.get(path)
+        if saved is None:
+            found[path] = np.zeros(leaf.shape, leaf.dtype)
+        elif saved.shape[0] != leaf.shape[0] and saved.shape[1:] == leaf.shape[1:]:
+            found[path] = np.zeros(leaf.shape, leaf.dtype)
+            found[path][0] = np.sum(saved, axis=0)
+    return found
 
 
 def _kind(leaf: Any) -> str:

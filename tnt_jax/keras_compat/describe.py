@@ -68,7 +68,7 @@ def rebuild(description: Any) -> Any:
 def _describe_object(value: Any, where: str) -> Any:
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
-    if _is_linen(value):
+    if is_linen(value):
         return {"linen": [_import_name(type(value), where), _describe_fields(value, where), value.name]}
     if isinstance(value, type) and issubclass(value, np.generic):
         return {"dtype": np.dtype(value).name}
@@ -154,7 +154,8 @@ def _root(cls: type) -> str:
     return cls.__module__.split(".")[0]
 
 
-def _is_linen(value: Any) -> bool:
+def is_linen(value: Any) -> bool:
+    """Tells whether a value is a Linen module, without importing Linen."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(value, linen.Module)
 

@@ -88,3 +88,16 @@ def compile_arguments(model: Any) -> dict[str, Any] | None:
         return None
     given = keras.saving.deserialize_keras_object(config)
     return {name: given.get(name) for name in ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")}
+
+
+def inputs_of(model: Any) -> Any:
+    """Returns shapes and dtypes of the inputs of a Keras model, for one row; None if it does not know them."""
+    import jax
+
+    if not model.built or getattr(model, "inputs", None) is None:
+        return None
+    structs = [jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype) for x in model.inputs]
+    structure = getattr(model, "input", None)
+    if isinstance(structure, dict):
+        return dict(zip(structure, structs, strict=True))
+    return structs[0] if len(structs) == 1 else structs

@@ -4,6 +4,7 @@ A path that ends in `.weights.h5` or `.safetensors` is one file, `.keras` the fi
 directory with the whole training state, which can be read on another number of devices.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from tnt_jax import collectives, runtime
 from tnt_jax.adapters.base import Adapter, Variables
-from tnt_jax.checkpoint import Checkpoints, Position, check_match, state_arrays, with_arrays
+from tnt_jax.checkpoint import Checkpoints, Position, check_match, state_arrays, with_arrays, without_accumulated
 from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.callbacks.placement import Company, check_changes_model, company
 from tnt_jax.keras_compat.describe import NotDescribable, describe
@@ -58,6 +59,7 @@ class SavingMixin:
     _adapter: Adapter
     _trainer: Trainer
     _seed: int
+    _options: dict[str, Any]
     _given: Mapping[str, Any] | None
     _optimizer: Any
     _transformation: Any
@@ -176,8 +178,47 @@ class SavingMixin:
             ValueError: If the module cannot be described, as an NNX module, whose constructor's arguments are lost.
         """
         if keras_files.is_keras(self.module):
-            return keras_files.describe_model(self.module)
-        return {"module": describe(self.module), "seed": self._seed}
+            return keras_files.describe_model(self.module) | {"options": describe(self.options)}
+        return {"module": describe(self.module), "options": describe(self.options)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Returns a model from what `get_config` returned, with fresh weights, not compiled."""
+        from tnt_jax.keras_compat.saved_models import model_from_config
+
+        return model_from_config(config)
+
+    def to_json(self) -> str:
+        """Returns a description of the wrapped module as JSON, for `tnt_jax.models.model_from_json`.
+
+        Raises:
+            ValueError: If the module cannot be described.
+        """
+        return json.dumps(self.get_config())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that the model was made with, besides module and variables."""
+        return {"seed": self._seed, **self._options}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces every part of the training state that `arrays` hold, by path; before `build` as soon as the model is built.
+
+        Args:
+            arrays: Arrays of a checkpoint; the state of an optimizer is for a compiled model.
+        """
+        if not self.built:
+            self._waiting = arrays
+            return
+        self._start_optimizer()
+        weights = _only(arrays, "params", "model_state")
+        if weights:
+            self._set_arrays(weights, "params", "model_state")
+        self._set_optimizer_state(_only(arrays, "opt_state", "step"))
+
+    def build_from(self, params: Any, model_state: Any) -> None:
+        """Creates the state from host arrays in the form in which a checkpoint holds them, for a Flax module."""
+        self._trainer.build_from(Variables(params, model_state))
 
     def start_saving(self, checkpoints: Checkpoints, *, whole: bool) -> None:
         """Starts a checkpoint in the background, and returns as soon as the arrays are copied.
@@ -214,7 +255,8 @@ class SavingMixin:
     def adopt_master_state(self) -> None:
         """Replaces the training state and the first epoch by the master's, on every process."""
         state = self._built_state()
-        arrays = collectives.broadcast({path: np.asarray(leaf) for path, leaf in state_arrays(state).items()})
+        arrays = {path: np.asarray(leaf) for path, leaf in without_accumulated(state_arrays(state)).items()}
+        arrays = collectives.broadcast(arrays)
         self._trainer.set_state(with_arrays(state, arrays))
         epoch = int(collectives.broadcast(np.int64(-1 if self._initial_epoch is None else self._initial_epoch)))
         self._initial_epoch = None if epoch < 0 else epoch
@@ -222,6 +264,7 @@ class SavingMixin:
     # The name by which Keras's BackupAndRestore says where training goes on.
     _initial_epoch: int | None = None
     _resumed: tuple[Position, list[np.ndarray]] | None = None
+    _waiting: Mapping[str, np.ndarray] | None = None
 
     def _take_start(self, initial_epoch: int, first: Batch) -> Start:
         """Returns where `fit` begins; what callbacks asked for counts once."""
@@ -256,7 +299,7 @@ class SavingMixin:
         self._together(error, who)
 
     def _write_file(self, path: Path, state: TrainState, notes: dict[str, Any]) -> None:
-        arrays = state_arrays(state)
+        arrays = without_accumulated(state_arrays(state))
         with replacing(path) as temporary:
             if path.name.endswith(SAFETENSORS_ENDING):
                 write_safetensors(temporary, _only(arrays, "params", "model_state"))
@@ -301,6 +344,9 @@ class SavingMixin:
                 self._transformation = self._optimizer.transformation()
             steps = self._optimizer.gradient_accumulation_steps or 1
             self._trainer.use_optimizer(self._transformation, accumulation_steps=steps)
+        if self._waiting is not None and self.built:
+            arrays, self._waiting = self._waiting, None
+            self.restore(arrays)
 
     def _order_of_weights(self, state: TrainState) -> list[int]:
         """Returns for each array of `get_weights` its number among the leaves of parameters and model state."""
@@ -311,7 +357,7 @@ class SavingMixin:
 
     def _description(self) -> dict[str, Any]:
         """Returns what is needed to make and compile the model again; parts that cannot be described are left out, with a warning."""
-        notes: dict[str, Any] = {"seed": self._seed}
+        notes: dict[str, Any] = {"options": describe(self.options)}
         parts: dict[str, Callable[[], Any]] = {"config": self.get_config}
         if self._given is not None:
             parts["compile"] = lambda: _describe_compile(self._given or {})
@@ -319,6 +365,7 @@ class SavingMixin:
             try:
                 notes[name] = make()
             except NotDescribable as error:
+                notes[f"{name}_problem"] = str(error)
                 logger.info("load_model will need %s: %s", "module=..." if name == "config" else "compile() afterwards", error)
         return notes
 

@@ -7,9 +7,12 @@ Nothing here knows how it is trained; each file can be used without the rest of 
     module = models.resnet50(num_classes=1000, dtype=jnp.bfloat16)
 """
 
+import importlib
+
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
+_SAVED = ["clone_model", "load_model", "model_from_config", "model_from_json", "save_model"]
+_get_module, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "attention": ["Attention"],
@@ -33,3 +36,12 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "translation": ["Translator", "translate", "translate_greedily"],
     },
 )
+__all__.extend(_SAVED)
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is asked for."""
+    if name in _SAVED:
+        # Saved models know how to train; only who asks for them imports that.
+        return getattr(importlib.import_module("tnt_jax.keras_compat.saved_models"), name)
+    return _get_module(name)
