@@ -12,9 +12,9 @@ def test_an_empty_environment_gives_the_defaults():
 def test_all_variables_are_read():
     environ = JOB | {
         "TNT_INIT_TIMEOUT_S": "7", "TNT_HEARTBEAT_TIMEOUT_S": "8", "TNT_LOG_LEVEL": "debug", "TNT_LOG_ON_ALL_DEVICES": "1",
-        "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0",
+        "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0", "TNT_LAUNCHED_AT": "12.500",
     }  # fmt: skip
-    assert read_settings(environ) == Settings("node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0)
+    assert read_settings(environ) == Settings("node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5)
 
 
 @pytest.mark.parametrize(

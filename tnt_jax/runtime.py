@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from tnt_jax import _jax
 from tnt_jax.launch.clusters import Job, detect_job
 from tnt_jax.log import configure_logging, logger
-from tnt_jax.settings import Settings, read_settings
+from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
 
 _HOST_KEY = "tnt_jax/host"
 # Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
@@ -93,6 +94,7 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
             "%d rank(s) on %s in %d process(es) on %s.",
             _runtime.num_ranks, _runtime.platform, jax.process_count(), socket.gethostname(),
         )  # fmt: skip
+        log_start_phase("devices open")
     elif devices is not None and _chosen_ids(devices) != _own_device_ids(_runtime):
         raise ValueError(
             f"init(devices={list(devices)}) came after an init with the devices {_own_device_ids(_runtime)}. "
@@ -145,6 +147,13 @@ def get_process_count() -> int:
     return jax.process_count()
 
 
+def log_start_phase(phase: str) -> None:
+    """Logs at DEBUG how long after its launch, by `tnt-jax`, this process has reached a phase of its start."""
+    launched_at = init().settings.launched_at
+    if launched_at is not None:
+        logger.debug("Start-up: %s %.2f s after the launch.", phase, time.time() - launched_at)
+
+
 def barrier(*, timeout_s: int = 300) -> None:
     """Waits until every process of the job has called it the same number of times.
 
@@ -195,17 +204,18 @@ def _join(job: Job, settings: Settings) -> None:
         # JAX's service catches SIGTERM and then waits to be polled: a process that nobody polls could not be ended.
         jax.config.update("jax_enable_preemption_service", False)
     _exit_at_uncaught_exceptions()
-    with _ending_after(settings.init_timeout_s, lambda: _missing_processes(job, settings)):
+    timeout_s = settings.init_timeout_s or default_init_timeout_s(job.num_processes)
+    with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
         jax.distributed.initialize(
             coordinator_address=job.coordinator_address,
             num_processes=job.num_processes,
             process_id=job.process_id,
             local_device_ids=job.local_device_ids,
             cluster_detection_method="deactivate",
-            initialization_timeout=settings.init_timeout_s + _GRACE_S,
+            initialization_timeout=timeout_s + _GRACE_S,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         )
-    _check_host_names(job, timeout_s=settings.init_timeout_s)
+    _check_host_names(job, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -227,13 +237,14 @@ def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _missing_processes(job: Job, settings: Settings) -> str:
+def _missing_processes(job: Job, timeout_s: int) -> str:
     proxies = sorted(name for name in os.environ if name.lower().endswith("_proxy") and name.lower() != "no_proxy")
     hint = f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to no_proxy." if proxies else ""
     return (
-        f"Process {job.process_id} of {job.num_processes} could not start with the others within {settings.init_timeout_s} s "
+        f"Process {job.process_id} of {job.num_processes} could not start with the others within {timeout_s} s "
         f"(coordinator {job.coordinator_address}, from {job.source}). Check that all {job.num_processes} processes were started, "
-        f"that the coordinator's host and port can be reached from here, and that nothing else listens there.{hint}"
+        f"that the coordinator's host and port can be reached from here, and that nothing else listens there; a job that starts more "
+        f"slowly needs a larger TNT_INIT_TIMEOUT_S.{hint}"
     )
 
 
