@@ -205,6 +205,15 @@ def test_wrong_arguments_are_refused():
     assert RandomAccessSource(RandomAccess([1] * 9), Place(2), micro_batch_size=3).global_batch_size == 6
 
 
+def test_distribution_is_logged(caplog):
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        RandomAccessSource(RandomAccess(Squares(21), batch_size=8, shuffle=True, seed=5), Place(4, 0, 2))
+    assert (
+        "global batch 8, 2 rows on each of 4 ranks, 3 steps per epoch, 3 padded rows in the last batch, order from seed 5."
+        in caplog.text
+    )
+
+
 def test_generators_of_neighbours_are_independent():
     draws = {fetch.example_generator(1, epoch, index).random() for epoch in range(5) for index in range(200)}
     assert len(draws) == 1000

@@ -14,7 +14,9 @@ from tnt_jax.data.collate import take_rows
 from tnt_jax.data.fetch import Chunk, Dataset, Fetcher, OnError, Recipe, Worker, report_failures
 from tnt_jax.data.layout import LocalRows, Place, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import Permutation
+from tnt_jax.data.report import describe_sizes, last_padded_rows
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.log import logger
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,14 @@ class RandomAccessSource:
         self._spec, self._place = spec, place
         recipe = Recipe(spec.dataset, spec.transform, spec.seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
+        sizes = describe_sizes(
+            global_batch_size=self.global_batch_size,
+            num_ranks=place.num_ranks,
+            num_batches=self.num_batches,
+            num_padded_rows=last_padded_rows(self.num_examples, self.global_batch_size, place.num_ranks),
+            seed=spec.seed if spec.shuffle else None,
+        )
+        logger.info("%s Each process fetches its own rows only.", sizes)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tnt_jax.data.layout import Place, local_rows, micro_batch_size, num_batches, num_padded_rows, resolve_batch_size
+from tnt_jax.data.layout import Place, local_rows, resolve_batch_size
+from tnt_jax.data.report import describe_sizes, last_padded_rows
 from tnt_jax.data.sources import HostBatch, Source, common_length, select_rows
 from tnt_jax.log import logger
 
@@ -71,16 +72,14 @@ class Distribution:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        def known(value: int | None) -> str:
-            return "unknown" if value is None else str(value)
-
-        size, ranks = self.global_batch_size, self.place.num_ranks
-        lines = [
-            f"Data: global batch {known(size)}, {known(size and micro_batch_size(size, ranks))} rows on each of {ranks} ranks, "
-            f"{known(self.num_batches)} steps per epoch, {known(self.num_padded_rows)} padded rows in the last batch.",
-            f"Every process runs for all rows: {', '.join(self.before) or 'nothing'}.",
-            f"It runs for its own rows: {', '.join(self.after) or 'nothing'}.",
-        ]
+        sizes = describe_sizes(
+            global_batch_size=self.global_batch_size,
+            num_ranks=self.place.num_ranks,
+            num_batches=self.num_batches,
+            num_padded_rows=self.num_padded_rows,
+        )
+        before, after = (", ".join(names) or "nothing" for names in (self.before, self.after))
+        lines = [sizes, f"Every process runs for all rows: {before}.", f"It runs for its own rows: {after}."]
         return "\n".join([*lines, *self.notes])
 
 
@@ -208,8 +207,9 @@ class TfDataSource:
             stream = repairs.repaired(self._dataset)
             names, notes = (operation_names(self._dataset), []), [f"Rows are selected last: {reason}."]
         self._stream, order_notes = with_fixed_order(stream, self._dataset)
+        padded = last_padded_rows(self.num_examples, self.global_batch_size, self._place.num_ranks)
         self.distribution = Distribution(
-            self._place, self.global_batch_size, self.num_batches, self._num_padded_rows(), tuple(names[0]), tuple(names[1]),
+            self._place, self.global_batch_size, self.num_batches, padded, tuple(names[0]), tuple(names[1]),
             tuple(dict.fromkeys([*notes, *repairs.notes, *order_notes])),
         )  # fmt: skip
 
@@ -219,13 +219,6 @@ class TfDataSource:
         if self._place.local_ranks == self._place.num_ranks:
             return None if self._split == "before" else "this process feeds all ranks"
         return None
-
-    def _num_padded_rows(self) -> int | None:
-        size, examples = self.global_batch_size, self.num_examples
-        if size is None or not examples:
-            return None
-        last = examples - (num_batches(examples, size) - 1) * size
-        return num_padded_rows(last, self._place.num_ranks)
 
     def _go_to(self, epoch: int) -> None:
         """Brings the shuffles of the pipeline to their order of pass `epoch`."""
