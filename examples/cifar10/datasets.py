@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 from configuration import check_keys, choose
 
-from tnt_jax.data.images import ImageFormat, evaluation_images, image_folder, shift_and_flip, training_images
-from tnt_jax.data.tfds import load
+import tnt_jax as tnt
 
 
 class Datasets(NamedTuple):
@@ -62,7 +61,7 @@ def cifar10(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
             files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile() and "batch" in m.name}
         train, valid = _cifar_parts(files)
     else:
-        train, valid = (_arrays(load("cifar10", split, data_dir=data_dir)) for split in ("train", "test"))
+        train, valid = (_arrays(tnt.data.load("cifar10", split, data_dir=data_dir)) for split in ("train", "test"))
     return _batches(_first(train, n_train), _first(valid, n_valid), batch_size=batch_size, seed=seed, shift=shift)
 
 
@@ -79,11 +78,12 @@ def idx(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
 def folders(*, batch_size, seed, data_dir, train="train", valid="validation", image_size=224, scaling="mean"):
     """JPEG files in class folders: `data_dir/train/CLASS/*.jpg` and `data_dir/validation/CLASS/*.jpg`."""
     classes = sorted(entry.name for entry in (Path(data_dir) / train).iterdir() if entry.is_dir())
-    records = image_folder(Path(data_dir) / train, classes=classes)
-    form = ImageFormat(size=image_size, scaling=scaling)
+    records = tnt.data.image_folder(Path(data_dir) / train, classes=classes)
+    valid_records = tnt.data.image_folder(Path(data_dir) / valid, classes=classes)
+    form = tnt.data.ImageFormat(size=image_size, scaling=scaling)
     return Datasets(
-        training_images(records, batch_size=batch_size, image_format=form, seed=seed),
-        evaluation_images(image_folder(Path(data_dir) / valid, classes=classes), batch_size=batch_size, image_format=form),
+        tnt.data.training_images(records, batch_size=batch_size, image_format=form, seed=seed),
+        tnt.data.evaluation_images(valid_records, batch_size=batch_size, image_format=form),
         int(records.cardinality()),
     )
 
@@ -144,7 +144,7 @@ def _batches(train, valid, *, batch_size, seed, shift):
 
         def augment(example, number):
             image, label = example
-            return shift_and_flip(image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift), label
+            return tnt.data.shift_and_flip(image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift), label
 
         examples = tf.data.Dataset.zip((examples, numbers)).map(augment, num_parallel_calls=tf.data.AUTOTUNE)
 
