@@ -136,6 +136,16 @@ def test_module_is_usable_after_fit_and_keeps_its_mode_and_streams(use_ranks):
     assert net.norm.mean[...].std() > 0
 
 
+class Hidden(nnx.Module):
+    """The first layer of `Net`, at the same path."""
+
+    def __init__(self):
+        self.blocks = nnx.List([nnx.Linear(NUM_FEATURES, 8, rngs=nnx.Rngs(9))])
+
+    def __call__(self, x):
+        return self.blocks[0](x)
+
+
 class Flagged(nnx.Module):
     """Takes its mode as an argument, sows a loss and an intermediate, and shares one matrix between two uses."""
 
@@ -148,6 +158,39 @@ class Flagged(nnx.Module):
         self.sow("losses", "l2", 0.1 * jnp.sum(self.linear.kernel[...] ** 2))
         self.sow(nnx.Intermediate, "hidden", x)
         return self.tied(self.linear(x)) * (2.0 if train else 1.0)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(2)
+        self.rnn = nnx.RNN(nnx.LSTMCell(1, 4, rngs=rngs))
+        self.head = nnx.Linear(4, NUM_CLASSES, rngs=rngs)
+        self.norm = self.dropout = None
+
+    def __call__(self, x):
+        return self.head(self.rnn(x[..., None])[:, -1])
+
+
+def test_recurrent_layers_start_from_constants(use_ranks):
+    use_ranks(4)
+    net, expected = Recurrent(), Recurrent()
+    losses = train_by_hand(expected, 27, 10)
+    np.testing.assert_allclose(fit(net, 27, 10)[1], losses, rtol=TOLERANCE)
+    assert_same_variables(net, expected)
+
+
+@pytest.mark.parametrize(("precision", "master"), [("mixed_bfloat16", jnp.float32), ("bfloat16", jnp.bfloat16)])
+def test_precision_and_frozen_paths(use_ranks, precision, master):
+    use_ranks(2)
+    net, start = Net(has_norm=True), Net(has_norm=True)
+    x, y = make_data(24)
+    model = tnt.Model(net, precision=precision, frozen=["blocks/0"])
+    model.compile("adam", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    assert net.blocks[1].kernel[...].dtype == master
+    assert net.norm.mean[...].dtype == jnp.float32
+    np.testing.assert_array_equal(net.blocks[0].kernel[...], start.blocks[0].kernel[...].astype(master))
+    assert np.any(net.blocks[1].kernel[...] != start.blocks[1].kernel[...].astype(master))
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
@@ -169,6 +212,17 @@ def test_flag_sown_losses_and_shared_variables(use_ranks, num_ranks):
     np.testing.assert_allclose(net.linear.kernel[...], kernel - 0.1 * jax.grad(objective)(kernel), rtol=1e-4, atol=1e-6)
     assert net.tied is net.linear
     assert not hasattr(net, "hidden")
+
+
+def test_view_computes_with_the_trained_variables(use_ranks):
+    use_ranks(2)
+    net = Net()
+    x, _ = make_data(24)
+    model, _ = fit(net, 24, 8)
+    view = model.view(Hidden())
+    np.testing.assert_allclose(view.predict(x, verbose=0), x @ net.blocks[0].kernel[...] + net.blocks[0].bias[...], atol=1e-6)
+    with pytest.raises(ValueError, match=r"Flagged has the variables linear/kernel, which the variables given to it lack"):
+        model.view(Flagged()).predict(x, verbose=0)
 
 
 def test_errors_name_what_is_wrong():

@@ -78,6 +78,12 @@ class NnxAdapter:
         """Returns the given arrays as the state of the module without its random streams."""
         arrays = {**traverse_util.flatten_dict(variables.params), **traverse_util.flatten_dict(variables.model_state)}
         leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(_is_random)))
+        missing = ["/".join(_names(path)) for path, _ in leaves if _names(path) not in arrays]
+        if missing:
+            raise ValueError(
+                f"The module {self.name} has the variables {', '.join(missing)}, which the variables given to it lack. A view needs a "
+                "module with the same attributes."
+            )
         return nnx.from_flat_state([(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves])
 
 

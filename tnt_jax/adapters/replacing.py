@@ -16,14 +16,15 @@ def replaced(owner: Any, functions: dict[str, Callable]) -> Iterator[None]:
     Other threads that call them meanwhile get the originals.
 
     Args:
-        owner: Module or class.
+        owner: Module or class that defines them itself.
         functions: Replacement of each attribute, by name.
     """
     thread = threading.get_ident()
     with _lock:
-        originals = {name: getattr(owner, name) for name in functions}
+        # As they are stored: reading a static method through its class would unwrap it.
+        originals = {name: vars(owner)[name] for name in functions}
         for name, function in functions.items():
-            setattr(owner, name, _in_thread(thread, function, originals[name]))
+            setattr(owner, name, _in_thread(thread, function, getattr(owner, name)))
         try:
             yield
         finally:
