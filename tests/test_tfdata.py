@@ -135,6 +135,23 @@ def test_unseeded_shuffle_is_seeded_with_42_everywhere():
     )
 
 
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda d: Dataset.zip((d, d.map(lambda i: -i))).batch(8),
+        lambda d: d.concatenate(d.map(abs)).batch(8),
+        lambda d: d.batch(8).concatenate(d.batch(8)),
+        lambda d: (lambda b: b.concatenate(b))(d.batch(8)),
+        lambda d: (lambda b: Dataset.zip((b, b.prefetch(1))))(d.batch(8)),
+    ],
+)
+def test_shuffle_that_occurs_twice_draws_two_orders_as_in_tensorflow(join):
+    make = lambda: join(Dataset.range(20).map(lambda i: i + 1).shuffle(20, seed=3))  # noqa: E731
+    expected = numpy_batches(make())
+    for num_processes in (1, 2, 3):
+        assert_union_is(sources(make(), num_processes), expected)
+
+
 def test_seeds_under_a_global_seed_are_kept():
     make = lambda: Dataset.range(40).shuffle(40).shuffle(11, seed=3).batch(8)  # noqa: E731
     tf.random.set_seed(7)

@@ -76,6 +76,7 @@ class Splitter:
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _done: dict[tuple[int, bool | None], Any] = field(default_factory=dict)
 
     def local_batches(self, dataset: Any) -> Any:
         """Returns the dataset of `(number of rows [local_rows] or scalar, own rows)` for a dataset of global batches.
@@ -83,6 +84,15 @@ class Splitter:
         Raises:
             CannotSplitEarly: If an operation after the batching has to see whole batches.
         """
+        return self._once((id(dataset), None), lambda: self._local_batches(dataset))
+
+    def _once(self, key: tuple[int, bool | None], make: Callable[[], Any]) -> Any:
+        """Returns what `make` gave for `key` the first time: a shuffle that occurs twice draws two orders from one generator."""
+        if key not in self._done:
+            self._done[key] = make()
+        return self._done[key]
+
+    def _local_batches(self, dataset: Any) -> Any:
         kind, inputs = type(dataset).__name__, dataset._inputs()
         if kind in BATCHES:
             return self._local_batch(dataset)
@@ -146,6 +156,9 @@ class Splitter:
 
     def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         """Takes a dataset of elements apart; `at_selection` says that nothing between it and the batching goes by position."""
+        return self._once((id(dataset), at_selection), lambda: self._take_apart(dataset, at_selection=at_selection))
+
+    def _take_apart(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         kind, inputs = type(dataset).__name__, dataset._inputs()
         if kind == "_OptionsDataset":
             return self._hoist(inputs[0], at_selection=at_selection)
