@@ -213,11 +213,14 @@ class Trainer:
             num_steps: Batches of equal shapes that are placed together, for one program.
         """
 
+        # Without a thread that hides its cost, device_put takes longer than the compiled step does to fetch host arrays itself.
+        is_direct = not threaded and jax.process_count() == 1
+
         def place(group: list[HostBatch]) -> Placed:
-            num_rows = sum(item.num_rows for item in group)
-            if len(group) == 1:
-                return Placed(self._place(unpack(group[0])), num_rows)
-            return Placed(self._place_stacked(stack([unpack(item) for item in group])), num_rows, len(group))
+            batches = [unpack(item) for item in group]
+            batch = batches[0] if len(group) == 1 else stack(batches)
+            put = self._place if len(group) == 1 else self._place_stacked
+            return Placed(batch if is_direct else put(batch), sum(item.num_rows for item in group), len(group))
 
         return Feed(in_groups(items, num_steps), place, threaded=threaded)
 
@@ -247,7 +250,7 @@ class Trainer:
         assert self._parts is not None
         leaves, structure = jax.tree.flatten(placed.batch)
         shapes = [x.shape if placed.num_steps == 1 else x.shape[1:] for x in leaves]
-        signature = tuple((shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True))
+        signature = tuple((shape, jax.dtypes.canonicalize_dtype(x.dtype)) for shape, x in zip(shapes, leaves, strict=True))
         if signature not in self._zeros:
             batch = structure.unflatten([jax.ShapeDtypeStruct(*pair) for pair in signature])
             self._zeros[signature] = self._replicate(zero_sums(self._parts, self._built(), batch, self.runtime.mesh))
