@@ -5,51 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tnt_jax import _jax, collectives
-from tnt_jax.collectives import average_model_state, plan_buckets, sum_in_buckets
-
-FLOAT = 4
-
-
-@pytest.mark.parametrize(
-    ("floats", "threshold", "expected"),
-    [
-        # Tarantella's own cases: arrays of 94, 17, 2 and 81 floats.
-        ([94, 17, 2, 81], 2, [[0], [1], [2], [3]]),
-        ([94, 17, 2, 81], 10, [[0], [1], [2, 3]]),
-        ([94, 17, 2, 81], 100, [[0, 1], [2, 3]]),
-        ([94, 17, 2, 81], 112, [[0, 1, 2], [3]]),
-        ([94, 17, 2, 81], 200, [[0, 1, 2, 3]]),
-        ([94, 17], 0, [[0], [1]]),
-        ([], 8, []),
-    ],
-)
-def test_plan_buckets(floats, threshold, expected):
-    assert plan_buckets([FLOAT * n for n in floats], FLOAT * threshold) == expected
-
-
-def test_a_bucket_holds_one_dtype():
-    assert plan_buckets([4, 4, 2, 2, 4], 100, kinds=["f4", "f4", "f2", "f2", "f4"]) == [[0, 1], [2, 3], [4]]
-
-
-def test_a_negative_threshold_is_refused():
-    with pytest.raises(ValueError, match="at least 0 bytes, but is -1"):
-        plan_buckets([4], -1)
-
-
-@pytest.mark.parametrize("threshold", [0, 100, 10**9])
-@pytest.mark.parametrize("in_order", [False, True])
-def test_buckets_sum_every_leaf(threshold, in_order):
-    mesh = _jax.make_data_mesh(jax.devices()[:4])
-    rng = np.random.default_rng(0)
-    tree = {"a": rng.normal(size=(4, 30)), "b": [rng.normal(size=(4, 2, 3)), rng.integers(0, 9, (4, 7))], "c": rng.normal(size=4)}
-    tree = jax.tree.map(lambda x: x.astype(np.float32 if x.dtype.kind == "f" else np.int32), tree)
-
-    def reduce(tree):
-        local = jax.tree.map(lambda x: x[0], tree)
-        return sum_in_buckets(local, threshold=threshold, in_order=in_order)
-
-    summed = jax.jit(_jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P()))(tree)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b.sum(axis=0), rtol=1e-6), summed, tree)
+from tnt_jax.collectives import average_model_state
 
 
 def run_average(state, share):

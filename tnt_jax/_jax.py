@@ -26,14 +26,22 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
-def first_of_equals(tree: Any, mesh: Mesh) -> Any:
-    """Returns arrays `[ranks, ...]`, sharded by rank, whose entries are equal, as the one replicated entry; nothing is sent."""
+def shard_map_to_equals(function: Callable, *, mesh: Mesh, in_specs: Any) -> Callable:
+    """Maps `function`, whose results are equal on all ranks in a way that the check of replicated outputs cannot see."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
 
-    def own(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x[0], tree)
 
-    # That the entries are equal follows from how they were computed, which the check cannot know.
-    return jax.shard_map(own, mesh=mesh, in_specs=PartitionSpec(DATA_AXIS), out_specs=PartitionSpec(), check_vma=False)(tree)
+def all_gather_invariant(x: jax.Array) -> jax.Array:
+    """Returns the parts of all ranks one behind the other, marked as the same on every rank, inside `shard_map`."""
+    from jax._src.lax import parallel  # The public all_gather marks its result as varying, which cannot be undone.
+
+    return parallel.all_gather_invariant(x, DATA_AXIS, axis=0, tiled=True)
+
+
+def local_parts(x: jax.Array) -> list[jax.Array]:
+    """Returns what each device of this process, in the order of the mesh, holds of `x`, as arrays of one device each."""
+    # The public addressable_shards makes an object with an index for each device, which takes longer than the step of a small model.
+    return list(x._arrays)  # type: ignore[attr-defined]
 
 
 def check_local(function: Callable, *args: Any, advice: str) -> None:
@@ -81,6 +89,11 @@ def make_varying(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
+def zeros_like(tree: Any) -> Any:
+    """Returns zeros in the place of arrays, varying where these do."""
+    return jax.tree.map(lambda x: make_varying(jnp.zeros_like(x)) if is_varying(x) else jnp.zeros_like(x), tree)
+
+
 def backends_are_initialized() -> bool:
     """Tells whether JAX has already opened its devices, after which no job can be joined."""
     from jax._src import xla_bridge  # No public question exists.
@@ -119,11 +132,16 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 def shard_rows(tree: Any, mesh: Mesh) -> Any:
     """Places arrays `[ranks, ...]`, one row on each rank; of host arrays each process must pass the same values."""
     sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    return place(tree, jax.tree.map(lambda _: sharding, tree))
 
-    def place(x: Any) -> jax.Array:
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Places arrays each with its own sharding; of host arrays each process must pass the same values."""
+
+    def place_one(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        host = np.asarray(x)
+        host = np.array(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place_one, tree, shardings)

@@ -1,6 +1,5 @@
-"""Sums over ranks: gradients in fused buckets inside a step, and pytrees of host values between processes."""
+"""Sums over ranks and processes: model state inside a step, pytrees of host values between processes; `reduction.py` sums gradients."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,66 +10,7 @@ from jax.experimental import multihost_utils
 from tnt_jax import _jax
 from tnt_jax.runtime import init
 
-# Measured for 8 modelled H100s, chained and last layer first; Horovod and DDP use 128 and 25 MiB.
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 _MESSAGE_BYTES = 2048
-
-
-def plan_buckets(nbytes: Sequence[int], threshold: int, *, kinds: Sequence[Any] | None = None) -> list[list[int]]:
-    """Groups consecutive arrays into buckets by Tarantella's greedy rule.
-
-    A bucket takes further arrays as long as it holds fewer than `threshold` bytes; so a bucket can exceed the threshold by its last
-    array, and no array is split.
-
-    Args:
-        nbytes: Size of each array, in bytes, in the order in which they will be reduced.
-        threshold: Size, in bytes, from which a bucket is full; 0 gives each array a bucket of its own.
-        kinds: What must be equal within a bucket, one value for each array (its dtype); everything fits together by default.
-
-    Returns:
-        Indices into `nbytes`, one list per bucket; concatenated they are `range(len(nbytes))`.
-
-    Raises:
-        ValueError: If `threshold` is negative.
-
-    Example:
-        >>> plan_buckets([376, 68, 8, 324], threshold=40)
-        [[0], [1], [2, 3]]
-    """
-    if threshold < 0:
-        raise ValueError(f"The threshold of gradient buckets must be at least 0 bytes, but is {threshold}.")
-    buckets: list[list[int]] = []
-    size = threshold
-    for index, bytes_ in enumerate(nbytes):
-        if size >= threshold or (kinds is not None and kinds[index] != kinds[index - 1]):
-            buckets.append([])
-            size = 0
-        buckets[-1].append(index)
-        size += bytes_
-    return buckets
-
-
-def sum_in_buckets(tree: Any, *, threshold: int, in_order: bool) -> Any:
-    """Returns the sum of `tree` over the ranks, inside `shard_map` over the data axis.
-
-    Leaves are reduced from the last to the first: backpropagation finishes the last layers first.
-
-    Args:
-        tree: Arrays that vary over the ranks, usually gradients.
-        threshold: Bucket threshold in bytes, see `plan_buckets`.
-        in_order: Whether each bucket waits for the one before. On a GPU this keeps the compiler from merging the buckets again and
-            from sending first layers first; a CPU ignores it.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    backwards = leaves[::-1]
-    plan = plan_buckets([x.size * x.dtype.itemsize for x in backwards], threshold, kinds=[x.dtype for x in backwards])
-    summed: list[jax.Array] = []
-    for bucket in plan:
-        arrays = [backwards[index] for index in bucket]
-        if in_order and summed:
-            arrays, _ = jax.lax.optimization_barrier((arrays, summed[-1]))
-        summed.extend(jax.lax.psum(arrays, _jax.DATA_AXIS))
-    return jax.tree.unflatten(structure, summed[::-1])
 
 
 def average_model_state(tree: Any, share: jax.Array | None) -> Any:
@@ -87,17 +27,27 @@ def average_model_state(tree: Any, share: jax.Array | None) -> Any:
     def average(path: Any, leaf: jax.Array) -> jax.Array:
         if not _jax.is_varying(leaf):
             return leaf
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"Model state {jax.tree_util.keystr(path)} ({leaf.dtype}) differs between ranks and cannot be averaged. "
-                "Only floating state may depend on the batch; make this state the same on every rank, for instance with "
-                f"jax.lax.psum(..., {_jax.DATA_AXIS!r})."
-            )
+        check_can_be_averaged(path, leaf)
         if share is None:
             return jax.lax.pmean(leaf, _jax.DATA_AXIS)
         return jax.lax.psum(leaf * share.astype(leaf.dtype), _jax.DATA_AXIS)
 
     return jax.tree_util.tree_map_with_path(average, tree)
+
+
+def check_can_be_averaged(path: Any, leaf: jax.Array) -> None:
+    """Raises a TypeError if a leaf of the model state that differs between ranks is not floating.
+
+    Args:
+        path: Key path of the leaf.
+        leaf: The leaf.
+    """
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(
+            f"Model state {jax.tree_util.keystr(path)} ({leaf.dtype}) differs between ranks and cannot be averaged. "
+            "Only floating state may depend on the batch; make this state the same on every rank, for instance with "
+            f"jax.lax.psum(..., {_jax.DATA_AXIS!r})."
+        )
 
 
 def broadcast(tree: Any, *, root: int = 0) -> Any:

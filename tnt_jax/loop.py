@@ -13,11 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tnt_jax import _jax, collectives
+from tnt_jax import _jax, collectives, sharded_update
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_placer
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.execution import Placed, in_groups, stack
+from tnt_jax.reduction import Reduction, default_reduction
 from tnt_jax.runtime import Runtime
 from tnt_jax.state import TrainState, create_state
 from tnt_jax.step import Batch, Parts, make_eval_step, make_predict_step, make_train_step, make_train_steps, zero_sums
@@ -46,10 +47,20 @@ class Trainer:
         runtime: Mesh to train on.
         seed: Seed of fresh variables and of the random streams of the step.
         owner: Trainer whose state this one reads, for another model over the same variables; None for a state of its own.
+        reduction: How gradients are summed over the ranks; as is best on these devices by default.
     """
 
-    def __init__(self, adapter: Adapter, runtime: Runtime, *, seed: int, owner: "Trainer | None" = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        runtime: Runtime,
+        *,
+        seed: int,
+        owner: "Trainer | None" = None,
+        reduction: Reduction | None = None,
+    ) -> None:
         self.adapter, self.runtime, self.owner = adapter, runtime, owner
+        self.reduction = default_reduction(runtime.platform) if reduction is None else reduction
         self._state: TrainState | None = None
         self._seed = seed
         self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)
@@ -88,20 +99,17 @@ class Trainer:
         """Creates the state from host arrays, the same on every process, in the form in which `adapter.init` returns variables."""
         self._create_state(variables)
 
-    def compile(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, threshold: int, accumulation_steps: int = 1
-    ) -> None:
+    def compile(self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1) -> None:
         """Chooses what the steps compute, and starts the optimizer unless it runs already; parameters and model state stay.
 
         Args:
             parts: Forward pass, loss and metrics.
             optimizer: Optax transformation.
-            threshold: Bytes from which a gradient bucket is full.
             accumulation_steps: Steps whose mean gradient makes one update.
         """
         mesh = self.runtime.mesh
         self._parts, self._zeros = parts, {}
-        arguments = {"threshold": threshold, "accumulation_steps": accumulation_steps}
+        arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
         self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
         self._train_steps = make_train_steps(parts, optimizer, mesh, **arguments)
         self._eval_step = make_eval_step(parts, mesh)
@@ -132,9 +140,16 @@ class Trainer:
 
     def set_state(self, state: TrainState) -> None:
         """Places a state of host or device arrays on every device."""
-        shared = self._replicate(replace(state, accumulated=None))
-        # Each rank holds its own row of what it has accumulated.
-        self.state = replace(shared, accumulated=_jax.shard_rows(state.accumulated, self.runtime.mesh))
+        mesh = self.runtime.mesh
+        # Each rank holds its own row of what it has accumulated, and of what compression left out.
+        accumulated, residual = _jax.shard_rows((state.accumulated, state.residual), mesh)
+        opt_state = state.opt_state
+        if self.reduction.shard_optimizer_state:
+            opt_state = _jax.place(opt_state, sharded_update.shardings(opt_state, mesh))
+        else:
+            opt_state = self._replicate(opt_state)
+        shared = self._replicate(replace(state, opt_state=None, accumulated=None, residual=None))
+        self.state = replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
 
     def variables(self) -> Variables:
         """Returns host copies of parameters and model state."""
@@ -244,7 +259,9 @@ class Trainer:
     def _create_state(self, variables: Variables) -> None:
         ranks = self.runtime.num_ranks if self._accumulation_steps > 1 else 0
         optimizer = self._optimizer or optax.identity()
-        self.set_state(create_state(*variables, optimizer, seed=self._seed, accumulating_ranks=ranks))
+        compressing = self.runtime.num_ranks if self.reduction.keeps_residual else 0
+        state = create_state(*variables, optimizer, seed=self._seed, accumulating_ranks=ranks, compressing_ranks=compressing)
+        self.set_state(state)
 
     def _zero_sums(self, placed: Placed) -> Any:
         assert self._parts is not None

@@ -22,6 +22,8 @@ class TrainState:
         key: Threefry key of the run; the key of a step is `fold_in(key, step)`.
         accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]` of which each rank holds its row;
             None where every step updates.
+        residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]` of which each rank holds its row;
+            None where gradients are sent as they are.
     """
 
     step: jax.Array
@@ -30,10 +32,17 @@ class TrainState:
     opt_state: Any
     key: jax.Array
     accumulated: Any = None
+    residual: Any = None
 
 
 def create_state(
-    params: Any, model_state: Any, optimizer: optax.GradientTransformation, *, seed: int, accumulating_ranks: int = 0
+    params: Any,
+    model_state: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+    accumulating_ranks: int = 0,
+    compressing_ranks: int = 0,
 ) -> TrainState:
     """Returns the state before the first update.
 
@@ -43,9 +52,19 @@ def create_state(
         optimizer: Transformation whose state is initialised for `params`.
         seed: Seed of dropout and of other random streams of the step.
         accumulating_ranks: Ranks that accumulate gradients over several steps; 0 where every step updates.
+        compressing_ranks: Ranks that send compressed gradients; 0 where gradients are sent as they are.
     """
-    accumulated = None
-    if accumulating_ranks:
-        accumulated = jax.tree.map(lambda x: np.zeros((accumulating_ranks, *x.shape), x.dtype), params)
+
+    def rows(num_ranks: int) -> Any:
+        return jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params) if num_ranks else None
+
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, model_state, optimizer.init(params), jax.random.key(seed), accumulated)
+    return TrainState(
+        zero,
+        params,
+        model_state,
+        optimizer.init(params),
+        jax.random.key(seed),
+        accumulated=rows(accumulating_ranks),
+        residual=rows(compressing_ranks),
+    )

@@ -4,7 +4,7 @@ A step is built once from pure functions (`StepParts`) and compiled once for eac
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,15 +15,24 @@ from jax.sharding import Mesh, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.accumulation import accumulate
 from tnt_jax.adapters.base import Applied
-from tnt_jax.collectives import average_model_state, sum_in_buckets
+from tnt_jax.backward_order import in_front, trace_grads
+from tnt_jax.collectives import average_model_state
 from tnt_jax.random_rows import batch_key
+from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
+from tnt_jax.sharded_update import scatter, shard_spec, update_shards
 from tnt_jax.state import TrainState
 
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
 _STATE = TrainState(
-    step=_REPLICATED, params=_REPLICATED, model_state=_REPLICATED, opt_state=_REPLICATED, key=_REPLICATED, accumulated=_BY_ROW
+    step=_REPLICATED,
+    params=_REPLICATED,
+    model_state=_REPLICATED,
+    opt_state=_REPLICATED,
+    key=_REPLICATED,
+    accumulated=_BY_ROW,
+    residual=_BY_ROW,
 )
 
 
@@ -115,7 +124,12 @@ class StepParts:
 
 
 def make_train_step(
-    parts: Parts, optimizer: optax.GradientTransformation, mesh: Mesh, *, threshold: int, accumulation_steps: int = 1
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
 
@@ -125,72 +139,150 @@ def make_train_step(
         parts: What the step computes.
         optimizer: Optax transformation, given gradients of the loss of the whole global batch.
         mesh: Ranks, over the axis `data`.
-        threshold: Bytes from which a gradient bucket is full.
+        reduction: How gradients are summed over the ranks.
         accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own gradients; ranks exchange them only
             in the step that updates.
     """
-    step = _train_step(parts, optimizer, mesh, threshold=threshold, accumulation_steps=accumulation_steps)
+    if reduction.shard_optimizer_state:
+        return jax.jit(_sharded_step(parts, optimizer, mesh, reduction, accumulation_steps), donate_argnums=0)
+    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps)
     mapped = _jax.shard_map(step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED))
     return jax.jit(mapped, donate_argnums=0)
 
 
 def make_train_steps(
-    parts: Parts, optimizer: optax.GradientTransformation, mesh: Mesh, *, threshold: int, accumulation_steps: int = 1
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batches) -> (state, sums)`: one program for several steps.
 
     Its batches are stacked: arrays `[steps, rows, ...]`. The arguments are those of `make_train_step`.
     """
-    step = _train_step(parts, optimizer, mesh, threshold=threshold, accumulation_steps=accumulation_steps)
+    make = _sharded_step if reduction.shard_optimizer_state else _train_step
+    step = make(parts, optimizer, mesh, reduction, accumulation_steps)
 
     def steps(state: TrainState, sums: Any, batches: Batch) -> tuple[TrainState, Any]:
         return jax.lax.scan(lambda carry, batch: (step(*carry, batch), None), (state, sums), batches)[0]
 
+    if reduction.shard_optimizer_state:
+        return jax.jit(steps, donate_argnums=0)
     mapped = _jax.shard_map(steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED))
     return jax.jit(mapped, donate_argnums=0)
 
 
+class _Local(NamedTuple):
+    """What one rank computes of a step before it hears of the others.
+
+    Attributes:
+        numbers: Loss, loss of each term, and increments of the metrics.
+        model_state: Model state after the pass.
+        grads: This rank's part of the gradients.
+        order: Indices of the leaves of `grads`, those in front that are ready first.
+    """
+
+    numbers: Any
+    model_state: Any
+    grads: Any
+    order: list[int]
+
+
+def _differentiate(parts: Parts, state: TrainState, batch: Batch, num_ranks: int) -> _Local:
+    """Returns loss, metrics and gradients of this rank's rows, inside `shard_map`."""
+    key = batch_key(state.key, state.step, num_local_rows(batch))
+
+    def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        measured = parts.measure(params, state.model_state, batch, key=key, train=True)
+        losses = [divide(term) for term in measured.terms]
+        loss = _jax.make_varying(jnp.asarray(sum(losses, start=measured.penalty / num_ranks), jnp.float32))
+        return loss, (_jax.make_varying((loss, losses, measured.increments)), measured.model_state)
+
+    differentiated = jax.value_and_grad(objective, has_aux=True)
+    (_, (numbers, model_state)), grads, order = trace_grads(differentiated, _jax.make_varying(state.params))
+    return _Local(numbers, model_state, grads, order)
+
+
 def _train_step(
-    parts: Parts, optimizer: optax.GradientTransformation, mesh: Mesh, *, threshold: int, accumulation_steps: int
+    parts: Parts, optimizer: optax.GradientTransformation, mesh: Mesh, reduction: Reduction, accumulation_steps: int
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
     """Returns one training step on a rank, to be run inside `shard_map`."""
-    on_gpu = mesh.devices.flat[0].platform != "cpu"
-
-    def reduce(tree: Any) -> Any:
-        return sum_in_buckets(tree, threshold=threshold, in_order=on_gpu)
 
     def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        key = batch_key(state.key, state.step, num_local_rows(batch))
+        local = _differentiate(parts, state, batch, mesh.size)
 
-        def objective(params: Any) -> tuple[jax.Array, Measured]:
-            measured = parts.measure(params, state.model_state, batch, key=key, train=True)
-            local = sum((divide(term) for term in measured.terms), start=measured.penalty / mesh.size)
-            return _jax.make_varying(jnp.asarray(local, jnp.float32)), measured
+        def reduce_and_update(grads: Any, params: Any, carried: Any) -> tuple[Any, Any]:
+            opt_state, residual = carried
+            if residual is None:
+                grads = sum_over_ranks(grads, reduction, order=local.order)
+            else:
+                own = jax.tree.map(lambda x: x[0], residual)
+                grads, own = sum_compressed(grads, own, reduction, order=local.order)
+                residual = jax.tree.map(lambda x: x[None], own)
+            params, opt_state = update(grads, params, opt_state)
+            return params, (opt_state, residual)
 
-        (loss, measured), grads = jax.value_and_grad(objective, has_aux=True)(_jax.make_varying(state.params))
-        numbers = _jax.make_varying((loss, [divide(term) for term in measured.terms], measured.increments))
-        accumulated = None
-        if accumulation_steps == 1:
+        accumulated, carried = None, (state.opt_state, state.residual)
+        if accumulation_steps == 1 and state.residual is None:
             # The loss and the metrics travel in the first bucket: they are ready before any gradient.
-            grads, numbers = reduce((grads, numbers))
+            order = in_front(local.numbers, local.order)
+            numbers, grads = sum_over_ranks((local.numbers, local.grads), reduction, order=order)
             params, opt_state = update(grads, state.params, state.opt_state)
+            carried = (opt_state, None)
         else:
-            numbers = reduce(numbers)
-            params, opt_state, accumulated = accumulate(state, grads, reduce, update, accumulation_steps)
-        new_state = TrainState(
+            numbers = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
+            if accumulation_steps == 1:
+                params, carried = reduce_and_update(local.grads, state.params, carried)
+            else:
+                before = replace(state, opt_state=carried)
+                params, carried, accumulated = accumulate(
+                    before, local.grads, lambda means: means, reduce_and_update, accumulation_steps
+                )
+        new_state = replace(
+            state,
             step=state.step + 1,
             params=params,
-            model_state=average_model_state(measured.model_state, _share(batch)),
-            opt_state=opt_state,
-            key=state.key,
+            model_state=average_model_state(local.model_state, _share(batch)),
+            opt_state=carried[0],
             accumulated=accumulated,
+            residual=carried[1],
         )
-        loss, losses, increments = numbers
-        return new_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
+        return new_state, add_sums(sums, *numbers, num_real_rows(batch))
+
+    return step
+
+
+def _sharded_step(
+    parts: Parts, optimizer: optax.GradientTransformation, mesh: Mesh, reduction: Reduction, accumulation_steps: int
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
+    """Returns one training step over all ranks whose optimizer state is sharded, to be run outside `shard_map`."""
+    if accumulation_steps > 1:
+        raise ValueError(
+            f"shard_optimizer_state does not go with gradient_accumulation_steps ({accumulation_steps}): each rank would still keep "
+            "whole accumulated gradients. Use a larger batch, or leave one of the two out."
+        )
+
+    def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
+        local = _differentiate(parts, state, batch, mesh.size)
+        numbers = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
+        model_state = average_model_state(local.model_state, _share(batch))
+        grads = scatter(local.grads, reduction, order=local.order)
+        return grads, model_state, add_sums(sums, *numbers, num_real_rows(batch))
+
+    def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        in_parts = jax.tree.map(lambda x: shard_spec(x.shape, mesh.size), state.params)
+        mapped = _jax.shard_map(
+            work, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=(in_parts, _REPLICATED, _REPLICATED)
+        )
+        grads, model_state, sums = mapped(replace(state, opt_state=None), sums, batch)
+        params, opt_state = update_shards(optimizer, grads, state.params, state.opt_state, mesh)
+        return replace(state, step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state), sums
 
     return step
 

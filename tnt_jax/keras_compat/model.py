@@ -21,6 +21,7 @@ from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.running import RunningMixin, check_compile_options
 from tnt_jax.keras_compat.saving import SavingMixin
 from tnt_jax.loop import Trainer
+from tnt_jax.reduction import choose_reduction
 
 
 class Model(RunningMixin, SavingMixin, InspectionMixin):
@@ -40,6 +41,12 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         frozen: Paths of parameters that are not trained: they have no gradients and no optimizer state.
         synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its statistics over all ranks. Flax modules
             say so themselves: `BatchNorm(axis_name="data")`.
+        fusion_threshold: kB from which a bucket of gradients is full: gradients travel between ranks in buckets, last layers first;
+            0 gives each array its own, `"xla"` leaves it to the compiler. By default what `TNT_FUSION_THRESHOLD` says, else what
+            measured best on the devices.
+        gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding leaves out is sent in later steps.
+        ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1 leaves that to the collective library.
+        shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only, which saves memory.
 
     Attributes:
         history: The `History` of the last `fit`.
@@ -62,6 +69,10 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         trainable: Sequence[str] | None = None,
         frozen: Sequence[str] = (),
         synchronize_batch_norm: bool = False,
+        fusion_threshold: int | Literal["xla"] | None = None,
+        gradient_compression: Literal["bfloat16"] | None = None,
+        ranks_per_host: int = 1,
+        shard_optimizer_state: bool = False,
     ) -> None:
         self.module = module
         self.history: History | None = None
@@ -71,6 +82,10 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         self._seed = seed
         self._options = {
             "precision": precision, "trainable": trainable, "frozen": frozen, "synchronize_batch_norm": synchronize_batch_norm,
+        }  # fmt: skip
+        self._reduction_choices = {
+            "threshold_kb": fusion_threshold, "compression": gradient_compression, "ranks_per_host": ranks_per_host,
+            "shard_optimizer_state": shard_optimizer_state,
         }  # fmt: skip
         self._adapter = wrap(module, variables=variables, **self._options)
         self._lazy_trainer: Trainer | None = None
@@ -338,7 +353,9 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
     @property
     def _trainer(self) -> Trainer:
         if self._lazy_trainer is None:
-            self._lazy_trainer = Trainer(self._adapter, runtime.init(), seed=self._seed)
+            place = runtime.init()
+            reduction = choose_reduction(place.platform, place.num_ranks, settings=place.settings, **self._reduction_choices)
+            self._lazy_trainer = Trainer(self._adapter, place, seed=self._seed, reduction=reduction)
         return self._lazy_trainer
 
     def _require_compiled(self) -> None:

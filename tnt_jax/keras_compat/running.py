@@ -10,7 +10,7 @@ import jax
 
 from tnt_jax import collectives, runtime
 from tnt_jax.adapters.base import Adapter
-from tnt_jax.collectives import DEFAULT_BUCKET_BYTES, raise_together
+from tnt_jax.collectives import raise_together
 from tnt_jax.data.dispatch import Reading, as_source, unpack
 from tnt_jax.data.feed import place_of
 from tnt_jax.data.layout import micro_batch_size, num_padded_rows
@@ -31,6 +31,8 @@ from tnt_jax.step import Batch
 _WARM_STEPS, _TIMED_STEPS = 4, 12
 # What this process has warned of already.
 _WARNED: set[str] = set()
+# What this process has started already.
+_STARTED: list[str] = []
 
 
 class RunningMixin:
@@ -92,15 +94,14 @@ class RunningMixin:
         else:
             compiled = Compiled(self._arguments, trainer.output_shapes(batch), batch.targets)
             raise_together(self._problem_of_first_batch(compiled, batch))
-        settings = trainer.runtime.settings
         self._start_optimizer()
         trainer.compile(
             compiled.step_parts(self._adapter.apply),
             self._transformation,
-            threshold=DEFAULT_BUCKET_BYTES if settings.fusion_threshold_kb is None else settings.fusion_threshold_kb * 1024,
             accumulation_steps=self._optimizer.gradient_accumulation_steps or 1,
         )
         self._compiled = compiled
+        runtime.log_start_phase("data read and weights made")
 
     def _problem_of_first_batch(self, compiled: Compiled, batch: Batch) -> ValueError | None:
         """Returns what is wrong with this process's rows of the first batch, if anything."""
@@ -188,6 +189,9 @@ class _Execution:
             for item in placed:
                 self.index += item.num_steps
                 yield item
+                if not _STARTED:
+                    _STARTED.append("training")
+                    runtime.log_start_phase("first step compiled and started")
 
         with self._trainer.feed(batches, self._unpack, threaded=self._threaded, num_steps=num_steps) as feed:
             self.sums = self._trainer.train_epoch(counted(feed), self._hooks, first_index=first, sums=self.sums)
