@@ -70,6 +70,8 @@ def main():
     parser.add_argument("--save", help="file of the trained Keras model, such as model.keras")
     args = parser.parse_args()
 
+    # Keras makes arrays as soon as it makes a model, and a process must have joined its job before that.
+    tnt.init()
     train, test = {"digits": digits, "cifar10": cifar10}[args.data]()
     keras.utils.set_random_seed(0)
     keras_model = {"small": small, "resnet50": resnet50}[args.model](train[0].shape[1:])

@@ -182,7 +182,7 @@ def parse_args():
     parser.add_argument("--dropout", type=float, help="replaces model.dropout")
     parser.add_argument("--show-config", action="store_true", help="print the configuration that results, and stop")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the table of the model's weights")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def changes_of(args):
