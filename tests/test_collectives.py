@@ -1,9 +1,13 @@
+import re
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import tnt_jax as tnt
 from tnt_jax import _jax, collectives
 from tnt_jax.collectives import average_model_state
 
@@ -48,3 +52,20 @@ def test_raise_together_raises_what_happened_here():
     collectives.raise_together(None)
     with pytest.raises(KeyError, match="gone"):
         collectives.raise_together(KeyError("gone"))
+
+
+def test_describe_counts_planned_and_compiled_collectives():
+    tnt.shutdown()
+    tnt.init(devices=range(4))
+    x, y = np.ones((8, 3), np.float32), np.zeros(8, np.int32)
+    try:
+        model = tnt.Model(nn.Dense(5))
+        model.compile("sgd", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+        found = collectives.describe(model, x, y, 8)
+    finally:
+        tnt.shutdown()
+    gradients = sorted(size for kind, size in found.planned if kind == "all-reduce")[-2:]
+    assert gradients == [5 * 4, 3 * 5 * 4]
+    assert sum(x.nbytes for x in found.compiled) >= sum(gradients)
+    assert re.search(r"planned +\d+ all-reduce +\d+ bytes, largest 60\ncompiled", str(found))
+    assert f"of {len(found.compiled)}" in str(found)

@@ -1,6 +1,6 @@
 """Sums over ranks and processes: model state inside a step, pytrees of host values between processes; `reduction.py` sums gradients."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tnt_jax import _jax
+from tnt_jax.hlo import Collective, read_collectives, read_planned
 from tnt_jax.runtime import init
 
 _MESSAGE_BYTES = 2048
@@ -48,6 +49,43 @@ def check_can_be_averaged(path: Any, leaf: jax.Array) -> None:
             "Only floating state may depend on the batch; make this state the same on every rank, for instance with "
             f"jax.lax.psum(..., {_jax.DATA_AXIS!r})."
         )
+
+
+class Description(NamedTuple):
+    """What ranks send one another in a training step; print it for a summary.
+
+    Attributes:
+        planned: Kind and bytes of each collective that the step asks for, in order: buckets of gradients, and other sums.
+        compiled: What the compiler made of them, in the order in which devices run them.
+    """
+
+    planned: list[tuple[str, int]]
+    compiled: list[Collective]
+
+    def __str__(self) -> str:
+        """Returns a line for each kind, planned and compiled."""
+        lines = []
+        for title, entries in (("planned", self.planned), ("compiled", self.compiled)):
+            for kind in sorted({entry[0] for entry in entries}):
+                sizes = [entry[1] for entry in entries if entry[0] == kind]
+                lines.append(f"{title:8} {len(sizes):4} {kind:14} {sum(sizes):13,} bytes, largest {max(sizes):,}")
+        return "\n".join([*lines, f"asynchronous: {sum(x.is_asynchronous for x in self.compiled)} of {len(self.compiled)}"])
+
+
+def describe(model: Any, x: Any, y: Any = None, batch_size: int | None = None) -> Description:
+    """Returns what the training step of a model sends between ranks: as planned, and as compiled for the devices at hand.
+
+    Args:
+        model: A compiled `tnt_jax.Model`.
+        x: Data as in `Model.fit`.
+        y: Targets as in `Model.fit`.
+        batch_size: As in `Model.fit`.
+
+    Raises:
+        RuntimeError: If the model was not compiled.
+    """
+    planned = read_planned(model.lowered_text(x, y, batch_size))
+    return Description(planned, read_collectives(model.lowered_text(x, y, batch_size, optimized=True))[0])
 
 
 def broadcast(tree: Any, *, root: int = 0) -> Any:

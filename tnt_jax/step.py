@@ -253,7 +253,8 @@ def _train_step(
             accumulated=accumulated,
             residual=carried[1],
         )
-        return new_state, add_sums(sums, *numbers, num_real_rows(batch))
+        loss, losses, increments = numbers
+        return new_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
     return step
 
@@ -270,10 +271,10 @@ def _sharded_step(
 
     def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
         local = _differentiate(parts, state, batch, mesh.size)
-        numbers = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
+        loss, losses, increments = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
         model_state = average_model_state(local.model_state, _share(batch))
         grads = scatter(local.grads, reduction, order=local.order)
-        return grads, model_state, add_sums(sums, *numbers, num_real_rows(batch))
+        return grads, model_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         in_parts = jax.tree.map(lambda x: shard_spec(x.shape, mesh.size), state.params)

@@ -1,0 +1,158 @@
+"""Reads the collectives of programs: those that a step asks for, and those that the compiler made of them, with their places."""
+
+import math
+import re
+from typing import NamedTuple
+
+_NUM_BYTES = {
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "u16": 2,
+    "s16": 2,
+    "s8": 1,
+    "u8": 1,
+    "pred": 1,
+}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_SHAPES = r"\((tensor<[^)]*>)\) ->"
+_KERNELS = ("fusion", "custom-call", "dot", "convolution", "reduce", "copy", "sort", "scatter", "concatenate", "while", "call")
+
+
+class Collective(NamedTuple):
+    """One collective of a schedule; places are shares of the kernels, from 0 to 1.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`.
+        nbytes: Bytes of the result.
+        is_asynchronous: Whether anything is scheduled between its start and its end.
+        start: Place of the start.
+        done: Place of the end.
+        backward_end: Place of the last kernel of backpropagation.
+    """
+
+    kind: str
+    nbytes: int
+    is_asynchronous: bool
+    start: float
+    done: float
+    backward_end: float
+
+
+def read_planned(text: str) -> list[tuple[str, int]]:
+    """Returns kind and bytes of each collective that a program asks for, in order, before it is compiled.
+
+    Args:
+        text: StableHLO, as `lowered.as_text()` returns it.
+    """
+    names = "|".join(kind.replace("-", "_") for kind in _COLLECTIVES)
+    found = re.findall(rf'"stablehlo\.({names})".*?{_SHAPES}', text, flags=re.DOTALL)
+    return [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
+
+
+def read_collectives(text: str) -> tuple[list[Collective], int]:
+    """Returns the collectives of a scheduled program in order, and the number of kernels of backpropagation.
+
+    Args:
+        text: HLO as `compiled.as_text()` returns it.
+
+    Raises:
+        ValueError: If the program is not scheduled.
+    """
+    if "is_scheduled=true" not in text.split("\n", 1)[0]:
+        raise ValueError("Only a scheduled program says what overlaps: pass the text of a compiled one.")
+    computations = _computations(text)
+    # An asynchronous collective may be wrapped into a computation that a generic start calls.
+    wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
+    found: list[tuple[str, str, int, bool, int]] = []
+    kernels, backward = 0, []
+    for name, shape, operation, rest in filter(None, map(_parse, computations[""])):
+        kind = _kind(operation, rest, wrapped)
+        if kind is not None and operation.endswith("-done"):
+            continue
+        if kind is not None:
+            is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
+            found.append((name, kind, _num_bytes(kind, shape), is_synchronous, kernels))
+        elif operation in _KERNELS:
+            kernels += 1
+            if "transpose(jvp" in rest:
+                backward.append(kernels)
+    ends = _ends(computations[""], [name for name, *_ in found], wrapped)
+    last = max(backward, default=0) / max(kernels, 1)
+    return [
+        Collective(kind, size, not is_synchronous, start / kernels, ends.get(name, start) / kernels, last)
+        for name, kind, size, is_synchronous, start in found
+    ], len(backward)
+
+
+def _num_tensor_bytes(shapes: str) -> int:
+    """Returns the bytes of shapes such as `tensor<3x4xf32>, tensor<i32>`."""
+    total = 0
+    for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", shapes):
+        name = dtype.replace("ui", "u") if dtype.startswith("ui") else dtype.replace("i", "s") if dtype[0] == "i" else dtype
+        total += _NUM_BYTES.get(name, 4) * math.prod(int(x) for x in dims.split("x") if x)
+    return total
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Returns the lines of each computation by name; the program itself has the name ''."""
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            name = "" if header[1] else header[2]
+            found[name] = []
+        elif line == "}":
+            name = None
+        elif name is not None:
+            found[name].append(line)
+    return found
+
+
+def _parse(line: str) -> tuple[str, ...] | None:
+    found = _INSTRUCTION.match(line)
+    return found.groups() if found else None
+
+
+def _wrapped_kind(lines: list[str]) -> str | None:
+    for parsed in filter(None, map(_parse, lines)):
+        if parsed[2] in _COLLECTIVES:
+            return parsed[2]
+    return None
+
+
+def _kind(operation: str, rest: str, wrapped: dict[str, str | None]) -> str | None:
+    base = re.sub(r"-(start|done)$", "", operation)
+    if base in _COLLECTIVES:
+        return base
+    called = re.search(r"calls=%([\w.\-]+)", rest)
+    is_pair = operation.endswith(("-start", "-done"))
+    return wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
+
+
+def _num_bytes(kind: str, shape: str) -> int:
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    sizes = [_NUM_BYTES.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x) for dtype, dims in arrays]
+    # The start of a pair other than an all-reduce has operands and results side by side.
+    return max(sizes, default=0) if kind != "all-reduce" else sum(sizes)
+
+
+def _ends(lines: list[str], names: list[str], wrapped: dict[str, str | None]) -> dict[str, int]:
+    """Returns after how many kernels each start is done."""
+    waiting, kernels = set(names), 0
+    ends: dict[str, int] = {}
+    for _, _, operation, rest in filter(None, map(_parse, lines)):
+        if operation.endswith("-done"):
+            operand = re.search(r"%([\w.\-]+)\)", rest)
+            if operand and operand[1] in waiting:
+                ends[operand[1]] = kernels
+        elif operation in _KERNELS and _kind(operation, rest, wrapped) is None:
+            kernels += 1
+    return ends
