@@ -79,9 +79,10 @@ class EpochStream:
             self._peeked = None
             return self.source.batches(epoch, batch)
         if steps is not None and size is not None:
-            done = (epoch - first_epoch) * steps + batch
-            self._peeked, self._num_passes, self._steps_in_pass = None, done // size, done % size
-            self._pass = self.source.batches(self._num_passes, self._steps_in_pass)
+            # A pass that ends early ends its last epoch, so a pass is a whole number of epochs.
+            passes, epochs_in_pass = divmod(epoch - first_epoch, -(-size // steps))
+            self._peeked, self._num_passes, self._steps_in_pass = None, passes, epochs_in_pass * steps + batch
+            self._pass = self.source.batches(passes, self._steps_in_pass)
             return self._next_steps(steps - batch)
         # Where a pass ends shows only when it is read, and a generator is read once.
         if steps is not None:

@@ -36,7 +36,7 @@ _get_module, __dir__, __all__ = lazy_loader.attach(
         "translation": ["Translator", "translate", "translate_greedily"],
     },
 )
-__all__.extend(_SAVED)
+__all__.extend(_SAVED)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,203 @@
+"""An interrupted run goes on and gives the numbers of one that was never interrupted."""
+
+import flax.linen as nn
+import numpy as np
+import pytest
+from keras_beside import data
+
+import tnt_jax as tnt
+from tnt_jax import callbacks
+from tnt_jax.data.stream import EpochStream
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashAt(callbacks.Callback):
+    """Ends the run after a number of steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps -= 1
+        if self.steps == 0:
+            raise Crash
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+
+
+def make_model(optimizer=None):
+    model = tnt.Model(Noisy(), seed=2)
+    model.compile(
+        optimizer or tnt.optimizers.Adam(0.01),
+        loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def interrupted(folder, save_freq, crash_after, extra=lambda: [], optimizer=None, **options):
+    """Returns model and history of a run that crashed once, or several times, and of one that did not."""
+    x, y = data(44)
+    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0, "validation_data": data(16, seed=1)} | options
+    arguments |= {} if "x" in options else {"x": x, "y": y}
+    whole = make_model(optimizer)
+    expected = whole.fit(**arguments, callbacks=extra())
+    for steps in crash_after:
+        with pytest.raises(Crash):
+            make_model(optimizer).fit(
+                **arguments, callbacks=[callbacks.BackupAndRestore(folder, save_freq), CrashAt(steps), *extra()]
+            )
+    model = make_model(optimizer)
+    history = model.fit(**arguments, callbacks=[callbacks.BackupAndRestore(folder, save_freq), *([CrashAt(-1)]), *extra()])
+    return model, history, whole, expected
+
+
+def assert_same(model, history, whole, expected):
+    assert history.epoch == expected.epoch
+    assert history.history == expected.history
+    assert model.optimizer.iterations == whole.optimizer.iterations
+    for mine, theirs in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "crash_after"),
+    [("epoch", [8]), (4, [11, 7]), (6, [13]), (3, [2])],
+    # Six batches an epoch: within an epoch, twice, at the end of an epoch, before any backup.
+)
+def test_the_interrupted_run_equals_the_whole_one(tmp_path, save_freq, crash_after):
+    assert_same(*interrupted(tmp_path / "backup", save_freq, crash_after))
+    assert not (tmp_path / "backup").exists()
+
+
+def test_other_callbacks_remember(tmp_path):
+    def extra():
+        return [
+            callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+            callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0),
+            callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0, restore_best_weights=True),
+        ]
+
+    result = interrupted(tmp_path / "backup", 2, [9, 6], extra, epochs=9)
+    assert_same(*result)
+    assert len(result[1].epoch) < 9, "The case must stop early to show anything."
+
+
+def test_batches_of_an_iterable(tmp_path):
+    x, y = data(44)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 44, 8)]
+    assert_same(*interrupted(tmp_path / "backup", 4, [9], x=batches, batch_size=None))
+
+
+@pytest.mark.parametrize("steps_per_epoch", [4, 7])
+def test_steps_per_epoch_over_passes(tmp_path, steps_per_epoch):
+    x, y = data(44)
+    assert_same(*interrupted(tmp_path / "backup", 3, [10], x=x, y=y, steps_per_epoch=steps_per_epoch))
+
+
+def test_steps_of_one_program(tmp_path):
+    x, y = data(44)
+
+    def run(crash=None):
+        model = make_model()
+        model.compile(
+            tnt.optimizers.Adam(0.01),
+            loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=2,
+        )
+        watch = [] if crash is None else [callbacks.BackupAndRestore(tmp_path / "backup", 2), CrashAt(crash)]
+        return model, model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=watch)
+
+    whole, expected = run()
+    with pytest.raises(Crash):
+        run(5)
+    model, history = run(-1)
+    assert history.history == expected.history
+    for mine, theirs in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_accumulated_gradients_come_back(tmp_path):
+    optimizer = tnt.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    assert_same(*interrupted(tmp_path / "backup", 3, [5], optimizer=optimizer))
+
+
+def test_the_backup_stays_if_asked_to(tmp_path):
+    x, y = data()
+    model = make_model()
+    keep = callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=keep)
+    again = make_model()
+    history = again.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks.BackupAndRestore(tmp_path / "backup"))
+    assert history.epoch == [0, 1, 2], "The record of the first two epochs comes back."
+    assert again.optimizer.iterations == 15
+
+
+def test_another_model_is_an_error_that_names_the_leaves(tmp_path):
+    x, y = data()
+    keep = callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    make_model().fit(x, y, batch_size=8, verbose=0, callbacks=keep)
+    with pytest.raises(ValueError, match=r"not in the file: opt_state/.*momentum"):
+        make_model(tnt.optimizers.SGD(0.1, momentum=0.9)).fit(
+            x, y, verbose=0, callbacks=callbacks.BackupAndRestore(tmp_path / "backup")
+        )
+
+
+class Counting:
+    """A source whose batches say which pass and batch they are."""
+
+    global_batch_size = num_examples = None
+    in_memory = True
+
+    def __init__(self, num_batches, known):
+        self.length, self.num_batches, self.opened = num_batches, num_batches if known else None, []
+
+    def batches(self, epoch, start_batch=0):
+        self.opened.append((epoch, start_batch))
+        return iter([(epoch, batch) for batch in range(start_batch, self.length)])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("steps_per_epoch", [None, 2, 3, 5, 8])
+@pytest.mark.parametrize("first_epoch", [0, 2])
+@pytest.mark.parametrize("peeked", [True, False])
+def test_a_sought_stream_equals_one_that_was_read(known, steps_per_epoch, first_epoch, peeked):
+    def stream():
+        return EpochStream(Counting(3, known), steps_per_epoch=steps_per_epoch)
+
+    whole = [list(stream_epoch) for read in [stream()] for stream_epoch in map(read.epoch, range(first_epoch, first_epoch + 5))]
+    for done in range(3):
+        for batch in range(len(whole[done]) + 1):
+            sought = stream()
+            if peeked:
+                sought.peek(first_epoch)
+            sought.seek(first_epoch + done, batch, first_epoch=first_epoch)
+            rest = [list(sought.epoch(number)) for number in range(first_epoch + done, first_epoch + 5)]
+            assert rest == [whole[done][batch:], *whole[done + 1 :]]
+
+
+def test_a_generator_goes_on_where_it_was():
+    class Once(Counting):
+        def __init__(self):
+            super().__init__(20, known=False)
+            self.running = iter(range(20))
+
+        def batches(self, epoch, start_batch=0):
+            for index, batch in enumerate(self.running):
+                if index >= start_batch:
+                    yield batch
+
+    stream = EpochStream(Once(), steps_per_epoch=4)
+    stream.peek(0)
+    stream.seek(2, 1, first_epoch=0)
+    assert list(stream.epoch(2)) == [9, 10, 11]
