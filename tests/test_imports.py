@@ -10,7 +10,7 @@ import tnt_jax
 PACKAGE = Path(tnt_jax.__file__).parent
 # A room may import the rooms of lower or equal level; rooms that stand alone are checked by name.
 LEVELS = {
-    "_jax": 0, "link_probe": 0, "log": 0, "settings": 0, "launch": 0, "runtime": 1, "data": 2, "collectives": 2, "random_rows": 2, "adapters": 3,
+    "_jax": 0, "log": 0, "settings": 0, "launch": 0, "runtime": 1, "link_probe": 2, "data": 2, "collectives": 2, "random_rows": 2, "adapters": 3,
     "state": 3, "step": 4, "reproducible": 5, "loop": 6, "checkpoint": 7, "keras_compat": 8,
 }  # fmt: skip
 

@@ -13,21 +13,26 @@ A checkpoint directory holds numbered checkpoints. A number appears when its che
 after that: whenever a process dies, the last complete checkpoint can be read, on any number of devices and processes.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from tnt_jax import collectives
 from tnt_jax.runtime import init
 from tnt_jax.state import TrainState
+
+if TYPE_CHECKING:
+    # Importing Orbax takes longer than everything else: only who saves or restores pays for it.
+    import orbax.checkpoint as ocp
 
 # How many leaves an error names before it says how many there are besides.
 _NAMED_LEAVES = 8
@@ -109,6 +114,8 @@ class Checkpoints:
         Raises:
             OSError: If this or an earlier checkpoint could not be written.
         """
+        import orbax.checkpoint as ocp
+
         manager = self._manager()
         newest = self.newest()
         number = max(int(state.step), -1 if newest is None else newest + 1)
@@ -146,6 +153,8 @@ class Checkpoints:
         Raises:
             FileNotFoundError: If there is no checkpoint, or if a process does not see it.
         """
+        import orbax.checkpoint as ocp
+
         number, manager = self._existing(), self._manager()
         about = manager.restore(number, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         extra = self._read_tree("extra") if (self.directory / str(number) / "extra").is_dir() else {}
@@ -186,6 +195,8 @@ class Checkpoints:
         return number
 
     def _read_tree(self, item: str) -> dict[str, np.ndarray]:
+        import orbax.checkpoint as ocp
+
         number, manager = self._existing(), self._manager()
         metadata = manager.item_metadata(number)[item]
         tree = metadata.tree if hasattr(metadata, "tree") else metadata
@@ -195,6 +206,8 @@ class Checkpoints:
 
     def _manager(self) -> ocp.CheckpointManager:
         if self._lazy_manager is None:
+            import orbax.checkpoint as ocp
+
             init()
             here = jax.process_index()
             alone = ocp.options.MultiprocessingOptions(
@@ -314,6 +327,8 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handlers(options: ocp.CheckpointManagerOptions) -> dict[str, ocp.CheckpointHandler]:
+    import orbax.checkpoint as ocp
+
     multiprocessing = options.multiprocessing_options
     return {
         "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=multiprocessing),
