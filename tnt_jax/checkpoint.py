@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # How many leaves an error names before it says how many there are besides.
 _NAMED_LEAVES = 8
 _ACCUMULATED = "accumulated/"
+# Managers by directory: a run that ended by an exception may still write where the next one begins.
+_open_managers: dict[Path, ocp.CheckpointManager] = {}
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class Checkpoints:
         """Waits until everything is written and frees the threads that write."""
         if self._lazy_manager is not None:
             self._lazy_manager.close()
+            if _open_managers.get(self.directory) is self._lazy_manager:
+                del _open_managers[self.directory]
             self._lazy_manager = None
 
     def _existing(self) -> int:
@@ -219,9 +223,12 @@ class Checkpoints:
                 multiprocessing_options=alone if self._alone else ocp.options.MultiprocessingOptions(),
                 create=not self._alone,
             )
+            if self.directory in _open_managers:
+                _open_managers.pop(self.directory).close()
             if self._alone:
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._lazy_manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=_handlers(options))
+            _open_managers[self.directory] = self._lazy_manager
         return self._lazy_manager
 
 

@@ -1,0 +1,454 @@
+"""Where callbacks run, what their logs cost, and those that Keras has no counterpart of."""
+
+import copy
+import json
+import pickle
+import re
+import struct
+import types
+
+import flax.linen as nn
+import keras
+import numpy as np
+import pytest
+from keras_beside import Net, Recorder, compile_linen, data, fit, keras_model, linen_model
+
+import tnt_jax as tnt
+from tnt_jax import callbacks
+from tnt_jax.keras_compat.callbacks import placement
+from tnt_jax.keras_compat.callbacks.callback_list import overrides
+from tnt_jax.keras_compat.callbacks.monitor import Monitor, direction
+from tnt_jax.keras_compat.callbacks.saving_times import SavingTimes
+
+
+def small_model(**sgd):
+    model = tnt.Model(Net())
+    compile_linen(model, **sgd)
+    return model
+
+
+# Logs
+
+
+def test_lazy_logs_wait_only_when_read():
+    reads = []
+
+    def read():
+        reads.append(1)
+        return {"loss": 0.5, "accuracy": 0.25}
+
+    logs = callbacks.LazyLogs(read)
+    assert isinstance(logs, dict)
+    assert (logs or {}) is logs
+    assert not reads
+    assert logs["accuracy"] == 0.25
+    assert dict(logs) == {"loss": 0.5, "accuracy": 0.25}
+    assert reads == [1]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        dict, lambda x: {**x}, lambda x: json.loads(json.dumps(x)), lambda x: x.copy(), copy.copy, copy.deepcopy, lambda x: x | {},
+        lambda x: pickle.loads(pickle.dumps(x)), lambda x: dict(x.items()), lambda x: dict(zip(x.keys(), x.values(), strict=True)),
+        lambda x: {name: x[name] for name in x}, lambda x: {name: x.get(name) for name in ("loss", "accuracy")},
+        lambda x: eval(repr(x)), lambda x: (lambda **kw: kw)(**x), lambda x: x if x == {"loss": 0.5, "accuracy": 0.25} else None,
+        lambda x: {name: x.pop(name) for name in ("loss", "accuracy")},
+    ],
+)  # fmt: skip
+def test_lazy_logs_are_filled_however_they_are_read(look):
+    assert look(callbacks.LazyLogs(lambda: {"loss": 0.5, "accuracy": 0.25})) == {"loss": 0.5, "accuracy": 0.25}
+
+
+def test_callbacks_that_read_nothing_wait_for_nothing(monkeypatch):
+    model = small_model()
+    reads = []
+    fit(model, None, epochs=1)
+    logs_of = model._logs
+    monkeypatch.setattr(model, "_logs", lambda sums: reads.append(1) or logs_of(sums))
+    seen = []
+    fit(
+        model,
+        [callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))],
+        epochs=1,
+        validation_data=None,
+    )
+    assert (seen, len(reads)) == ([0, 1, 2, 3, 4], 1)
+    fit(model, [callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: logs["loss"])], epochs=1, validation_data=None)
+    assert len(reads) == 1 + 6
+
+
+def test_history_records_what_other_callbacks_add():
+    class Adds(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["added"] = float(epoch)
+
+    assert fit(small_model(), Adds(), epochs=2).history["added"] == [0.0, 1.0]
+
+
+# Placement
+
+
+def placed(given, *, is_master, processes=2, speaks=None):
+    return placement.place(given, num_processes=processes, is_master=is_master, speaks=is_master if speaks is None else speaks)
+
+
+def test_every_callback_runs_everywhere_and_prints_on_the_master():
+    for is_master in (True, False):
+        result = placed(callbacks.EarlyStopping(), is_master=is_master)
+        assert (result.company, result.runs, result.is_silent) == ("together", True, not is_master)
+    assert not placed(callbacks.EarlyStopping(), is_master=False, speaks=True).is_silent
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.callbacks.ModelCheckpoint("x.keras"), lambda: keras.callbacks.CSVLogger("x"),
+        lambda: keras.callbacks.BackupAndRestore("x"), lambda: keras.callbacks.RemoteMonitor(),
+        lambda: keras.callbacks.TensorBoard("x"), lambda: type("Mine", (keras.callbacks.CSVLogger,), {})("x"),
+        lambda: callbacks.OnMaster(callbacks.CSVLogger("x")),
+    ],
+)  # fmt: skip
+def test_keras_callbacks_that_write_files_run_on_the_master(make):
+    assert placed(make(), is_master=True).runs
+    assert not placed(make(), is_master=False).runs
+    assert placed(make(), is_master=True).company == "master"
+    assert placed(make(), is_master=True, processes=1).company == "together"
+
+
+def test_on_all_ranks_lets_every_process_write():
+    result = placed(callbacks.OnAllRanks(keras.callbacks.CSVLogger("x")), is_master=False)
+    assert (result.company, result.runs, result.is_silent) == ("each", True, False)
+
+
+@pytest.mark.parametrize("module", [keras.callbacks, callbacks])
+@pytest.mark.parametrize("name", ["EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau", "TerminateOnNaN"])
+def test_what_steers_training_must_run_everywhere(module, name):
+    callback = getattr(module, name)(**({"schedule": lambda epoch: 0.1} if name == "LearningRateScheduler" else {}))
+    with pytest.raises(ValueError, match=f"{name} must run on every process"):
+        callbacks.OnMaster(callback)
+
+
+def test_base_logger_and_orbax_checkpoint_are_refused():
+    class BaseLogger(keras.callbacks.Callback):
+        """The name that Keras 2 had."""
+
+    with pytest.raises(ValueError, match=r"BaseLogger is not supported.*averages over all ranks already"):
+        fit(small_model(), [BaseLogger()], epochs=1)
+    orbax = type("OrbaxCheckpoint", (keras.callbacks.Callback,), {})
+    with pytest.raises(ValueError, match=r"use tnt_jax.callbacks.ModelCheckpoint"):
+        callbacks.OnAllRanks(orbax())
+
+
+def test_only_callbacks_are_taken():
+    with pytest.raises(TypeError, match=r"Create one: EarlyStopping\("):
+        fit(small_model(), [callbacks.EarlyStopping])
+    with pytest.raises(TypeError, match="must be tnt_jax or Keras callback objects, but got 3"):
+        fit(small_model(), [3])
+    with pytest.raises(TypeError, match="takes one callback that is not wrapped yet"):
+        callbacks.OnMaster(callbacks.OnAllRanks(callbacks.History()))
+
+
+def test_the_master_alone_cannot_change_the_model():
+    model = small_model()
+    model.build((None, 4))
+    master = placement.Placed(callbacks.Callback(), "master", runs=True, is_silent=False)
+    with master.entered():
+        model.get_weights()
+        for change in (
+            lambda: model.set_weights(model.get_weights()),
+            lambda: setattr(model.optimizer, "learning_rate", 0.1),
+            lambda: model.load_weights("x"),
+        ):
+            with pytest.raises(RuntimeError, match="on the master alone would make its model differ"):
+                change()
+    model.set_weights(model.get_weights())
+
+
+def test_silence_drops_what_is_printed_and_nothing_else(capsys):
+    ran = []
+    quiet = placement.Placed(
+        callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: (print("seen"), ran.append(epoch))),
+        "together", runs=True, is_silent=True,
+    )  # fmt: skip
+    quiet.bind("on_epoch_end")(3, {})
+    assert (ran, capsys.readouterr().out) == ([3], "")
+
+
+def test_overridden_batch_hooks_are_found_under_their_old_names():
+    class Old(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            pass
+
+    assert overrides(Old(), "on_train_batch_end")
+    assert not overrides(Old(), "on_test_batch_end")
+    assert not overrides(keras.callbacks.History(), "on_train_batch_end")
+    seen = []
+    old = Old()
+    old.on_batch_end = lambda batch, logs: seen.append(batch)
+    fit(small_model(), old, epochs=1)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_nested_lists_and_tuples_of_callbacks_are_taken():
+    recorder, other = Recorder(), Recorder()
+    fit(small_model(), (recorder, [[other]]), epochs=1)
+    assert recorder.calls == other.calls
+
+
+# Monitors
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("loss", "min"), ("val_loss", "min"), ("head_loss", "min"), ("accuracy", "max"), ("val_acc", "max"), ("mse", "min"),
+        ("val_auc", "max"), ("top_k_categorical_accuracy", "max"), ("mean_absolute_error", "min"), ("perplexity", "auto"),
+    ],
+)  # fmt: skip
+def test_direction_by_name(log, expected):
+    assert direction(log, types.SimpleNamespace(metrics_by_log={})) == expected
+
+
+def test_direction_by_metric_whatever_its_name():
+    model = tnt.Model(Net())
+    model.compile("sgd", loss="mse", metrics=[tnt.metrics.MeanAbsoluteError(name="miss")])
+    x, _ = data()
+    stopping = [module.EarlyStopping(monitor="val_miss", patience=1) for module in (callbacks, keras.callbacks)]
+    model.fit(x, x[:, :3], epochs=2, verbose=0, callbacks=stopping, validation_data=(x, x[:, :3]))
+    assert stopping[0].best == stopping[1].best < 10
+    with pytest.raises(ValueError, match=r"'val_gap' is better is unknown. Pass mode='max' or mode='min'"):
+        model.fit(x, x[:, :3], verbose=0, callbacks=callbacks.EarlyStopping("val_gap"))
+    with pytest.raises(ValueError, match="mode must be 'auto', 'min' or 'max', but is 'best'"):
+        Monitor("loss", mode="best")
+
+
+# Times of saving
+
+
+@pytest.mark.parametrize(("every", "batches"), [(3, 5), (7, 5), (1, 2), (4, 4)])
+def test_saving_times_count_over_epochs(every, batches):
+    times = SavingTimes(every)
+    due = [epoch * batches + batch for epoch in range(4) for batch in range(batches) if times.is_due_after_batch(batch)]
+    assert due == [n for n in range(4 * batches) if (n + 1) % every == 0]
+
+
+def test_saving_times_with_several_steps_at_once():
+    times = SavingTimes(3)
+    assert [times.is_due_after_batch(batch) for batch in (3, 7, 8, 9)] == [True, True, False, False]
+    with pytest.raises(ValueError, match="save_freq must be 'epoch' or a number of batches from 1, but is 'batch'"):
+        SavingTimes("batch")
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize(("epochs", "num_steps"), [(2, 10), (1.5, 8), (0.1, 1)])
+def test_warmup_follows_its_formula(epochs, num_steps):
+    rates = []
+    model = small_model(learning_rate=7.0)
+    warmup = callbacks.LearningRateWarmup(0.4, initial_learning_rate=0.1, epochs=epochs)
+    watch = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: rates.append(model.optimizer.learning_rate))
+    history = fit(model, [warmup, watch], epochs=3)
+    expected = [0.1 + (0.4 - 0.1) * min(step + 1, num_steps) / num_steps for step in range(15)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    np.testing.assert_allclose(history.history["learning_rate"], expected[4::5], rtol=1e-6)
+    with pytest.raises(ValueError, match="longer than 0 epochs"):
+        callbacks.LearningRateWarmup(0.1, epochs=0)
+
+
+def test_warmup_needs_the_number_of_steps():
+    batches = ((x[None], y[None]) for x, y in zip(*data(8), strict=True))
+    with pytest.raises(ValueError, match="pass steps_per_epoch"):
+        small_model().fit(
+            ((np.repeat(x, 8, 0), np.repeat(y, 8, 0)) for x, y in batches), callbacks=callbacks.LearningRateWarmup(0.1)
+        )
+
+
+def test_scheduler_wants_a_number():
+    with pytest.raises(TypeError, match="must return a number, but returned 'fast' for epoch 0"):
+        fit(small_model(), callbacks.LearningRateScheduler(lambda epoch, lr: "fast"))
+
+
+# Profiles, pictures, programs
+
+
+def test_runtime_profiler(tmp_path, capsys):
+    model = small_model()
+    profiler = callbacks.RuntimeProfiler(8, logging_freq=2, print_freq=4)
+    fit(model, profiler, epochs=2)
+    assert [(r["epoch"], r["iteration"]) for r in profiler.records] == [(0, 2), (0, 4), (1, 2), (1, 4)]
+    assert all(r["iter_runtime_s"] > 0 and {"loss", "accuracy"} <= set(r) for r in profiler.records)
+    assert [(e["epoch"], e["size"], e["niterations"]) for e in profiler.epochs] == [(0, 40, 5), (1, 40, 5)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["Iteration", "Epoch"] * 2
+    to_file = callbacks.RuntimeProfiler(log_file_path=tmp_path / "log", logging_freq=1, print_freq=5)
+    fit(model, to_file, epochs=1)
+    assert [line.split(" ")[0] for line in (tmp_path / "log").read_text().splitlines()] == ["Iteration", "Epoch"]
+    assert to_file.epochs[0]["size"] == 40
+    with pytest.raises(ValueError, match=r"logging_freq \(0\) and print_freq \(30\) must be at least 1"):
+        callbacks.RuntimeProfiler(logging_freq=0)
+
+
+def test_runtime_profiler_leaves_validation_out(monkeypatch):
+    model = small_model()
+    slow = callbacks.LambdaCallback(on_test_begin=lambda logs: __import__("time").sleep(0.5))
+    profiler = callbacks.RuntimeProfiler()
+    fit(model, None, epochs=1)
+    fit(model, [profiler, slow], epochs=1)
+    assert profiler.epochs[0]["epoch_runtime_s"] < 0.5
+
+
+def events(folder):
+    """Returns (tag, step, value) of the scalars and (tag, step) of the histograms in the event files of a folder."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(folder.glob("events*")):
+        raw, at = file.read_bytes(), 0
+        while at < len(raw):
+            (length,) = struct.unpack_from("<Q", raw, at)
+            event = Event.FromString(raw[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    found.append((value.tag, event.step, value.simple_value))
+                elif value.WhichOneof("value") == "tensor":
+                    content, listed = value.tensor.tensor_content, value.tensor.float_val
+                    numbers = np.frombuffer(content, np.float32) if content else listed
+                    found.append((value.tag, event.step, *([float(numbers[0])] if len(numbers) == 1 else [])))
+                else:
+                    found.append((value.tag, event.step))
+    return found
+
+
+@pytest.mark.parametrize("update_freq", ["epoch", 2])
+def test_tensorboard_writes_keras_tags_at_keras_steps(tmp_path, update_freq):
+    pytest.importorskip("tensorboard", reason="Keras writes its event files through TensorFlow and TensorBoard.")
+    theirs = keras_model()
+    runs = {
+        "ours": (linen_model(theirs), callbacks),
+        "mixed": (linen_model(theirs), keras.callbacks),
+        "keras": (theirs, keras.callbacks),
+    }
+    for label, (model, module) in runs.items():
+        # Keras calls a callback that is not in a list in a thread, where its buffers may be gone.
+        fit(model, [module.TensorBoard(str(tmp_path / label), update_freq=update_freq)], epochs=2)
+    for folder in ("train", "validation"):
+        found = {label: {event[:2]: event[2] for event in events(tmp_path / label / folder) if len(event) == 3} for label in runs}
+        # Inside fit, Keras drops an epoch's values where the epoch's last step is no multiple of update_freq.
+        dropped = {key for key in found["ours"] if key[0].startswith("epoch_") and key[1] == 0} if update_freq == 2 else set()
+        for label in ("ours", "mixed"):
+            # Keras writes the rate of Keras optimizers only.
+            rates = {key for key in found["keras"] if key[0] == "epoch_learning_rate"} if label == "mixed" else set()
+            assert set(found[label]) - dropped == set(found["keras"]) - dropped - rates, (label, folder)
+            for key in set(found[label]) & set(found["keras"]):
+                assert found[label][key] == pytest.approx(found["keras"][key], abs=1e-6, rel=1e-5), (label, key)
+
+
+def test_tensorboard_histograms_and_profile(tmp_path):
+    model = small_model()
+    fit(model, callbacks.TensorBoard(tmp_path, histogram_freq=2, write_steps_per_second=True, profile_batch=(2, 3)), epochs=3)
+    train = events(tmp_path / "train")
+    histograms = {(tag, step) for tag, step, *value in train if not value}
+    assert histograms == {
+        (f"Dense_{i}/{part}/histogram", epoch) for i in (0, 1) for part in ("kernel", "bias") for epoch in (0, 2)
+    }
+    assert len([e for e in train if e[0] == "epoch_steps_per_second"]) == 3
+    assert list((tmp_path / "train").glob("plugins/profile/*/*.xplane.pb"))
+    for wrong in (-1, (3, 2)):
+        with pytest.raises(ValueError, match="profile_batch must be a step from 1"):
+            callbacks.TensorBoard(tmp_path, profile_batch=wrong)
+    with pytest.raises(ValueError, match="update_freq must be"):
+        callbacks.TensorBoard(tmp_path, update_freq=0)
+
+
+def test_keras_tensorboard_draws_histograms_of_a_linen_model(tmp_path):
+    pytest.importorskip("tensorboard")
+    fit(small_model(), [keras.callbacks.TensorBoard(str(tmp_path), histogram_freq=1)], epochs=1)
+    tags = {event[0] for event in events(tmp_path / "train")}
+    assert "Dense_0/kernel/histogram" in tags
+
+
+def test_curves_are_drawn(tmp_path):
+    from matplotlib.image import imread
+
+    model = small_model()
+    with pytest.raises(RuntimeError, match="no history to draw"):
+        model.plot_history(tmp_path / "early.png")
+    fit(model, callbacks.PlotHistory(tmp_path / "sub" / "live.png"), epochs=3, validation_freq=2)
+    model.plot_history(tmp_path / "end.png")
+    for file in (tmp_path / "sub" / "live.png", tmp_path / "end.png"):
+        picture = imread(file)
+        assert picture.shape[0] > 200
+        assert picture.std() > 0.01
+    with pytest.raises(ValueError, match="no logs to draw"):
+        model.plot_history(tmp_path / "none.png", {})
+
+
+def test_lowered_text_shows_the_reductions():
+    model = small_model()
+    text = model.lowered_text(*data(), batch_size=8)
+    assert "stablehlo" in text
+    assert "all_reduce" in text
+    assert "all-reduce" in model.lowered_text(*data(), batch_size=8, optimized=True)
+    assert model.optimizer.iterations == 0
+    with pytest.raises(RuntimeError, match="compiled first"):
+        tnt.Model(nn.Dense(1)).lowered_text(*data())
+
+
+# Real Keras callbacks on a Linen model, beyond those beside Keras
+
+
+def test_keras_model_checkpoint_saves_whole_linen_models(tmp_path):
+    model = small_model(momentum=0.9)
+    fit(model, keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras")), epochs=2)
+    loaded = tnt.models.load_model(tmp_path / "2.keras", module=Net())
+    for mine, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert loaded.optimizer.iterations == 10
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 3])
+def test_keras_backup_and_restore_goes_on_at_its_epoch(tmp_path, save_freq):
+    class Stop(Exception):
+        pass
+
+    def stop(epoch, logs):
+        if epoch == 1:
+            raise Stop
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=save_freq)
+
+    first = small_model(momentum=0.9)
+    first.build((None, 4))
+    weights = first.get_weights()
+    with pytest.raises(Stop):
+        fit(first, [backup(), callbacks.LambdaCallback(on_epoch_begin=stop)], epochs=3)
+    second = small_model(momentum=0.9)
+    second.build((None, 4))
+    second.set_weights([w + 1 for w in weights])
+    history = fit(second, backup(), epochs=3)
+    # Keras begins the epoch again in which it was interrupted.
+    assert history.epoch == ([1, 2] if save_freq == "epoch" else [0, 1, 2])
+    assert not (tmp_path / "backup").exists()
+    if save_freq == "epoch":
+        expected = fit(linen_like(weights), None, epochs=3)
+        np.testing.assert_allclose(history.history["loss"], expected.history["loss"][1:], rtol=1e-6)
+
+
+def linen_like(weights):
+    model = small_model(momentum=0.9)
+    model.build((None, 4))
+    model.set_weights(weights)
+    return model
+
+
+def test_keras_progress_bar_and_history_are_not_doubled(capsys):
+    history = keras.callbacks.History()
+    result = fit(small_model(), [history, keras.callbacks.ProgbarLogger()], epochs=2, verbose=1)
+    assert result.history == history.history
+    out = capsys.readouterr().out
+    assert out.count("Epoch 1/2") == 1
+    assert re.search(r"5/5.*loss", out)
