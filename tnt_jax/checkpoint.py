@@ -15,6 +15,7 @@ after that: whenever a process dies, the last complete checkpoint can be read, o
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -214,13 +215,16 @@ class Checkpoints:
 
             init()
             here = jax.process_index()
+            # Two directories may be written at once, each with barriers of its own.
+            prefix = hashlib.sha256(str(self.directory).encode()).hexdigest()[:16]
+            together = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=prefix)
             alone = ocp.options.MultiprocessingOptions(
-                primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"alone_{here}"
+                primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"alone_{here}_{prefix}"
             )
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._max_to_keep,
                 cleanup_tmp_directories=True,
-                multiprocessing_options=alone if self._alone else ocp.options.MultiprocessingOptions(),
+                multiprocessing_options=alone if self._alone else together,
                 create=not self._alone,
             )
             if self.directory in _open_managers:
