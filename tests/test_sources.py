@@ -152,3 +152,12 @@ def test_elements_are_unpacked_as_in_keras():
     assert unpack(("x", "y", "w")) == ("x", "y", "w")
     with pytest.raises(ValueError, match="tuple of 4"):
         unpack((1, 2, 3, 4))
+
+
+def test_a_dataset_known_to_be_infinite_needs_steps():
+    tf = pytest.importorskip("tensorflow")
+    endless = as_source(tf.data.Dataset.range(8).batch(4).repeat(), None, None, Reading(Place(1)))
+    with pytest.raises(ValueError, match=r"infinite.*steps_per_epoch"):
+        EpochStream(endless).require_end()
+    assert EpochStream(endless).require_end(steps=2).num_steps is None
+    assert len(list(EpochStream(endless, steps_per_epoch=3).require_end().epoch(0))) == 3

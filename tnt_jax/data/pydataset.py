@@ -46,6 +46,7 @@ class PyDatasetSource:
     Attributes:
         global_batch_size: Rows of the first batch; None until it was made.
         num_batches: Batches of an epoch, None when infinite.
+        is_infinite: Whether the dataset says so by having no number of batches.
         num_examples: None: a `PyDataset` does not tell.
         in_memory: False: a thread reads ahead.
     """
@@ -60,6 +61,7 @@ class PyDatasetSource:
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
         self.num_batches: int | None = dataset.num_batches
+        self.is_infinite = dataset.num_batches is None
         in_processes = dataset.use_multiprocessing
         worker: Worker = "processes" if in_processes else "threads"
         # As in Keras, one worker without multiprocessing is the caller itself.

@@ -33,6 +33,21 @@ class EpochStream:
         self._peeked: tuple[int, HostBatch, Iterator[HostBatch]] | None = None
         self._sought: tuple[int, Iterator[HostBatch]] | None = None
 
+    def require_end(self, steps: int | None = None) -> "EpochStream":
+        """Returns itself if its epochs end.
+
+        Args:
+            steps: Steps after which the caller stops by itself.
+
+        Raises:
+            ValueError: If the source is known to be infinite (its `is_infinite` is true) and nothing else ends an epoch.
+        """
+        if steps is None and self._steps_per_epoch is None and getattr(self.source, "is_infinite", False):
+            raise ValueError(
+                "The dataset is infinite, so an epoch would never end. Pass steps_per_epoch to fit, or steps to evaluate or predict."
+            )
+        return self
+
     @property
     def num_steps(self) -> int | None:
         """Steps of an epoch, None when unknown."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tnt_jax.data.dispatch import Reading
 
 Split = Literal["auto", "before", "after"]
+_INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 _SPLITS = ("auto", "before", "after")
 
 
@@ -95,6 +96,7 @@ class TfDataSource:
         global_batch_size: Rows of a full global batch; None where batches differ or the pipeline does not tell.
         num_batches: Batches of an epoch; None when unknown or infinite. No pass is made to count them.
         num_examples: Rows of an epoch; None when unknown or infinite.
+        is_infinite: Whether an epoch is known to have no end.
         num_skipped: Rows of this process that were masked because they could not be read.
         in_memory: False: a thread reads ahead.
         distribution: Where the pipeline was split, and why.
@@ -127,6 +129,7 @@ class TfDataSource:
             batching = batching_of(dataset) or Batching(size)
         self.global_batch_size: int | None = size
         self.num_batches: int | None = _known(dataset.cardinality())
+        self.is_infinite = int(dataset.cardinality()) == _INFINITE
         self.num_examples: int | None = batching.num_examples
         self.num_skipped = 0
         self._dataset, self._place, self._data, self._micro = dataset, place, data, micro_batch_size

@@ -211,7 +211,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle=shuffle, distribute=tnt_distribute_dataset
         )
         weighting = class_weighting(class_weight)
-        stream = EpochStream(source, steps_per_epoch=steps_per_epoch)
+        stream = EpochStream(source, steps_per_epoch=steps_per_epoch).require_end()
         first = stream.peek(initial_epoch)
         self._prepare(first, weighting)
         self._log_plan(stream)
@@ -311,7 +311,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         source = self._source(x, None, None, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset)
         params = {"steps": steps or source.num_batches, "verbose": verbose}
         hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=False), model=self, params=params)
-        stream = EpochStream(source)
+        stream = EpochStream(source).require_end(steps)
         self._trainer.build(to_batch(stream.peek(0)).inputs)
         hooks.call("on_predict_begin", {})
         with self._trainer.feed(islice(stream.epoch(0), steps), to_batch, threaded=not source.in_memory) as feed:

@@ -155,7 +155,7 @@ class RunningMixin:
         return self._compiled.results(sums) | self._adapter.metric_results(sums["metrics"]["model"])
 
     def _evaluate(self, source: Source, steps: int | None, hooks: CallbackList) -> dict[str, float]:
-        stream = EpochStream(source)
+        stream = EpochStream(source).require_end(steps)
         self._prepare(stream.peek(0))
         hooks.call("on_test_begin", {})
         around = PhaseHooks("test", hooks, model=self, read=self._logs)
