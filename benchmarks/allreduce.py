@@ -42,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", nargs="*", choices=STEPS, default=STEPS, help="contenders of the steps (default: all)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a process in a step (default: 256)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
+    parser.add_argument("--lanes", type=int, default=2, help="rings that a step uses in turn, so that the link never idles (default: 2)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("WHAT", "PROCESS"), help=argparse.SUPPRESS)
@@ -64,11 +65,12 @@ def join_jax(args: argparse.Namespace, process: int) -> Any:
     return jax
 
 
-def make_ring(args: argparse.Namespace, process: int) -> Any:
+def make_ring(args: argparse.Namespace, process: int, lane: int = 0) -> Any:
     from tnt_jax.ring import Ring
 
-    listener = socket.create_server(("0.0.0.0", args.port + 1 + process))
-    addresses = [address_of(args, other, 1 + other) for other in range(args.processes)]
+    first = 1 + lane * args.processes
+    listener = socket.create_server(("0.0.0.0", args.port + first + process))
+    addresses = [address_of(args, other, first + other) for other in range(args.processes)]
     return Ring.connect(process, addresses, listener=listener)
 
 
@@ -132,7 +134,7 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     from tnt_jax.backward_order import trace_grads
     from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
 
-    ring = make_ring(args, process) if exchange == "ring" else None
+    rings = [make_ring(args, process, lane) for lane in range(args.lanes)] if exchange == "ring" else []
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.03 for _ in range(LAYERS)]
     rows = np.ones((args.batch_size, WIDTH), np.float32)
@@ -150,7 +152,7 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
         @jax.jit
         def step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
             _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), params)
-            return update(params, grads if ring is None else sum_by_ring(ring, grads, order)), rest
+            return update(params, sum_by_rings(rings, grads, order) if rings else grads), rest
 
         state = (jax.device_put(params), None, jax.device_put(rows))
     else:
@@ -180,7 +182,7 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     return run
 
 
-def sum_by_ring(ring: Any, grads: Any, order: list[int]) -> Any:
+def sum_by_rings(rings: list[Any], grads: Any, order: list[int]) -> Any:
     """Returns the sums of gradients over processes, inside a jitted program of one device; each starts when it is finished."""
     import jax
     import jax.numpy as jnp
@@ -192,11 +194,12 @@ def sum_by_ring(ring: Any, grads: Any, order: list[int]) -> Any:
     token = jax.ShapeDtypeStruct((), jnp.int32)
 
     def start(index: int, grad: Any, _: Any) -> Any:
-        tickets[index] = ring.start(np.asarray(grad))
+        ring = rings[index % len(rings)]
+        tickets[index] = ring, ring.start(np.asarray(grad))
         return np.int32(index)
 
     def wait(_: Any) -> list[Any]:
-        return [ring.wait(tickets.pop(index)) for index in range(len(leaves))]
+        return [ring.wait(ticket) for ring, ticket in (tickets.pop(index) for index in range(len(leaves)))]
 
     before = jnp.int32(0)
     for index in order:
