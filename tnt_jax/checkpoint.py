@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # How many leaves an error names before it says how many there are besides.
 _NAMED_LEAVES = 8
-_ACCUMULATED = "accumulated/"
+_ACCUMULATED = ("accumulated/", "residual/")
 # Managers by directory: a run that ended by an exception may still write where the next one begins.
 _open_managers: dict[Path, ocp.CheckpointManager] = {}
 

@@ -1,0 +1,109 @@
+"""Projects step time and efficiency of data-parallel training on many GPUs from one measured step and the figures of the links.
+
+Buckets of gradients become ready evenly over the last two thirds of the step, which backpropagation takes, and travel one after the
+other: a bucket starts when it is ready and the one before is done. A ring within hosts and one between hosts run at the rates given;
+each hop of a ring costs a latency. Nothing else grows with the number of GPUs here: stragglers, input and shared switches do.
+
+    python benchmarks/project.py --step-ms 95 --gradient-mb 102.5 --rows 256 --output benchmarks/results/project_resnet50.json
+    python benchmarks/project.py --step-ms 83 --gradient-mb 28 --gpus-per-host 1 --host-gbit 1 --gpus 2 --overlap no --measured-ms 330
+
+With `--measured-ms` the error of the projection for the last number of GPUs is stated.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+BACKWARD_SHARE = 2 / 3  # Backpropagation computes two gradients for each product of the forward pass.
+
+
+class Links(NamedTuple):
+    """Figures of the links.
+
+    Attributes:
+        gpus_per_host: GPUs of a host.
+        gpu_gbytes: GB/s of one GPU to its neighbours in the host, each direction.
+        host_gbytes: GB/s of a host to other hosts, each direction, all its cards together.
+        gpu_latency_us: Latency of a hop within a host.
+        host_latency_us: Latency of a hop between hosts.
+    """
+
+    gpus_per_host: int
+    gpu_gbytes: float
+    host_gbytes: float
+    gpu_latency_us: float
+    host_latency_us: float
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--step-ms", type=float, required=True, help="measured step of one GPU")
+    parser.add_argument("--gradient-mb", type=float, required=True, help="MB of gradients (10**6 bytes)")
+    parser.add_argument("--bucket-mb", type=float, default=26.2, help="MB of a bucket (default: 26.2, that is 25 MiB)")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a GPU's batch, for rows per second (default: 1)")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024], help="numbers of GPUs")
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--gpu-gbit", type=float, default=3600, help="Gbit/s of a GPU in its host (default: 3600, NVLink 4)")
+    parser.add_argument("--host-gbit", type=float, default=3200, help="Gbit/s of a host (default: 3200, eight 400G cards)")
+    parser.add_argument("--gpu-latency-us", type=float, default=3, help="of a hop within a host (default: 3)")
+    parser.add_argument("--host-latency-us", type=float, default=10, help="of a hop between hosts (default: 10)")
+    parser.add_argument("--overlap", choices=("yes", "no"), default="yes", help="whether buckets travel during backpropagation")
+    parser.add_argument("--measured-ms", type=float, help="measured step on the last number of GPUs, to state the error")
+    parser.add_argument("--output", help="JSON file for the results")
+    return parser.parse_args()
+
+
+def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
+    """Returns how long a sum of `mb` MB over GPUs takes: scattered within hosts, summed between them, gathered within hosts."""
+    local = min(num_gpus, links.gpus_per_host)
+    num_hosts = -(-num_gpus // links.gpus_per_host)
+    within = 2 * (local - 1) / local * mb / links.gpu_gbytes + 2 * (local - 1) * links.gpu_latency_us / 1000
+    # Each of a host's GPUs sums its part with those of the other hosts; together they send the whole bucket through the host's cards.
+    between = 2 * (num_hosts - 1) / num_hosts * mb / links.host_gbytes + 2 * (num_hosts - 1) * links.host_latency_us / 1000
+    return within + between
+
+
+def project(step_ms: float, buckets_mb: list[float], num_gpus: int, links: Links, *, overlap: bool) -> float:
+    """Returns the projected step in ms.
+
+    Args:
+        step_ms: Step of one GPU.
+        buckets_mb: Buckets in the order in which they are sent.
+        num_gpus: GPUs.
+        links: Figures of the links.
+        overlap: Whether a bucket travels while later ones are computed.
+    """
+    done = 0.0
+    for index, mb in enumerate(buckets_mb):
+        ready = step_ms * (1 - BACKWARD_SHARE * (1 - (index + 1) / len(buckets_mb))) if overlap else step_ms
+        done = max(done, ready) + all_reduce_ms(mb, num_gpus, links)
+    return done
+
+
+def main() -> None:
+    args = parse_arguments()
+    links = Links(args.gpus_per_host, args.gpu_gbit / 8, args.host_gbit / 8, args.gpu_latency_us, args.host_latency_us)
+    num_buckets = max(1, round(args.gradient_mb / args.bucket_mb))
+    buckets = [args.gradient_mb / num_buckets] * num_buckets
+    rows = []
+    print(f"{'GPUs':>6} {'sum ms':>8} {'step ms':>8} {'efficiency':>10} {'rows/s':>12} {'no overlap':>10}")
+    for num_gpus in args.gpus:
+        step = project(args.step_ms, buckets, num_gpus, links, overlap=args.overlap == "yes")
+        blocking = project(args.step_ms, buckets, num_gpus, links, overlap=False)
+        total = sum(all_reduce_ms(mb, num_gpus, links) for mb in buckets)
+        rows.append(
+            {"gpus": num_gpus, "sum_ms": total, "step_ms": step, "efficiency": args.step_ms / step, "blocking_ms": blocking}
+        )
+        speed = num_gpus * args.rows / step * 1000
+        print(f"{num_gpus:6} {total:8.2f} {step:8.2f} {args.step_ms / step:10.3f} {speed:12.0f} {args.step_ms / blocking:10.3f}")
+    if args.measured_ms:
+        print(
+            f"measured {args.measured_ms:g} ms: the projection is off by {(rows[-1]['step_ms'] / args.measured_ms - 1) * 100:+.1f} %"
+        )
+    if args.output:
+        Path(args.output).write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
