@@ -95,6 +95,18 @@ class Trainer:
             params, model_state = collectives.broadcast(tuple(variables))
             self._create_state(Variables(params, model_state))
 
+    def require_state(self) -> TrainState:
+        """Returns the state, of a model that was built or can build itself.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        if self.state is None and (inputs := self.adapter.sample_inputs()) is not None:
+            self.build(inputs)
+        if self.state is None:
+            raise RuntimeError("The model has no variables yet. Call build(shape_or_sample), or fit, evaluate or predict first.")
+        return self.state
+
     def build_from(self, variables: Variables) -> None:
         """Creates the state from host arrays, the same on every process, in the form in which `adapter.init` returns variables."""
         self._create_state(variables)

@@ -46,6 +46,10 @@ class Adapter(Protocol):
     name: str
     holds_variables: bool
 
+    def sample_inputs(self) -> Any:
+        """Returns inputs that the model can be built with, for a model that tells them itself; None for another."""
+        ...
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""
         ...

@@ -28,6 +28,10 @@ class PartlyTrained:
         self.inner, self.name, self.holds_variables = adapter, adapter.name, adapter.holds_variables
         self._trainable, self._frozen = trainable, tuple(frozen)
 
+    def sample_inputs(self) -> Any:
+        """Returns what the wrapped adapter returns."""
+        return self.inner.sample_inputs()
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the trained parameters, and the others as part of the model state.
 

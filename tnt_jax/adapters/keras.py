@@ -62,6 +62,14 @@ class KerasAdapter:
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._kinds: dict[bool, tuple[Kind, ...]] = {}
 
+    def sample_inputs(self) -> Any:
+        """Returns one row for each input of a functional or Sequential model whose input was given; None for another."""
+        inputs = getattr(self.module, "inputs", None)
+        if not self.module.built or not inputs:
+            return None
+        given = inputs[0] if len(inputs) == 1 else self.module.input
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype), given)
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables of the model; one that is not built yet is built for inputs like `inputs` with Keras's own seeds."""
         self.attach(inputs)

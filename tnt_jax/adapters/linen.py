@@ -35,6 +35,9 @@ class LinenAdapter:
         self._given = variables
         self._style = CallStyle.of(module.__call__)
 
+    def sample_inputs(self) -> None:
+        """Returns None: a Linen module does not know its inputs."""
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the given variables, or what `module.init(jax.random.key(seed), ...)` returns for one row of zeros."""
         variables = self._given if self._given is not None else self._fresh(inputs, seed)

@@ -35,6 +35,10 @@ class NnxAdapter:
         self._style = CallStyle.of(module)
         self._graph, _, self._random, _ = nnx.split(module, nnx.Param, _is_random, ...)
 
+    def sample_inputs(self) -> tuple[()]:
+        """Returns no inputs: the module holds its variables already."""
+        return ()
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables that the module holds, whatever the inputs and the seed."""
         _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)

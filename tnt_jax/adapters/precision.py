@@ -25,6 +25,10 @@ class LowPrecision:
         self.inner, self.name, self.holds_variables = adapter, adapter.name, adapter.holds_variables
         self._master = master
 
+    def sample_inputs(self) -> Any:
+        """Returns what the wrapped adapter returns."""
+        return self.inner.sample_inputs()
+
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the model's variables, the parameters in the type of the master weights."""
         variables = self.inner.init(inputs, seed=seed)

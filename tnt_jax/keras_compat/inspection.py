@@ -150,6 +150,5 @@ class InspectionMixin:
         return lowered.compile().as_text() or "" if optimized else lowered.as_text()
 
     def _built_variables(self) -> Variables:
-        if self._trainer.state is None:
-            raise RuntimeError("The model has no variables yet. Call build(shape_or_sample), or fit, evaluate or predict first.")
+        self._trainer.require_state()
         return self._trainer.variables()

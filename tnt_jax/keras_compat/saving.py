@@ -334,9 +334,7 @@ class SavingMixin:
             logger.warning("The optimizer starts afresh, because its state was saved by another one. %s", error)
 
     def _built_state(self) -> TrainState:
-        if self._trainer.state is None:
-            raise RuntimeError("The model has no variables yet. Call build(shape_or_sample), or fit, evaluate or predict first.")
-        return self._trainer.state
+        return self._trainer.require_state()
 
     def _start_optimizer(self) -> None:
         if self._given is not None:
