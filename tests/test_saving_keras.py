@@ -48,7 +48,7 @@ def test_keras_reads_the_whole_model(trained, tmp_path):
 
 
 def test_weights_go_to_a_fresh_model_of_either_kind(trained, tmp_path):
-    model, _, x, y = trained
+    model, _, x, _ = trained
     path = tmp_path / "model.weights.h5"
     model.save_weights(path)
     plain = make_keras_model()
