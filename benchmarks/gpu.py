@@ -92,7 +92,7 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
 
     parts, batch = StepParts(adapter.apply, loss_terms, lambda outputs, batch: ()), Batch(inputs, targets)
     state = _jax.replicate(create_state(*adapter.init(inputs, seed=0), optimizer, seed=0), mesh)
-    step = make_train_step(parts, optimizer, mesh, reduction=default_reduction(jax.devices()[0].platform))
+    step = make_train_step(parts, optimizer, mesh, reduction=default_reduction(jax.devices()[0].platform, 1))
     held = [state, _jax.replicate(zero_sums(parts, state, batch, mesh), mesh)]
 
     def run() -> None:

@@ -89,6 +89,7 @@ FORMS = {
     "chained 25 MiB": Form(chained(25)),
     "chained 50 MiB": Form(chained(50)),
     "chained 100 MiB": Form(chained(100)),
+    "chained 200 MiB": Form(chained(200)),
     "bfloat16 25 MiB": Form(Reduction(25 * MIB, chained=True, compression="bfloat16")),
     "sharded state 25 MiB": Form(Reduction(25 * MIB, chained=True, shard_optimizer_state=True)),
 }
@@ -172,7 +173,7 @@ def compile_row(model: str, num_gpus: int, name: str) -> tuple[dict[str, Any], l
         "model": model,
         "gpus": num_gpus,
         "form": name,
-        "is_default": form == Form(default_reduction("cuda")),
+        "is_default": form == Form(default_reduction("cuda", num_gpus)),
         "collectives": len(collectives),
         "large": len(large),
         "mib": round(sum(x.nbytes for x in collectives) / MIB, 1),

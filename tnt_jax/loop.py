@@ -60,7 +60,7 @@ class Trainer:
         reduction: Reduction | None = None,
     ) -> None:
         self.adapter, self.runtime, self.owner = adapter, runtime, owner
-        self.reduction = default_reduction(runtime.platform) if reduction is None else reduction
+        self.reduction = default_reduction(runtime.platform, runtime.num_ranks) if reduction is None else reduction
         self._state: TrainState | None = None
         self._seed = seed
         self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from tnt_jax import _jax
 from tnt_jax.settings import Settings
 
-# Measured on modelled H100s: see docs/performance.md.
-_GPU_BUCKET_BYTES = 25 * 2**20
+# What modelled H100s were fastest with, see docs/performance.md: between hosts a sum takes long whatever its size.
+_HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 25 * 2**20, 100 * 2**20
+_RANKS_OF_A_HOST = 8
 
 Threshold = int | Literal["xla"]
 
@@ -45,14 +46,17 @@ class Reduction:
         return self.compression is not None
 
 
-def default_reduction(platform: str) -> Reduction:
-    """Returns the plain reduction that measured best on a kind of device.
+def default_reduction(platform: str, num_ranks: int) -> Reduction:
+    """Returns the plain reduction that is best on given devices.
 
     Args:
         platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
+        num_ranks: Ranks of the job.
     """
-    # XLA merges all on CPU whatever it is given, and a copy there costs more than it saves.
-    return Reduction() if platform == "cpu" else Reduction(_GPU_BUCKET_BYTES, chained=True)
+    if platform == "cpu":
+        # XLA merges all on CPU whatever it is given, and a copy there costs more than it saves.
+        return Reduction()
+    return Reduction(_HOST_BUCKET_BYTES if num_ranks <= _RANKS_OF_A_HOST else _CLUSTER_BUCKET_BYTES, chained=True)
 
 
 def choose_reduction(
@@ -70,7 +74,7 @@ def choose_reduction(
     Raises:
         ValueError: If a value is invalid, or two choices exclude one another.
     """
-    reduction = replace(default_reduction(platform), **choices)
+    reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
     if threshold_kb == "xla":
         reduction = replace(reduction, threshold="xla", chained=False)
