@@ -33,9 +33,11 @@ def shard_map_to_equals(function: Callable, *, mesh: Mesh, in_specs: Any) -> Cal
 
 def all_gather_invariant(x: jax.Array) -> jax.Array:
     """Returns the parts of all ranks one behind the other, marked as the same on every rank, inside `shard_map`."""
-    from jax._src.lax import parallel  # The public all_gather marks its result as varying, which cannot be undone.
+    from jax._src.lax import parallel  # Older versions have no public way to it: their all_gather marks its result as varying.
 
-    return parallel.all_gather_invariant(x, DATA_AXIS, axis=0, tiled=True)
+    if hasattr(parallel, "all_gather_invariant"):
+        return parallel.all_gather_invariant(x, DATA_AXIS, axis=0, tiled=True)
+    return jax.lax.all_gather(x, DATA_AXIS, axis=0, tiled=True, to="invarying")
 
 
 def local_parts(x: jax.Array) -> list[jax.Array]:
