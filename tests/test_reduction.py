@@ -150,7 +150,7 @@ def test_hosts_are_summed_first():
 
 def test_the_platform_decides_what_was_not_chosen():
     assert default_reduction("cpu", 8) == Reduction(0)
-    assert default_reduction("gpu", 8) == Reduction(25 * 2**20, chained=True)
+    assert default_reduction("gpu", 8) == Reduction(8 * 2**20, chained=True)
     assert default_reduction("gpu", 64) == Reduction(100 * 2**20, chained=True)
     assert choose_reduction("gpu", 8, settings=Settings()) == default_reduction("gpu", 8)
     assert choose_reduction("gpu", 8, settings=Settings(fusion_threshold_kb=3)).threshold == 3072

@@ -14,7 +14,7 @@ from tnt_jax import _jax
 from tnt_jax.settings import Settings
 
 # What modelled H100s were fastest with, see docs/performance.md: between hosts a sum takes long whatever its size.
-_HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 25 * 2**20, 100 * 2**20
+_HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
 _RANKS_OF_A_HOST = 8
 
 Threshold = int | Literal["xla"]
