@@ -1,6 +1,6 @@
 """Summing gradients between processes on CPUs: what a sum takes, and what a training step with it takes.
 
-Sums: XLA's all-reduce (Gloo), the ring of `tnt_jax.ring`, and PyTorch's Gloo, for sizes from 1 kB on, in GB/s of array per second.
+Sums: XLA's all-reduce (Gloo), the ring of `benchmarks/ring.py`, and PyTorch's Gloo, for sizes from 1 kB on, in GB/s of array per second.
 Steps: an MLP with 28 MB of gradients, whose sums XLA, the ring (started from the program as soon as a gradient is finished) or
 PyTorch's DistributedDataParallel exchange. A step without any exchange tells how much of it was hidden.
 
@@ -42,7 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", nargs="*", choices=STEPS, default=STEPS, help="contenders of the steps (default: all)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a process in a step (default: 256)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
-    parser.add_argument("--lanes", type=int, default=2, help="rings that a step uses in turn, so that the link never idles (default: 2)")
+    parser.add_argument(
+        "--lanes", type=int, default=2, help="rings that a step uses in turn, so that the link never idles (default: 2)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("WHAT", "PROCESS"), help=argparse.SUPPRESS)
@@ -66,7 +68,7 @@ def join_jax(args: argparse.Namespace, process: int) -> Any:
 
 
 def make_ring(args: argparse.Namespace, process: int, lane: int = 0) -> Any:
-    from tnt_jax.ring import Ring
+    from ring import Ring
 
     first = 1 + lane * args.processes
     listener = socket.create_server(("0.0.0.0", args.port + first + process))

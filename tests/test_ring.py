@@ -3,8 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-
-from tnt_jax.ring import Ring
+from ring import Ring
 
 
 def make_rings(size):
