@@ -18,5 +18,6 @@ from .runtime import get_size as get_size
 from .runtime import init as init
 from .runtime import is_master_rank as is_master_rank
 from .runtime import shutdown as shutdown
+from .seeding import set_seed as set_seed
 
 __version__: str

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.state import TrainState
@@ -34,7 +33,7 @@ def accumulate(
     def update_by_mean(totals: Any) -> tuple[Any, Any, Any]:
         means = jax.tree.map(lambda total: total[0] / num_steps, totals)
         params, opt_state = update(reduce(means), state.params, state.opt_state)
-        return params, opt_state, _jax.make_varying(jax.tree.map(jnp.zeros_like, totals))
+        return params, opt_state, _jax.zeros_like(totals)
 
     def go_on(totals: Any) -> tuple[Any, Any, Any]:
         return state.params, state.opt_state, totals

@@ -13,15 +13,16 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tnt_jax import _jax, collectives, sharded_update
+from tnt_jax import _jax, collectives, reproducible, sharded_update
 from tnt_jax.adapters.base import Adapter, Variables
-from tnt_jax.data.feed import Feed, make_placer
+from tnt_jax.data.feed import Feed, make_placer, place_of
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.execution import Placed, in_groups, stack
 from tnt_jax.reduction import Reduction, default_reduction
 from tnt_jax.runtime import Runtime
 from tnt_jax.state import TrainState, create_state
 from tnt_jax.step import Batch, Parts, make_eval_step, make_predict_step, make_train_step, make_train_steps, zero_sums
+from tnt_jax.virtual_ranks import VirtualRanks
 
 # Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices deadlock with too many.
 _IN_FLIGHT = 4
@@ -48,6 +49,10 @@ class Trainer:
         seed: Seed of fresh variables and of the random streams of the step.
         owner: Trainer whose state this one reads, for another model over the same variables; None for a state of its own.
         reduction: How gradients are summed over the ranks; as is best on these devices by default.
+        virtual_ranks: Number of virtual ranks, for the same bits on every number of devices; None for the fast steps.
+
+    Attributes:
+        place: The part of the data axis, in ranks or virtual ranks, that this process feeds.
     """
 
     def __init__(
@@ -58,13 +63,20 @@ class Trainer:
         seed: int,
         owner: "Trainer | None" = None,
         reduction: Reduction | None = None,
+        virtual_ranks: int | None = None,
     ) -> None:
         self.adapter, self.runtime, self.owner = adapter, runtime, owner
         self.reduction = default_reduction(runtime.platform, runtime.num_ranks) if reduction is None else reduction
         self._state: TrainState | None = None
         self._seed = seed
         self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)
-        self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
+        self.virtual_ranks = None if virtual_ranks is None else VirtualRanks(virtual_ranks, runtime.mesh)
+        if self.virtual_ranks is None:
+            self.place = place_of(runtime)
+            self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
+        else:
+            self.place = self.virtual_ranks.place(runtime.local_ranks)
+            self._predict_step = reproducible.make_predict_step(adapter.apply, self.virtual_ranks)
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(runtime.mesh, PartitionSpec()))
         self._optimizer: optax.GradientTransformation | None = None
         self._accumulation_steps = 1
@@ -121,10 +133,15 @@ class Trainer:
         """
         mesh = self.runtime.mesh
         self._parts, self._zeros = parts, {}
-        arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
-        self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
-        self._train_steps = make_train_steps(parts, optimizer, mesh, **arguments)
-        self._eval_step = make_eval_step(parts, mesh)
+        if self.virtual_ranks is None:
+            arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
+            self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
+            self._train_steps = make_train_steps(parts, optimizer, mesh, **arguments)
+            self._eval_step = make_eval_step(parts, mesh)
+        else:
+            ranks = self.virtual_ranks
+            self._train_step = reproducible.make_train_step(parts, optimizer, ranks, accumulation_steps=accumulation_steps)
+            self._eval_step = reproducible.make_eval_step(parts, ranks)
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 
     def use_optimizer(self, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1) -> None:
@@ -153,8 +170,11 @@ class Trainer:
     def set_state(self, state: TrainState) -> None:
         """Places a state of host or device arrays on every device."""
         mesh = self.runtime.mesh
-        # Each rank holds its own row of what it has accumulated, and of what compression left out.
-        accumulated, residual = _jax.shard_rows((state.accumulated, state.residual), mesh)
+        if self.virtual_ranks is None:
+            # Each rank holds its own row of what it has accumulated, and of what compression left out.
+            accumulated, residual = _jax.shard_rows((state.accumulated, state.residual), mesh)
+        else:
+            accumulated, residual = self._replicate(state.accumulated), None
         opt_state = state.opt_state
         if self.reduction.shard_optimizer_state:
             opt_state = _jax.place(opt_state, sharded_update.shardings(opt_state, mesh))
@@ -177,13 +197,13 @@ class Trainer:
             first_index: Number of the first step in the epoch.
             sums: Sums of the steps before.
         """
-        assert self._train_step is not None and self._train_steps is not None, "compile() comes first."
+        assert self._train_step is not None, "compile() comes first."
         running: deque[Any] = deque()
         index = first_index
         for placed in batches:
             hooks.on_batch_begin(index)
             sums = self._zero_sums(placed) if sums is None else sums
-            step = self._train_step if placed.num_steps == 1 else self._train_steps
+            step = self._train_step if placed.num_steps == 1 or self._train_steps is None else self._train_steps
             # Read here, because a callback may have replaced the state.
             self.state, sums = step(self._built(), sums, placed.batch)
             _wait_for_older(running, sums["loss"][1])
@@ -220,7 +240,8 @@ class Trainer:
     def output_shapes(self, batch: Batch) -> Any:
         """Returns shapes and dtypes of the model's outputs for a batch of this process's rows."""
         state = self._built()
-        return jax.eval_shape(self._predict_step, state.params, state.model_state, self._place(batch.inputs))
+        fast = make_predict_step(self.adapter.apply, self.runtime.mesh)
+        return jax.eval_shape(fast, state.params, state.model_state, self._place(batch.inputs))
 
     def local_outputs(self, batch: Batch) -> Any:
         """Returns the model's outputs for this process's rows of a batch, padding included, as host arrays."""
@@ -237,11 +258,10 @@ class Trainer:
             items: Host batches.
             unpack: From a host batch to what a step takes.
             threaded: Whether a thread prepares batches ahead.
-            num_steps: Batches of equal shapes that are placed together, for one program.
+            num_steps: Batches of equal shapes that are placed together, for one program; with virtual ranks always 1.
         """
-
         # Without a thread that hides its cost, device_put takes longer than the compiled step does to fetch host arrays itself.
-        is_direct = not threaded and jax.process_count() == 1
+        is_direct = not threaded and jax.process_count() == 1 and self.virtual_ranks is None
 
         def place(group: list[HostBatch]) -> Placed:
             batches = [unpack(item) for item in group]
@@ -249,7 +269,7 @@ class Trainer:
             put = self._place if len(group) == 1 else self._place_stacked
             return Placed(batch if is_direct else put(batch), sum(item.num_rows for item in group), len(group))
 
-        return Feed(in_groups(items, num_steps), place, threaded=threaded)
+        return Feed(in_groups(items, num_steps if self.virtual_ranks is None else 1), place, threaded=threaded)
 
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program of a training step for host batches like `batch`."""
@@ -269,7 +289,8 @@ class Trainer:
         return np.asarray(x if x.is_fully_addressable else self._gather(x))
 
     def _create_state(self, variables: Variables) -> None:
-        ranks = self.runtime.num_ranks if self._accumulation_steps > 1 else 0
+        num_ranks = self.runtime.num_ranks if self.virtual_ranks is None else 1
+        ranks = num_ranks if self._accumulation_steps > 1 else 0
         optimizer = self._optimizer or optax.identity()
         compressing = self.runtime.num_ranks if self.reduction.keeps_residual else 0
         state = create_state(*variables, optimizer, seed=self._seed, accumulating_ranks=ranks, compressing_ranks=compressing)

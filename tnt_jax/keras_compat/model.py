@@ -22,6 +22,8 @@ from tnt_jax.keras_compat.running import RunningMixin, check_compile_options
 from tnt_jax.keras_compat.saving import SavingMixin
 from tnt_jax.loop import Trainer
 from tnt_jax.reduction import choose_reduction
+from tnt_jax.reproducible import check_reproducible
+from tnt_jax.seeding import seed_or_default
 
 
 class Model(RunningMixin, SavingMixin, InspectionMixin):
@@ -31,7 +33,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The last two hold their variables:
             training starts from them, and every `fit` ends by writing the results back into them.
         seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`), of dropout, and of the order of
-            shuffled arrays.
+            shuffled arrays; by default that of `tnt_jax.set_seed`, or 0.
         variables: Variables of a Linen module to start from, as `module.init` returns them; fresh ones by default, made when data
             is first seen.
         precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32 weights and updates); or
@@ -47,6 +49,10 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding leaves out is sent in later steps.
         ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1 leaves that to the collective library.
         shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only, which saves memory.
+        reproducible: Whether training, evaluation and prediction give the same bits on every number of devices and processes that
+            divides `virtual_ranks`; slower, see docs/reproducibility.md. Steps then run one by one, whatever `steps_per_execution`.
+        virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of two, and the ranks that
+            `tnt_micro_batch_size` and batch statistics refer to.
 
     Attributes:
         history: The `History` of the last `fit`.
@@ -63,7 +69,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         self,
         module: Any,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         variables: Mapping[str, Any] | None = None,
         precision: str = "float32",
         trainable: Sequence[str] | None = None,
@@ -73,13 +79,18 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         gradient_compression: Literal["bfloat16"] | None = None,
         ranks_per_host: int = 1,
         shard_optimizer_state: bool = False,
+        reproducible: bool = False,
+        virtual_ranks: int = 8,
     ) -> None:
         self.module = module
         self.history: History | None = None
         self.stop_training = False
         self.rows_in_batch = 0
         self.epoch_sums: Any = None
-        self._seed = seed
+        self._seed = seed_or_default(seed)
+        self._virtual_ranks = virtual_ranks if reproducible else None
+        if reproducible:
+            check_reproducible(virtual_ranks, gradient_compression, shard_optimizer_state)
         self._options = {
             "precision": precision, "trainable": trainable, "frozen": frozen, "synchronize_batch_norm": synchronize_batch_norm,
         }  # fmt: skip
@@ -339,7 +350,9 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             module: Module of the same library, whose variables are among this model's, at the same paths.
         """
         other = Model(module, seed=self._seed, **self._options)
-        other._lazy_trainer = Trainer(other._adapter, runtime.init(), seed=self._seed, owner=self._trainer)
+        other._lazy_trainer = Trainer(
+            other._adapter, runtime.init(), seed=self._seed, owner=self._trainer, virtual_ranks=self._virtual_ranks
+        )
         return other
 
     def write_back(self) -> None:
@@ -355,7 +368,9 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         if self._lazy_trainer is None:
             place = runtime.init()
             reduction = choose_reduction(place.platform, place.num_ranks, settings=place.settings, **self._reduction_choices)
-            self._lazy_trainer = Trainer(self._adapter, place, seed=self._seed, reduction=reduction)
+            self._lazy_trainer = Trainer(
+                self._adapter, place, seed=self._seed, reduction=reduction, virtual_ranks=self._virtual_ranks
+            )
         return self._lazy_trainer
 
     def _require_compiled(self) -> None:

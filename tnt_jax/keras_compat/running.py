@@ -12,7 +12,6 @@ from tnt_jax import collectives, runtime
 from tnt_jax.adapters.base import Adapter
 from tnt_jax.collectives import raise_together
 from tnt_jax.data.dispatch import Reading, as_source, unpack
-from tnt_jax.data.feed import place_of
 from tnt_jax.data.layout import micro_batch_size, num_padded_rows
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
@@ -60,8 +59,7 @@ class RunningMixin:
         shuffle: bool = False,
         distribute: bool = True,
     ) -> Source:
-        place = place_of(runtime.init())
-        return as_source(x, y, sample_weight, Reading(place, batch_size, micro, shuffle, self._seed, distribute))
+        return as_source(x, y, sample_weight, Reading(self._trainer.place, batch_size, micro, shuffle, self._seed, distribute))
 
     def _validation_source(self, data: Any, batch_size: int | None, micro: int | None, *, distribute: bool) -> Source | None:
         if data is None:
@@ -71,7 +69,7 @@ class RunningMixin:
 
     def _log_plan(self, stream: EpochStream) -> None:
         """Says once how the data is distributed."""
-        source, num_ranks = stream.source, self._trainer.runtime.num_ranks
+        source, num_ranks = stream.source, self._trainer.place.num_ranks
         size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
         logger.info(
             "Global batch %s = %s rows on each of %d rank(s); %s examples, %s steps per epoch; %s padded row(s) per full batch, "

@@ -1,0 +1,288 @@
+"""Steps whose results have the same bits on any number of devices and processes; `step.py` holds the fast ones.
+
+The rounding of a sum depends on its order, and the rounding of a program on how it was compiled. So a global batch is always cut
+into the chunks of V virtual ranks, one program that is the same on every number of devices (`device_program.py`) works on a chunk,
+the chunks are summed in one order (`virtual_ranks.py`), and the update is a program of its own: compiled together with the last
+addition, it would round differently.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tnt_jax import _jax
+from tnt_jax.accumulation import accumulate
+from tnt_jax.collectives import check_can_be_averaged
+from tnt_jax.device_program import BY_RANK, REPLICATED, DeviceProgram
+from tnt_jax.log import logger
+from tnt_jax.random_rows import row_key
+from tnt_jax.state import TrainState
+from tnt_jax.step import Apply, Batch, Measured, Parts, add_sums, num_local_rows, quotient
+from tnt_jax.virtual_ranks import VirtualRanks, check_count, chunk_of, make_rank_sum, map_chunks, sum_chunks
+
+_ADVICE = (
+    "With reproducible=True a model must not look at other ranks, because what they hold depends on the number of devices. Leave out "
+    "axis_name (statistics are then those of a virtual rank), or train with reproducible=False."
+)
+
+
+class _Model(NamedTuple):
+    """What a program needs of the state: parameters, model state, and the words of the run's key with the step, or None."""
+
+    params: Any
+    model_state: Any
+    key: tuple[jax.Array, jax.Array] | None
+
+
+class _Counts(NamedTuple):
+    """What the whole global batch adds up to: the count of each loss term (None leaves it undivided), and the real rows."""
+
+    terms: list[Any]
+    rows: Any
+
+
+def check_reproducible(virtual_ranks: int, gradient_compression: str | None, shard_optimizer_state: bool) -> None:
+    """Checks the options of reproducible training and prepares JAX for it, where it is not in use yet.
+
+    Raises:
+        ValueError: If `virtual_ranks` is no power of two, or an option belongs to the fast steps.
+    """
+    check_count(virtual_ranks)
+    for name, value in (("gradient_compression", gradient_compression), ("shard_optimizer_state", shard_optimizer_state)):
+        if value:
+            raise ValueError(
+                f"{name}={value!r} changes how gradients are summed, which reproducible=True fixes. Leave one of them out."
+            )
+    _fix_cpu_threads(virtual_ranks)
+
+
+def _fix_cpu_threads(virtual_ranks: int) -> None:
+    """Gives JAX's pool of CPU threads the size `2 * virtual_ranks`, on which the rounding of large matrix products depends.
+
+    It must be called before JAX opens its devices; afterwards it only warns, if the pool is of another size.
+    """
+    threads = str(2 * virtual_ranks)
+    if not _jax.backends_are_initialized():
+        os.environ["PJRT_NPROC"] = threads
+    elif jax.default_backend() == "cpu" and os.environ.get("PJRT_NPROC") != threads:
+        logger.warning(
+            "JAX was in use before the reproducible model was made, so its pool of CPU threads keeps its size (PJRT_NPROC=%s): results "
+            "equal those of runs with the same size only. Make the model first, or set PJRT_NPROC=%s before the start.",
+            os.environ.get("PJRT_NPROC", "unset"),
+            threads,
+        )
+
+
+def make_train_step(
+    parts: Parts, optimizer: optax.GradientTransformation, ranks: VirtualRanks, *, accumulation_steps: int = 1
+) -> Callable:
+    """Returns the function `(state, sums, batch) -> (state, sums)`.
+
+    `state` is donated; `sums` is not, so that a reader may look at the sums of any step later.
+
+    Args:
+        parts: What the step computes.
+        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+        ranks: Virtual ranks.
+        accumulation_steps: Steps whose mean gradient makes one update; `state.accumulated` holds the sums of whole batches `[1, ...]`.
+    """
+
+    def measure(model: _Model, chunk: Batch, index: jax.Array, counts: _Counts) -> tuple[Any, Any]:
+        def objective(params: Any) -> tuple[jax.Array, Measured]:
+            measured = _measure(parts, model._replace(params=params), chunk, index)
+            return _loss(measured, counts, ranks.count), measured
+
+        (loss, measured), grads = jax.value_and_grad(objective, has_aux=True)(_jax.make_varying(model.params))
+        rows = num_local_rows(chunk) if chunk.mask is None else jnp.sum(chunk.mask)
+        averaged, same = _split_state(measured.model_state, rows / counts.rows)
+        return (grads, (loss, _losses(measured, counts), measured.increments), averaged), same
+
+    def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def conclude(state: TrainState, sums: Any, measured: Any, same: Any, rows: jax.Array) -> tuple[TrainState, Any]:
+        grads, (loss, losses, increments), averaged = _only_entries(measured)
+        if accumulation_steps == 1:
+            params, opt_state = update(grads, state.params, state.opt_state)
+            accumulated = None
+        else:
+            params, opt_state, accumulated = accumulate(state, grads, lambda tree: tree, update, accumulation_steps)
+        model_state = _join_state(state.model_state, averaged, same)
+        new_state = replace(
+            state, step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state, accumulated=accumulated
+        )
+        return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
+    sum_batch = _sum_over_batch(parts, measure, ranks)
+    last = DeviceProgram(conclude, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=(0,))
+    words = _remembered(jax.random.key_data)
+
+    def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        measured = sum_batch(_Model(state.params, state.model_state, (words(state.key), state.step)), batch)
+        # A typed key is no array that can be handed to each device, and no step changes it.
+        new_state, sums = last(replace(state, key=None), sums, *measured)
+        return replace(new_state, key=state.key), sums
+
+    return step
+
+
+def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
+    """Returns the function `(params, model_state, sums, batch) -> sums`."""
+
+    def measure(model: _Model, chunk: Batch, index: jax.Array, counts: _Counts) -> tuple[Any, Any]:
+        measured = _measure(parts, model, chunk, index)
+        return (_loss(measured, counts, ranks.count), _losses(measured, counts), measured.increments), None
+
+    def conclude(sums: Any, measured: Any, same: None, rows: jax.Array) -> Any:
+        loss, losses, increments = _only_entries(measured)
+        return add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
+    sum_batch = _sum_over_batch(parts, measure, ranks)
+    last = DeviceProgram(conclude, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED)
+    return lambda params, model_state, sums, batch: last(sums, *sum_batch(_Model(params, model_state, None), batch))
+
+
+def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
+    """Returns the function `(params, model_state, inputs) -> outputs`, with outputs `[rows, ...]` sharded by row."""
+
+    def work(params: Any, model_state: Any, inputs: Any, number: jax.Array) -> Any:
+        def outputs(chunk: Any) -> Any:
+            return _jax.make_varying(apply(params, model_state, chunk, key=None, train=False, mask=None).outputs)
+
+        return map_chunks(outputs, inputs, number=number, per_rank=ranks.per_rank)
+
+    specs = (REPLICATED, REPLICATED, BY_RANK, REPLICATED)
+    program = DeviceProgram(work, ranks.mesh, in_specs=specs, out_specs=BY_RANK)
+    return lambda params, model_state, inputs: program(params, model_state, inputs, ranks.number)
+
+
+def _sum_over_batch(parts: Parts, measure: Callable, ranks: VirtualRanks) -> Callable:
+    """Returns the function from model and batch to the sums of `measure`, what is the same for every chunk, and the real rows."""
+
+    def work(model: _Model, batch: Batch, counts: _Counts, first: jax.Array, number: jax.Array) -> Any:
+        model, counts = _with_step_key(model), jax.tree.map(jnp.squeeze, counts)
+        sums, same = sum_chunks(
+            lambda chunk, index: measure(model, chunk, index, counts),
+            batch,
+            first=first[0],
+            number=number,
+            per_rank=ranks.per_rank,
+        )
+        return jax.tree.map(lambda x: x[None], sums), same
+
+    specs = (REPLICATED, BY_RANK, REPLICATED, BY_RANK, REPLICATED)
+    program = DeviceProgram(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
+    sum_ranks, count = make_rank_sum(ranks.mesh), _count_of_batch(parts, ranks)
+
+    def sum_batch(model: _Model, batch: Batch) -> tuple[Any, Any, Any]:
+        counts = count(model, batch)
+        sums, same = program(model, batch, counts, ranks.first, ranks.number)
+        return sum_ranks(sums), same, counts.rows
+
+    return sum_batch
+
+
+def _count_of_batch(parts: Parts, ranks: VirtualRanks) -> Callable[[_Model, Batch], _Counts]:
+    """Returns the function from model and batch to the counts of the batch; those that follow from shapes start no program."""
+    known: list[Any] = []
+
+    def work(model: _Model, batch: Batch, first: jax.Array, number: jax.Array) -> list[jax.Array]:
+        model = _with_step_key(model)
+
+        def count(chunk: Batch, index: jax.Array) -> tuple[list[jax.Array], None]:
+            counts = [term.count for term in _measure(parts, model, chunk, index).terms]
+            known[:] = [_UNKNOWN if isinstance(x, jax.Array) else x for x in counts]
+            rows = [] if chunk.mask is None else [jnp.sum(chunk.mask)]
+            return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows, None
+
+        _jax.check_local(count, chunk_of(batch, 0, per_rank=ranks.per_rank), first[0], advice=_ADVICE)
+        # The compiler leaves nothing of the forward pass in this loop: counts depend on targets, weights and the mask alone.
+        sums, _ = sum_chunks(count, batch, first=first[0], number=number, per_rank=ranks.per_rank)
+        return [x[None] for x in sums]
+
+    program = DeviceProgram(work, ranks.mesh, in_specs=(REPLICATED, BY_RANK, BY_RANK, REPLICATED), out_specs=BY_RANK)
+    sum_ranks = make_rank_sum(ranks.mesh)
+    by_shape: dict[Any, list[Any]] = {}
+
+    def count_batch(model: _Model, batch: Batch) -> _Counts:
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, tuple((x.shape, x.dtype) for x in leaves))
+        if shapes not in by_shape:
+            program.eval_shape(model, batch, ranks.first, ranks.number)
+            by_shape[shapes] = list(known)
+        known_terms = by_shape[shapes]
+        if batch.mask is None and _UNKNOWN not in known_terms:
+            sums = iter(())
+        else:
+            sums = iter(sum_ranks(program(model, batch, ranks.first, ranks.number)))
+        terms = [next(sums) if x is _UNKNOWN else None if x is None else x * ranks.count for x in known_terms]
+        rows = num_local_rows(batch) if batch.mask is None else next(sums)
+        return _Counts(terms, float(rows) if batch.mask is None else rows)
+
+    return count_batch
+
+
+_UNKNOWN = "unknown"
+
+
+def _only_entries(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _with_step_key(model: _Model) -> _Model:
+    """Returns the model with the key of its step."""
+    if model.key is None:
+        return model
+    words, step = model.key
+    return model._replace(key=jax.random.fold_in(jax.random.wrap_key_data(words), step))  # pyright: ignore[reportArgumentType]
+
+
+def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `function` with a memory of its last argument and result."""
+    last: list[Any] = [None, None]
+
+    def remembered(argument: Any) -> Any:
+        if argument is not last[0]:
+            last[:] = argument, function(argument)
+        return last[1]
+
+    return remembered
+
+
+def _measure(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> Measured:
+    num_rows = num_local_rows(chunk)
+    key = None if model.key is None else row_key(model.key, index * num_rows, num_rows)
+    return parts.measure(model.params, model.model_state, chunk, key=key, train=key is not None)
+
+
+def _loss(measured: Measured, counts: _Counts, num_chunks: int) -> jax.Array:
+    """Returns a chunk's part of the loss of the global batch."""
+    return _jax.make_varying(jnp.asarray(sum(_losses(measured, counts), start=measured.penalty / num_chunks), jnp.float32))
+
+
+def _losses(measured: Measured, counts: _Counts) -> list[jax.Array]:
+    return [quotient(term, count) for term, count in zip(measured.terms, counts.terms, strict=True)]
+
+
+def _split_state(model_state: Any, share: jax.Array | float) -> tuple[dict[int, jax.Array], dict[int, Any]]:
+    """Returns a chunk's part of the leaves that depend on the chunk, to be summed, and the leaves that do not, by position."""
+    averaged, same = {}, {}
+    for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(model_state)):
+        if _jax.is_varying(leaf):
+            check_can_be_averaged(path, leaf)
+            averaged[index] = leaf * jnp.asarray(share, leaf.dtype)
+        else:
+            same[index] = leaf
+    return averaged, same
+
+
+def _join_state(like: Any, averaged: dict[int, Any], same: dict[int, Any]) -> Any:
+    """Returns model state of the structure of `like` from the leaves of `_split_state`."""
+    leaves = {**averaged, **same}
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[index] for index in sorted(leaves)])
