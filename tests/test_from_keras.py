@@ -202,7 +202,6 @@ OPTIMIZERS = [
     keras.optimizers.Ftrl(0.1),
     keras.optimizers.ScheduleFreeAdamW(0.01),
     keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
-    keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
     keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)),
 ]
 
@@ -323,3 +322,7 @@ def test_keras_on_another_backend_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"need its JAX backend, but Keras runs on 'torch'"):
         losses.get("tversky")
     assert keras_objects.find_class("tversky", "losses") is None
+
+
+def test_accumulation_is_left_to_the_step():
+    assert optimizers.get(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)).gradient_accumulation_steps == 3

@@ -16,6 +16,13 @@ from tnt_jax.data.tfdata import TfData, TfDataSource, tf_source  # noqa: E402
 
 AUTOTUNE = tf.data.AUTOTUNE
 
+
+@pytest.fixture(autouse=True)
+def no_global_seed():
+    """Forgets the seed that a test of another file may have given to TensorFlow: it seeds shuffles without one."""
+    tf.random.set_seed(None)
+
+
 # ---- Where the selection stands ----
 
 
