@@ -205,7 +205,7 @@ def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
         raise FileNotFoundError(f"{folder} holds no JPEG files in class folders (found {len(names)} folders).")
     paths = [str(file) for file, _ in files]
     labels = tf.constant([label for _, label in files], tf.int32)
-    return tf.data.Dataset.from_tensor_slices({"name": tf.constant(paths), "label": labels})
+    return tf.data.Dataset.from_tensor_slices({"name": tf.constant(paths), "label": labels})  # pyright: ignore[reportArgumentType]
 
 
 def _jpeg_files(folder: Path) -> list[Path]:
