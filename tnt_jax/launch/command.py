@@ -10,6 +10,7 @@ from pathlib import Path
 from tnt_jax.launch.cleanup import clean_up
 from tnt_jax.launch.clusters import detect_job
 from tnt_jax.launch.doctor.command import doctor
+from tnt_jax.launch.fingerprint import fingerprint
 from tnt_jax.launch.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
 from tnt_jax.launch.run import run_job
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] == "doctor":
             return doctor(words[1:], os.environ)
+        if words and words[0] == "fingerprint":
+            return fingerprint(words[1:])
         options = parse_options(words, version=_version())
         _start_log(options)
         return _dispatch(options, os.environ)

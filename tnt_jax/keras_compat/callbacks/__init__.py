@@ -11,6 +11,7 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.callback_list import CallbackList
 from tnt_jax.keras_compat.callbacks.csv_logger import CSVLogger
 from tnt_jax.keras_compat.callbacks.early_stopping import EarlyStopping
+from tnt_jax.keras_compat.callbacks.fingerprint import Fingerprint
 from tnt_jax.keras_compat.callbacks.history import History
 from tnt_jax.keras_compat.callbacks.lambda_callback import LambdaCallback
 from tnt_jax.keras_compat.callbacks.learning_rate import LearningRateScheduler, LearningRateWarmup, ReduceLROnPlateau
@@ -31,6 +32,7 @@ __all__ = [
     "Callback",
     "CallbackList",
     "EarlyStopping",
+    "Fingerprint",
     "History",
     "LambdaCallback",
     "LazyLogs",
