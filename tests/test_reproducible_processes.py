@@ -1,0 +1,27 @@
+"""The same bits in any number of processes, started by the real launcher with its own division of threads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "train_reproducible.py"
+
+
+def train(num_processes, results):
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC") and name[:4] != "TNT_"}
+    launch = [sys.executable, "-m", "tnt_jax.launch", "-n", str(num_processes), "--no-gpu", "--", str(SCRIPT), str(results)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=240, env=kept | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_any_number_of_processes_gives_the_same_bits(tmp_path):
+    alone = train(1, tmp_path / "alone")
+    for num_processes in (2, 4):
+        assert train(num_processes, tmp_path / str(num_processes)) == alone, f"{num_processes} processes differ from one"
