@@ -75,7 +75,7 @@ class Trainer:
             self.place = place_of(runtime)
             self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
         else:
-            self.place = self.virtual_ranks.place(runtime.local_ranks)
+            self.place = self.virtual_ranks.place
             self._predict_step = reproducible.make_predict_step(adapter.apply, self.virtual_ranks)
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(runtime.mesh, PartitionSpec()))
         self._optimizer: optax.GradientTransformation | None = None

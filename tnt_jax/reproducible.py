@@ -2,8 +2,9 @@
 
 The rounding of a sum depends on its order, and the rounding of a program on how it was compiled. So a global batch is always cut
 into the chunks of V virtual ranks, one program that is the same on every number of devices (`device_program.py`) works on a chunk,
-the chunks are summed in one order (`virtual_ranks.py`), and the update is a program of its own: compiled together with the last
-addition, it would round differently.
+the results are added in one order (`virtual_ranks.py`), and the update is a program of its own: compiled together with the last
+addition, it would round differently. The chunks of a device are no loop inside a program: XLA's convolutions on a CPU are eight times
+slower there.
 """
 
 import os
@@ -18,12 +19,12 @@ import optax
 from tnt_jax import _jax
 from tnt_jax.accumulation import accumulate
 from tnt_jax.collectives import check_can_be_averaged
-from tnt_jax.device_program import BY_RANK, REPLICATED, DeviceProgram
+from tnt_jax.device_program import BY_RANK, REPLICATED, device_program, join, split
 from tnt_jax.log import logger
 from tnt_jax.random_rows import row_key
 from tnt_jax.state import TrainState
 from tnt_jax.step import Apply, Batch, Measured, Parts, add_sums, num_local_rows, quotient
-from tnt_jax.virtual_ranks import VirtualRanks, check_count, chunk_of, make_rank_sum, map_chunks, sum_chunks
+from tnt_jax.virtual_ranks import VirtualRanks, check_count
 
 _ADVICE = (
     "With reproducible=True a model must not look at other ranks, because what they hold depends on the number of devices. Leave out "
@@ -92,7 +93,7 @@ def make_train_step(
         accumulation_steps: Steps whose mean gradient makes one update; `state.accumulated` holds the sums of whole batches `[1, ...]`.
     """
 
-    def measure(model: _Model, chunk: Batch, index: jax.Array, counts: _Counts) -> tuple[Any, Any]:
+    def measure(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
         def objective(params: Any) -> tuple[jax.Array, Measured]:
             measured = _measure(parts, model._replace(params=params), chunk, index)
             return _loss(measured, counts, ranks.count), measured
@@ -120,7 +121,7 @@ def make_train_step(
         return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
 
     sum_batch = _sum_over_batch(parts, measure, ranks)
-    last = DeviceProgram(conclude, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=(0,))
+    last = _last_program(conclude, ranks, donate=(0,))
     words = _remembered(jax.random.key_data)
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
@@ -135,7 +136,7 @@ def make_train_step(
 def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
     """Returns the function `(params, model_state, sums, batch) -> sums`."""
 
-    def measure(model: _Model, chunk: Batch, index: jax.Array, counts: _Counts) -> tuple[Any, Any]:
+    def measure(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
         measured = _measure(parts, model, chunk, index)
         return (_loss(measured, counts, ranks.count), _losses(measured, counts), measured.increments), None
 
@@ -144,91 +145,89 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
         return add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
 
     sum_batch = _sum_over_batch(parts, measure, ranks)
-    last = DeviceProgram(conclude, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED)
+    last = _last_program(conclude, ranks)
     return lambda params, model_state, sums, batch: last(sums, *sum_batch(_Model(params, model_state, None), batch))
 
 
 def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
     """Returns the function `(params, model_state, inputs) -> outputs`, with outputs `[rows, ...]` sharded by row."""
 
-    def work(params: Any, model_state: Any, inputs: Any, number: jax.Array) -> Any:
-        def outputs(chunk: Any) -> Any:
-            return _jax.make_varying(apply(params, model_state, chunk, key=None, train=False, mask=None).outputs)
+    def work(chunk: Any, params: Any, model_state: Any) -> Any:
+        return _jax.make_varying(apply(params, model_state, chunk, key=None, train=False, mask=None).outputs)
 
-        return map_chunks(outputs, inputs, number=number, per_rank=ranks.per_rank)
-
-    specs = (REPLICATED, REPLICATED, BY_RANK, REPLICATED)
-    program = DeviceProgram(work, ranks.mesh, in_specs=specs, out_specs=BY_RANK)
-    return lambda params, model_state, inputs: program(params, model_state, inputs, ranks.number)
+    program = device_program(work, ranks.mesh, in_specs=(BY_RANK, REPLICATED, REPLICATED), out_specs=BY_RANK)
+    return lambda params, model_state, inputs: ranks.map(program, inputs, params, model_state)
 
 
 def _sum_over_batch(parts: Parts, measure: Callable, ranks: VirtualRanks) -> Callable:
     """Returns the function from model and batch to the sums of `measure`, what is the same for every chunk, and the real rows."""
 
-    def work(model: _Model, batch: Batch, counts: _Counts, first: jax.Array, number: jax.Array) -> Any:
-        model, counts = _with_step_key(model), jax.tree.map(jnp.squeeze, counts)
-        sums, same = sum_chunks(
-            lambda chunk, index: measure(model, chunk, index, counts),
-            batch,
-            first=first[0],
-            number=number,
-            per_rank=ranks.per_rank,
-        )
-        return jax.tree.map(lambda x: x[None], sums), same
+    def work(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
+        sums, same = measure(chunk, index, _with_step_key(model), jax.tree.map(jnp.squeeze, counts))
+        return _jax.make_varying(_as_entries(sums)), same
 
-    specs = (REPLICATED, BY_RANK, REPLICATED, BY_RANK, REPLICATED)
-    program = DeviceProgram(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
-    sum_ranks, count = make_rank_sum(ranks.mesh), _count_of_batch(parts, ranks)
+    specs = (BY_RANK, REPLICATED, REPLICATED, REPLICATED)
+    program = device_program(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
+    count = _count_of_batch(parts, ranks)
 
     def sum_batch(model: _Model, batch: Batch) -> tuple[Any, Any, Any]:
         counts = count(model, batch)
-        sums, same = program(model, batch, counts, ranks.first, ranks.number)
-        return sum_ranks(sums), same, counts.rows
+        return *ranks.sum(program, batch, model, counts), counts.rows
 
     return sum_batch
+
+
+def _last_program(function: Callable, ranks: VirtualRanks, *, donate: tuple[int, ...] = ()) -> Callable:
+    """Returns a function of replicated arrays as a program that every device runs for itself."""
+    program = device_program(function, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=donate)
+
+    def run(*args: Any) -> Any:
+        return join([program(*own) for own in split(args, ranks.mesh)], ranks.mesh, REPLICATED)
+
+    return run
 
 
 def _count_of_batch(parts: Parts, ranks: VirtualRanks) -> Callable[[_Model, Batch], _Counts]:
     """Returns the function from model and batch to the counts of the batch; those that follow from shapes start no program."""
     known: list[Any] = []
 
-    def work(model: _Model, batch: Batch, first: jax.Array, number: jax.Array) -> list[jax.Array]:
-        model = _with_step_key(model)
-
-        def count(chunk: Batch, index: jax.Array) -> tuple[list[jax.Array], None]:
-            counts = [term.count for term in _measure(parts, model, chunk, index).terms]
+    def work(chunk: Batch, index: jax.Array, model: _Model) -> tuple[list[jax.Array], None]:
+        def count(chunk: Batch) -> list[jax.Array]:
+            counts = [term.count for term in _measure(parts, _with_step_key(model), chunk, index).terms]
             known[:] = [_UNKNOWN if isinstance(x, jax.Array) else x for x in counts]
             rows = [] if chunk.mask is None else [jnp.sum(chunk.mask)]
-            return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows, None
+            return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows
 
-        _jax.check_local(count, chunk_of(batch, 0, per_rank=ranks.per_rank), first[0], advice=_ADVICE)
-        # The compiler leaves nothing of the forward pass in this loop: counts depend on targets, weights and the mask alone.
-        sums, _ = sum_chunks(count, batch, first=first[0], number=number, per_rank=ranks.per_rank)
-        return [x[None] for x in sums]
+        _jax.check_local(count, chunk, advice=_ADVICE)
+        # The compiler leaves nothing of the forward pass: counts depend on targets, weights and the mask alone.
+        return _jax.make_varying(_as_entries(count(chunk))), None
 
-    program = DeviceProgram(work, ranks.mesh, in_specs=(REPLICATED, BY_RANK, BY_RANK, REPLICATED), out_specs=BY_RANK)
-    sum_ranks = make_rank_sum(ranks.mesh)
+    program = device_program(work, ranks.mesh, in_specs=(BY_RANK, REPLICATED, REPLICATED), out_specs=(BY_RANK, REPLICATED))
     by_shape: dict[Any, list[Any]] = {}
 
     def count_batch(model: _Model, batch: Batch) -> _Counts:
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, tuple((x.shape, x.dtype) for x in leaves))
         if shapes not in by_shape:
-            program.eval_shape(model, batch, ranks.first, ranks.number)
+            jax.eval_shape(program, ranks.chunk_shapes(batch), 0, _shapes(model))
             by_shape[shapes] = list(known)
-        known_terms = by_shape[shapes]
-        if batch.mask is None and _UNKNOWN not in known_terms:
-            sums = iter(())
-        else:
-            sums = iter(sum_ranks(program(model, batch, ranks.first, ranks.number)))
-        terms = [next(sums) if x is _UNKNOWN else None if x is None else x * ranks.count for x in known_terms]
-        rows = num_local_rows(batch) if batch.mask is None else next(sums)
-        return _Counts(terms, float(rows) if batch.mask is None else rows)
+        is_known = batch.mask is None and _UNKNOWN not in by_shape[shapes]
+        sums = iter(() if is_known else ranks.sum(program, batch, model)[0])
+        terms = [next(sums) if x is _UNKNOWN else None if x is None else float(x * ranks.count) for x in by_shape[shapes]]
+        return _Counts(terms, float(num_local_rows(batch)) if batch.mask is None else next(sums))
 
     return count_batch
 
 
 _UNKNOWN = "unknown"
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _as_entries(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _only_entries(tree: Any) -> Any:
