@@ -45,7 +45,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             say so themselves: `BatchNorm(axis_name="data")`.
         fusion_threshold: kB from which a bucket of gradients is full: gradients travel between ranks in buckets, last layers first;
             0 gives each array its own, `"xla"` leaves it to the compiler. By default what `TNT_FUSION_THRESHOLD` says, else what
-            measured best on the devices.
+            was modelled as best on GPUs and measured as best on CPUs (docs/performance.md).
         gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding leaves out is sent in later steps.
         ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1 leaves that to the collective library.
         shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only, which saves memory.
