@@ -28,6 +28,7 @@ from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
 _HOST_KEY = "tnt_jax/host"
 # Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
 _GRACE_S = 30
+_CONSEQUENCE_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,9 @@ def _exit_at_uncaught_exceptions() -> None:
         report(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            # A collective whose peer died: the peer is still on its way out, and whoever watches should see it end first.
+            time.sleep(_CONSEQUENCE_DELAY_S)
         os._exit(1)
 
     sys.excepthook = report_and_exit

@@ -61,6 +61,22 @@ def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(run, scr
     assert time.monotonic() - started < 15
 
 
+def test_ranks_that_fail_together_are_all_reported(run, script):
+    # Rank 0 ends first, but as a consequence: the reason is what rank 1 says.
+    path = script(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['TNT_PROCESS_ID'] == '0': time.sleep(1); sys.exit(3)\n"
+        "if os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); print('the reason', file=sys.stderr); sys.exit(4)\n"
+        "time.sleep(600)"
+    )
+    code, _, err = run("-n", 3, "--no-gpu", path)
+    assert code == 3
+    assert "Rank 1 on localhost failed with exit code 4" in err
+    assert "the reason" in err
+    assert "Rank 2" not in err, "It was ended because of the others."
+
+
 def test_rank_ended_by_a_signal_is_named_with_it(run, script):
     path = script("import os, time\nif os.environ['TNT_PROCESS_ID'] == '1': os.abort()\ntime.sleep(600)")
     code, _, err = run("-n", 2, "--no-gpu", path)

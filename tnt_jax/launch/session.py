@@ -16,6 +16,9 @@ HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
 FAILURE_GRACE_S = 5.0
 _TICK_S = 0.5
+_MOST_REPORTS = 4
+# What a process that was asked to end, and then made to, ends with.
+_ENDED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 _logger = logging.getLogger("tnt_jax.launch")
 
 
@@ -47,7 +50,7 @@ class Session:
         self._lost: dict[str, str] = {}
         self._screen: Output = Screen([])
         self._running: dict[int, str] = {}
-        self._exit_code = 0
+        self._exit_code = self._failures = 0
         self._stopping_since: float | None = None
         self._stop_at: float | None = None
         self._time_out_at: float | None = None
@@ -194,8 +197,14 @@ class Session:
         self._give_up_at = time.monotonic() + grace_s + HOST_TIMEOUT_S
 
     def _fail(self, exit_code: int, report: str) -> None:
-        """The first failure decides the exit code; what follows it, or a signal, is only a consequence."""
+        """The first failure decides the exit code; what follows it, or a signal, is only a consequence.
+
+        Two processes that fail together are seen in any order, and the second may hold the reason: a few are reported all.
+        """
+        self._failures += 1
         if self._exit_code:
+            if self._caught is None and self._failures <= _MOST_REPORTS:
+                say(report)
             return
         if self._caught is not None:
             self._exit_code = 128 + self._caught
@@ -251,7 +260,8 @@ class Session:
         self._running.pop(rank)
         self._screen.finish(rank)
         _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
-        if code:
+        ended_by_us = self._exit_code and code in _ENDED_CODES
+        if code and not ended_by_us:
             tail = message["tail"].encode("latin-1")
             self._fail(code, failure_report(rank, connection.host, code, tail, shown=self._screen.shows(rank)))
 
