@@ -14,7 +14,7 @@ LEVELS = {
     "runtime": 1,
     "link_probe": 2, "data": 2, "collectives": 2, "random_rows": 2, "backward_order": 2, "adapters": 3,
     "state": 3, "reduction": 3, "accumulation": 3, "sharded_update": 3, "virtual_ranks": 3, "device_program": 3,
-    "step": 4, "execution": 4, "reproducible": 5, "loop": 6, "checkpoint": 7, "keras_compat": 8,
+    "step": 4, "execution": 4, "reproducible": 5, "loop": 6, "tuning": 7, "checkpoint": 7, "keras_compat": 8,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ launcher can share it without importing JAX.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _TRUE = ("1", "true", "yes", "on")
@@ -26,9 +27,10 @@ class Settings:
         log_level: Level of the logger `tnt_jax` (`TNT_LOG_LEVEL`).
         log_on_all_devices: Whether every process logs, not the master alone (`TNT_LOG_ON_ALL_DEVICES`).
         output_on_all_devices: Whether every process prints progress and summaries (`TNT_OUTPUT_ON_ALL_DEVICES`).
-        fusion_threshold_kb: Largest gradient bucket in kB, 0 for one bucket per array (`TNT_FUSION_THRESHOLD`);
-            None for the default of the backend.
+        fusion_threshold_kb: kB from which a gradient bucket is full, 0 for one bucket per array, `"xla"` to leave it to the compiler
+            (`TNT_FUSION_THRESHOLD`); None for the default of the backend.
         launched_at: Seconds since 1970 when the launcher was started (`TNT_LAUNCHED_AT`), for timing the start.
+        tune_steps: Steps of each trial if `fit` is to compare ways to sum gradients instead of training (`TNT_TUNE_STEPS`); or None.
     """
 
     coordinator_address: str | None = None
@@ -39,8 +41,9 @@ class Settings:
     log_level: str = "WARNING"
     log_on_all_devices: bool = False
     output_on_all_devices: bool = False
-    fusion_threshold_kb: int | None = None
+    fusion_threshold_kb: int | Literal["xla"] | None = None
     launched_at: float | None = None
+    tune_steps: int | None = None
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -68,7 +71,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         log_level=_log_level(env),
         log_on_all_devices=_boolean(env, "TNT_LOG_ON_ALL_DEVICES"),
         output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
-        fusion_threshold_kb=_integer(env, "TNT_FUSION_THRESHOLD", at_least=0),
+        fusion_threshold_kb=_threshold(env, "TNT_FUSION_THRESHOLD"),
+        tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -111,6 +115,13 @@ def _integer(env: Mapping[str, str], name: str, *, at_least: int) -> int | None:
     if not value.strip().isdigit() or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, but is {value!r}.")
     return int(value)
+
+
+def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None:
+    value = (env.get(name) or "").strip()
+    if value and value != "xla" and not value.isdigit():
+        raise ValueError(f"{name} must be a number of kB of at least 0, or xla, but is {env[name]!r}.")
+    return "xla" if value == "xla" else int(value) if value else None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

@@ -71,6 +71,15 @@ def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):
     assert "usage: tnt-jax" in capsys.readouterr().err
 
 
+def test_tune_is_the_first_word_and_has_steps(capsys):
+    options = parse("tune", "-n", "2", "--steps", "7", "--", "t.py", "--steps", "3")
+    assert (options.tune_steps, options.devices_per_node, options.script_args) == (7, 2, ("--steps", "3"))
+    assert parse("tune", "t.py").tune_steps == 20
+    assert parse("--", "tune").tune_steps is None
+    with pytest.raises(SystemExit, match="2"):
+        parse("--steps", "7", "--", "t.py")
+
+
 def test_version_and_help_need_no_script(capsys):
     for argv, text in (("--version", "1"), ("--help", "one on each line")):
         with pytest.raises(SystemExit, match="0"):

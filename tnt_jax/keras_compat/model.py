@@ -225,6 +225,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         stream = EpochStream(source, steps_per_epoch=steps_per_epoch).require_end()
         first = stream.peek(initial_epoch)
         self._prepare(first, weighting)
+        self._end_in_trials(first, weighting)
         self._log_plan(stream)
         if validation_batch_size is None and tnt_validation_micro_batch_size is None and is_arrays(unpack(validation_data)[0]):
             validation_batch_size = source.global_batch_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from tnt_jax import collectives, runtime
+from tnt_jax import collectives, runtime, tuning
 from tnt_jax.adapters.base import Adapter
 from tnt_jax.collectives import raise_together
 from tnt_jax.data.dispatch import Reading, as_source, unpack
@@ -47,6 +47,7 @@ class RunningMixin:
     _transformation: Any
     _start_optimizer: Callable[[], None]
     _steps_per_execution: int | None
+    _reduction_choices: dict[str, Any]
 
     def _source(
         self,
@@ -100,6 +101,21 @@ class RunningMixin:
         )
         self._compiled = compiled
         runtime.log_start_phase("data read and weights made")
+
+    def _end_in_trials(self, first: HostBatch, weighting: Weighting | None) -> None:
+        """Does nothing, or, in a job of `tnt-jax tune`, tries ways to sum gradients and ends the program."""
+        if self._trainer.runtime.settings.tune_steps is None:
+            return
+        assert self._compiled is not None
+        step = tuning.Step(
+            self._compiled.step_parts(self._adapter.apply),
+            self._transformation,
+            accumulation_steps=self._optimizer.gradient_accumulation_steps or 1,
+            num_steps=self._steps_per_execution or 1,
+        )
+        by_argument = self._reduction_choices["threshold_kb"] is not None
+        tuning.tune(self._trainer, step, first, lambda item: to_batch(item, weighting), by_argument=by_argument)
+        raise SystemExit
 
     def _problem_of_first_batch(self, compiled: Compiled, batch: Batch) -> ValueError | None:
         """Returns what is wrong with this process's rows of the first batch, if anything."""

@@ -162,4 +162,6 @@ def _library_options(options: Options) -> dict[str, str]:
         chosen["TNT_OUTPUT_ON_ALL_DEVICES"] = "1"
     if options.fusion_threshold_kb is not None:
         chosen["TNT_FUSION_THRESHOLD"] = str(options.fusion_threshold_kb)
+    if options.tune_steps is not None:
+        chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
     return chosen

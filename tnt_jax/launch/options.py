@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tnt_jax.settings import LOG_LEVELS
 
@@ -15,6 +16,7 @@ examples:
   tnt-jax --hostfile hosts -- train.py             every GPU of the hosts in the file, through ssh
   tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
   tnt-jax doctor --hostfile hosts                  find out why it does not work
+  tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
 """
 
 
@@ -34,7 +36,8 @@ class Options:
         log_on_all_devices: Whether every process logs.
         output_on_all_devices: Whether the output of every process is shown.
         exports: Variables for every process, in order; values may refer to others as `$NAME`.
-        fusion_threshold_kb: Largest gradient bucket, in kB; None to leave the environment's.
+        fusion_threshold_kb: kB from which a gradient bucket is full, or "xla"; None to leave the environment's.
+        tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         pin_to_socket: Whether each process is bound to the processors of one memory node.
         pin_memory_to_socket: Whether its memory is, too.
         compilation_cache: Whether compiled programs are kept between runs.
@@ -59,7 +62,8 @@ class Options:
     log_on_all_devices: bool = False
     output_on_all_devices: bool = False
     exports: tuple[tuple[str, str], ...] = ()
-    fusion_threshold_kb: int | None = None
+    fusion_threshold_kb: int | Literal["xla"] | None = None
+    tune_steps: int | None = None
     pin_to_socket: bool = False
     pin_memory_to_socket: bool = False
     compilation_cache: bool = True
@@ -76,13 +80,15 @@ class Options:
 def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """Returns the options that a command line states; prints help or an error and exits where argparse does.
 
-    Everything after `--`, or from the first word that is not an option, is the script and its arguments.
+    Everything after `--`, or from the first word that is not an option, is the script and its arguments. The first word `tune` stands
+    for trials instead of training, and allows `--steps`.
 
     Raises:
         ValueError: If options contradict each other or `-x` is given something that is not K=V.
     """
-    ours, script = _split(argv)
-    parser = _parser(version)
+    is_tuning = list(argv[:1]) == ["tune"]
+    ours, script = _split(argv[1:] if is_tuning else argv)
+    parser = _parser(version, is_tuning=is_tuning)
     given = parser.parse_args(ours)
     exports = tuple(_export(text) for texts in given.exports for text in texts)
     # A script named before the first `--` owns that, too.
@@ -101,6 +107,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         output_on_all_devices=given.output_on_all_devices,
         exports=exports,
         fusion_threshold_kb=given.fusion_threshold,
+        tune_steps=given.steps if is_tuning else None,
         pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
         pin_memory_to_socket=given.pin_memory_to_socket,
         compilation_cache=not given.no_compilation_cache,
@@ -148,11 +155,15 @@ def _at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
-def _parser(version: str) -> argparse.ArgumentParser:
+def _parser(version: str, *, is_tuning: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tnt-jax",
-        usage="tnt-jax [options] -- script.py [arguments]",
-        description="Runs a training script in one process for each device.",
+        usage=f"tnt-jax {'tune ' if is_tuning else ''}[options] -- script.py [arguments]",
+        description=(
+            "Times ways to sum the gradients of a script's first fit, instead of training, and tells which options to use."
+            if is_tuning
+            else "Runs a training script in one process for each device."
+        ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -163,6 +174,15 @@ def _parser(version: str) -> argparse.ArgumentParser:
     _add_hosts(parser.add_argument_group("hosts"))
     _add_output(parser.add_argument_group("output"))
     _add_processes(parser.add_argument_group("processes"))
+    if is_tuning:
+        trials = parser.add_argument_group("trials")
+        trials.add_argument(
+            "--steps",
+            type=_at_least(1),
+            default=20,
+            metavar="N",
+            help="steps of a way in each of 5 rounds (default: %(default)s)",
+        )
     return parser
 
 
@@ -216,7 +236,12 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=VALUE",
         help="set variables in every process; $OTHER in a value stands for the value of OTHER there",
     )
-    add("--fusion-threshold", type=_at_least(0), metavar="KB", help="largest gradient bucket; 0 reduces every array alone")
+    add(
+        "--fusion-threshold",
+        type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
+        metavar="KB",
+        help="size from which a gradient bucket is full; 0 sends every array alone, xla leaves it to the compiler",
+    )
     add("--python-interpreter", metavar="CMD", help='command that runs the script; "" runs the script itself')
     add("--no-compilation-cache", action="store_true", help="do not keep compiled programs for the next run")
     add(
