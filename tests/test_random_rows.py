@@ -16,7 +16,7 @@ def test_ranks_draw_the_rows_of_one_device(num_ranks, draw):
     mesh = _jax.make_data_mesh(jax.devices()[:num_ranks])
 
     def local(key):
-        return draw(batch_key(key, 5, 12 // num_ranks), (12 // num_ranks, 4, 2))
+        return draw(batch_key(jax.random.key_data(key), 5, 12 // num_ranks), (12 // num_ranks, 4, 2))
 
     drawn = jax.jit(_jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("data")))(key)
     np.testing.assert_array_equal(drawn, expected)

@@ -18,13 +18,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import collectives
@@ -237,13 +236,12 @@ class Checkpoints:
 
 
 def state_arrays(state: TrainState) -> dict[str, Any]:
-    """Returns the arrays of a state by path, such as `params/Dense_0/kernel`; the key as the numbers that make it.
+    """Returns the arrays of a state by path, such as `params/Dense_0/kernel`.
 
     Args:
         state: State of host or device arrays.
     """
-    numbers = replace(state, key=jax.random.key_data(state.key))
-    return _flatten(numbers)
+    return _flatten(state)
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
@@ -256,12 +254,10 @@ def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     Raises:
         ValueError: If a path is missing or too many, or a shape or dtype differs; the message names the leaves.
     """
-    numbers = replace(state, key=jax.random.key_data(state.key))
-    arrays = _for_ranks(arrays, _flatten(numbers))
-    check_match(_flatten(numbers), arrays)
-    structure = jax.tree.structure(numbers)
-    filled = structure.unflatten([arrays[path] for path in _flatten(numbers)])
-    return replace(filled, key=jax.random.wrap_key_data(jnp.asarray(filled.key), impl=jax.random.key_impl(state.key)))
+    expected = _flatten(state)
+    arrays = _for_ranks(arrays, expected)
+    check_match(expected, arrays)
+    return jax.tree.structure(state).unflatten([arrays[path] for path in expected])
 
 
 def without_accumulated(arrays: Mapping[str, Any]) -> dict[str, Any]:

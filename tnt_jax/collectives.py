@@ -31,7 +31,7 @@ def average_model_state(tree: Any, share: jax.Array | None) -> Any:
         check_can_be_averaged(path, leaf)
         if share is None:
             return jax.lax.pmean(leaf, _jax.DATA_AXIS)
-        return jax.lax.psum(leaf * share.astype(leaf.dtype), _jax.DATA_AXIS)
+        return _jax.psum(leaf * share.astype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(average, tree)
 

@@ -18,16 +18,26 @@ _KEY_WORDS = 4
 _UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
-def batch_key(key: jax.Array, step: jax.Array | int, num_rows: int) -> jax.Array:
+def batch_key(words: jax.Array, step: jax.Array | int, num_rows: int) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
     Args:
-        key: Threefry key of the run, the same on every rank.
+        words: Threefry key of the run, uint32 `[2]`, the same on every rank.
         step: Update count; every step draws different numbers.
         num_rows: Rows of this rank's part of the batch, padding included.
     """
     first_row = jax.lax.axis_index(_jax.DATA_AXIS) * num_rows
-    return row_key(jax.random.fold_in(key, step), first_row, num_rows)
+    return row_key(step_key(words, step), first_row, num_rows)
+
+
+def step_key(words: jax.Array, step: jax.Array | int) -> jax.Array:
+    """Returns the key of a step, the same on every rank.
+
+    Args:
+        words: Threefry key of the run, uint32 `[2]`.
+        step: Update count.
+    """
+    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), step)
 
 
 def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: jax.Array | int) -> jax.Array:

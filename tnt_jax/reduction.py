@@ -159,12 +159,12 @@ def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | No
     def total(flat: jax.Array) -> jax.Array:
         if reduction.ranks_per_host > 1:
             return _sum_by_hosts(flat, reduction.ranks_per_host)
-        return jax.lax.psum(flat, _jax.DATA_AXIS)
+        return _jax.psum(flat)
 
     def total_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
         if reduction.chained or reduction.ranks_per_host > 1:
             return split_like(total(flatten(arrays)), arrays)
-        return jax.lax.psum(arrays, _jax.DATA_AXIS)
+        return _jax.psum(arrays)
 
     return in_buckets(total_of_bucket, tree, reduction, order=order)
 
@@ -193,7 +193,7 @@ def sum_compressed(tree: Any, residual: Any, reduction: Reduction, *, order: Seq
         kept = [residuals[index] for index in indices]
         if arrays[0].dtype != jnp.float32:
             left.update(zip(indices, kept, strict=True))
-            return jax.lax.psum(arrays, _jax.DATA_AXIS)
+            return _jax.psum(arrays)
         total, rest = _sum_in_bfloat16(flatten(arrays) + flatten(kept))
         left.update(zip(indices, split_like(rest, arrays), strict=True))
         return split_like(total, arrays)

@@ -21,7 +21,7 @@ from tnt_jax.accumulation import accumulate
 from tnt_jax.collectives import check_can_be_averaged
 from tnt_jax.device_program import BY_RANK, REPLICATED, device_program, join, split
 from tnt_jax.log import logger
-from tnt_jax.random_rows import row_key
+from tnt_jax.random_rows import row_key, step_key
 from tnt_jax.state import TrainState
 from tnt_jax.step import Apply, Batch, Measured, Parts, add_sums, num_local_rows, quotient
 from tnt_jax.virtual_ranks import VirtualRanks, check_count
@@ -122,13 +122,10 @@ def make_train_step(
 
     sum_batch = _sum_over_batch(parts, measure, ranks)
     last = _last_program(conclude, ranks, donate=(0,))
-    words = _remembered(jax.random.key_data)
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        measured = sum_batch(_Model(state.params, state.model_state, (words(state.key), state.step)), batch)
-        # A typed key is no array that can be handed to each device, and no step changes it.
-        new_state, sums = last(replace(state, key=None), sums, *measured)
-        return replace(new_state, key=state.key), sums
+        measured = sum_batch(_Model(state.params, state.model_state, (state.key, state.step)), batch)
+        return last(state, sums, *measured)
 
     return step
 
@@ -239,19 +236,7 @@ def _with_step_key(model: _Model) -> _Model:
     if model.key is None:
         return model
     words, step = model.key
-    return model._replace(key=jax.random.fold_in(jax.random.wrap_key_data(words), step))  # pyright: ignore[reportArgumentType]
-
-
-def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `function` with a memory of its last argument and result."""
-    last: list[Any] = [None, None]
-
-    def remembered(argument: Any) -> Any:
-        if argument is not last[0]:
-            last[:] = argument, function(argument)
-        return last[1]
-
-    return remembered
+    return model._replace(key=step_key(words, step))  # pyright: ignore[reportArgumentType]
 
 
 def _measure(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> Measured:

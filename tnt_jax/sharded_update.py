@@ -51,7 +51,7 @@ def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
         dims = [shard_dim(x.shape, num_ranks) for x in arrays]
         results: dict[int, jax.Array] = {}
         whole = [index for index, dim in enumerate(dims) if dim is None]
-        results.update(zip(whole, jax.lax.psum([arrays[index] for index in whole], _jax.DATA_AXIS), strict=True))
+        results.update(zip(whole, _jax.psum([arrays[index] for index in whole]), strict=True))
         cut = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
         if cut:
             rows = [jnp.moveaxis(arrays[index], dim, 0).reshape(num_ranks, -1) for index, dim in cut]

@@ -19,7 +19,8 @@ class TrainState:
         params: Trained arrays.
         model_state: Arrays that the model itself changes in training, such as BatchNorm's moving statistics.
         opt_state: State of the Optax transformation.
-        key: Threefry key of the run; the key of a step is `fold_in(key, step)`.
+        key: Threefry key of the run as its words, uint32 `[2]`; the key of a step is `fold_in(key, step)`. A typed key among the
+            results would keep JAX from its fast way to start a program.
         accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]` of which each rank holds its row;
             None where every step updates.
         residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]` of which each rank holds its row;
@@ -64,7 +65,7 @@ def create_state(
         params,
         model_state,
         optimizer.init(params),
-        jax.random.key(seed),
+        jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
         accumulated=rows(accumulating_ranks),
         residual=rows(compressing_ranks),
     )

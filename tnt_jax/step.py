@@ -236,7 +236,7 @@ def _train_step(
             params, opt_state = update(grads, state.params, state.opt_state)
             carried = (opt_state, None)
         else:
-            numbers = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
+            numbers = _jax.psum(local.numbers)
             if accumulation_steps == 1:
                 params, carried = reduce_and_update(local.grads, state.params, carried)
             else:
@@ -271,7 +271,7 @@ def _sharded_step(
 
     def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
         local = _differentiate(parts, state, batch, mesh.size)
-        loss, losses, increments = jax.lax.psum(local.numbers, _jax.DATA_AXIS)
+        loss, losses, increments = _jax.psum(local.numbers)
         model_state = average_model_state(local.model_state, _share(batch))
         grads = scatter(local.grads, reduction, order=local.order)
         return grads, model_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
@@ -296,7 +296,7 @@ def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
         losses = [divide(term) for term in measured.terms]
         local_loss = sum(losses, start=measured.penalty / mesh.size)
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
-        loss, losses, increments = jax.lax.psum(numbers, _jax.DATA_AXIS)
+        loss, losses, increments = _jax.psum(numbers)
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
     specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
@@ -318,7 +318,7 @@ def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
     def measure(params: Any, model_state: Any, batch: Batch) -> Any:
         measured = parts.measure(params, model_state, batch, key=None, train=False)
         numbers = _jax.make_varying(([divide(term) for term in measured.terms], measured.increments))
-        return jax.lax.psum(numbers, _jax.DATA_AXIS)
+        return _jax.psum(numbers)
 
     mapped = _jax.shard_map(measure, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_REPLICATED)
     losses, increments = jax.eval_shape(mapped, state.params, state.model_state, batch)
@@ -343,7 +343,7 @@ def add_sums(sums: Any, loss: jax.Array, losses: list[jax.Array], increments: An
 def divide(term: LossTerm) -> jax.Array:
     """Returns this rank's part of a loss term: the local total over the global count, 0 where that is 0, inside `shard_map`."""
     # psum of a Python number is a multiplication, so a count that is known costs no communication.
-    return quotient(term, None if term.count is None else jax.lax.psum(term.count, _jax.DATA_AXIS))
+    return quotient(term, None if term.count is None else _jax.psum(term.count))
 
 
 def quotient(term: LossTerm, count: jax.Array | float | None) -> jax.Array:
@@ -362,8 +362,8 @@ def num_local_rows(batch: Batch) -> int:
 def num_real_rows(batch: Batch) -> jax.Array | float:
     """Returns the real rows of the global batch, inside `shard_map`."""
     if batch.mask is None:
-        return jax.lax.psum(float(num_local_rows(batch)), _jax.DATA_AXIS)
-    return jax.lax.psum(jnp.sum(batch.mask), _jax.DATA_AXIS)
+        return _jax.psum(float(num_local_rows(batch)))
+    return _jax.psum(jnp.sum(batch.mask))
 
 
 def _share(batch: Batch) -> jax.Array | None:

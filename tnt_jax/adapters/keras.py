@@ -91,7 +91,7 @@ class KerasAdapter:
     ) -> Applied:
         """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        key = batch_key(jax.random.key(0), 0, num_rows) if key is None else key
+        key = batch_key(jnp.zeros(2, jnp.uint32), 0, num_rows) if key is None else key
         values = self._by_variable(params, model_state)
         trained = {id(v): jnp.zeros(v.shape, v.dtype) for metric in self._metrics() for v in metric.variables}
         with layers_of_a_rank(self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized):
@@ -146,7 +146,7 @@ class KerasAdapter:
     def _increments(self, values: dict[int, Any], mask: jax.Array | None, num_rows: int) -> list[list[jax.Array]]:
         """Returns what this rank adds to the variables of the layers' metrics; means weigh ranks by their real rows."""
         real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
-        share = real / jax.lax.psum(real, _jax.DATA_AXIS)
+        share = real / _jax.psum(real)
         factors = [share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()]
         return [
             [jnp.asarray(values[id(v)]) * factor for v in metric.variables]

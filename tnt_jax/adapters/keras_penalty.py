@@ -46,7 +46,7 @@ def penalty_of(losses: list[jax.Array], kinds: tuple[Kind, ...], mask: jax.Array
             factor = jnp.asarray(1.0)
         elif mask is not None:
             real = jnp.sum(mask)
-            factor = real / num_rows if kind == "sum" else real / jax.lax.psum(real, _jax.DATA_AXIS) * num_ranks
+            factor = real / num_rows if kind == "sum" else real / _jax.psum(real) * num_ranks
         else:
             factor = 1.0
         penalty += jnp.sum(loss.astype(jnp.float32)) * factor * (num_ranks if kind == "sum" else 1)
