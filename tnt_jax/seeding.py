@@ -8,16 +8,15 @@ import numpy as np
 
 from tnt_jax.log import logger
 
-_DEFAULT_SEED = 0
 _seed: int | None = None
 
 
 def set_seed(seed: int) -> None:
     """Seeds Python's `random`, NumPy, TensorFlow and Keras where they are imported, and models that are made afterwards.
 
-    A `tnt_jax.Model` without a seed of its own takes this one for fresh variables, dropout, and the order of shuffled data, shuffles
-    of `tf.data` without a seed included. Call it on every process with the same number, before making models and datasets, and again
-    after importing TensorFlow or Keras.
+    A `tnt_jax.Model` without a seed of its own takes this one for fresh variables, dropout, and the order of shuffled arrays. Shuffles
+    and random operations of `tf.data` without a seed take it, too (42 if it is 0 or was not set). Call it on every process with the
+    same number, before making models and datasets, and again after importing TensorFlow or Keras.
 
     `PYTHONHASHSEED`, on which the order of Python sets depends, counts at the start of the interpreter only; the log says so where it
     is not set.
@@ -48,6 +47,6 @@ def set_seed(seed: int) -> None:
         )
 
 
-def seed_or_default(seed: int | None) -> int:
-    """Returns `seed`, or the one of the last `set_seed`, or 0."""
-    return seed if seed is not None else _seed if _seed is not None else _DEFAULT_SEED
+def seed_or_default(seed: int | None, *, default: int = 0) -> int:
+    """Returns `seed`, or the one of the last `set_seed`, or `default`."""
+    return seed if seed is not None else _seed if _seed is not None else default

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.sources import ArraySource, IterableSource, Source, common_length
 from tnt_jax.data.tfdata import TfData, tf_source
 from tnt_jax.data.token_batches import TokenBatches, TokenBatchSource
+from tnt_jax.log import logger
 
 # Keras's default for arrays.
 _DEFAULT_BATCH_SIZE = 32
@@ -29,6 +31,7 @@ class Reading:
         shuffle: Whether unordered data (arrays) gets a new order every epoch.
         seed: Seed of that order and of shuffles without a seed.
         distribute: Whether the data is the same on every process and is to be split; otherwise each process brings its own shard.
+        reproducible: Whether a `tf.data` pipeline must give the same elements in every run.
     """
 
     place: Place
@@ -37,6 +40,7 @@ class Reading:
     shuffle: bool = False
     seed: int = 42
     distribute: bool = True
+    reproducible: bool = False
 
 
 def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
@@ -56,6 +60,8 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
     """
     if x is None:
         raise ValueError("x is missing: pass arrays, a tf.data.Dataset, or an iterable of batches.")
+    if reading.reproducible and not reading.distribute:
+        _warn_of_own_shards()
     if is_arrays(x):
         return _array_source(x, y, sample_weight, reading)
     for name, value in (("y", y), ("sample_weight", sample_weight)):
@@ -81,6 +87,14 @@ def as_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Source:
         return _iterable_source(x, reading)
     raise TypeError(
         f"x must be arrays, a tf.data.Dataset, an iterable of batches or a source, but is {type(x).__module__}.{type(x).__name__}."
+    )
+
+
+@cache
+def _warn_of_own_shards() -> None:
+    logger.warning(
+        "With tnt_distribute_dataset=False each process brings its own shard, and training is reproducible only if the shards, put "
+        "together, are the same global batches for every number of processes. Pass the whole dataset and leave the splitting to fit."
     )
 
 

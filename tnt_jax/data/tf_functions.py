@@ -5,9 +5,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tnt_jax.data import _tensorflow
+from tnt_jax.seeding import seed_or_default
 
-# Seed of everything that the user left unseeded, so that all processes draw the same; Tarantella's choice.
-DEFAULT_SEED = 42
+# Tarantella's choice.
+_DEFAULT_SEED = 42
 
 # Operations that TensorFlow marks as stateful although running them for other elements, or more or less often, changes nothing.
 _HARMLESS = frozenset(
@@ -53,9 +54,15 @@ def reseeded_callable_of(wrapper: Any) -> Callable[..., Any]:
     return wrapper._func
 
 
+def seed_of_unseeded() -> int:
+    """Returns the seed of everything that the user left unseeded, so that all processes draw the same: of `set_seed`, or 42."""
+    # TensorFlow takes a pair of zeros for no seed.
+    return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
+
+
 def seeded_tracing() -> AbstractContextManager[None]:
-    """Gives random operations and shuffles that are traced inside, and have no seed, one derived from `DEFAULT_SEED`."""
-    return _tensorflow.global_seed(DEFAULT_SEED)
+    """Gives random operations and shuffles that are traced inside, and have no seed, one derived from `seed_of_unseeded()`."""
+    return _tensorflow.global_seed(seed_of_unseeded())
 
 
 def name_of(wrapper: Any) -> str:

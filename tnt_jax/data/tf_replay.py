@@ -8,11 +8,12 @@ import tensorflow as tf
 
 from tnt_jax.data import _tensorflow
 from tnt_jax.data.tf_functions import (
-    DEFAULT_SEED,
     callable_of,
     name_of,
     reseeded_callable_of,
+    seed_of_unseeded,
     seeded_tracing,
+    stateful_operations,
     unseeded_operations,
 )
 
@@ -33,6 +34,8 @@ INDEX_OPERATIONS = (
 
 # Operations with seeds of their own.
 _ORDERS = ("_ShuffleDataset", "_RandomDataset")
+# Operations that call their function for several elements at once.
+PARALLEL = ("_ParallelMapDataset", "_ParallelInterleaveDataset")
 
 _Replay = Callable[[Any, list[Any], Function], Any]
 
@@ -76,17 +79,29 @@ _REPLAYS: dict[str, _Replay] = {
     "_ZipDataset": lambda op, ins, _: Dataset.zip(_tensorflow.pack_sequence_as(op._datasets, ins)),
     "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
 }
+_ONE_BY_ONE: dict[str, _Replay] = {
+    **_REPLAYS,
+    "_ParallelMapDataset": _REPLAYS["_MapDataset"],
+    "_ParallelInterleaveDataset": _REPLAYS["_InterleaveDataset"],
+}
 
 
 class Repairs:
     """Rebuilds pipelines so that every process sees the same stream, and remembers what had to be changed for it.
 
+    Args:
+        one_by_one: Whether parallel operations whose functions keep state, random generators for instance, call them for one element
+            at a time: in parallel the elements draw in an order of chance.
+
     Attributes:
         notes: One sentence for each change, or for what could not be changed.
+        slowed: One sentence for each parallel operation that runs for one element at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_by_one: bool = False) -> None:
         self.notes: list[str] = []
+        self.slowed: list[str] = []
+        self._one_by_one = one_by_one
         self._done: dict[int, Any] = {}
 
     def repaired(self, dataset: Any) -> Any:
@@ -113,31 +128,47 @@ class Repairs:
             )
             return dataset
         self._note_repair(dataset)
+        replay = (_ONE_BY_ONE if self._must_slow(dataset) else _REPLAYS)[kind]
         if self.is_unseeded(dataset):
             with seeded_tracing():
-                return _REPLAYS[kind](dataset, inputs, reseeded_callable_of)
-        return _REPLAYS[kind](dataset, inputs, callable_of)
+                return replay(dataset, inputs, reseeded_callable_of)
+        return replay(dataset, inputs, callable_of)
 
     def is_unseeded(self, dataset: Any) -> bool:
         """Tells whether a function of this operation draws random numbers without a seed and can be given one."""
         return type(dataset).__name__ in _REPLAYS and any(unseeded_operations(function) for function in dataset._functions())
 
     def _needs_repair(self, dataset: Any) -> bool:
-        # A seeded one is made anew as well: the user's object may have been iterated before, which advances its order.
-        return type(dataset).__name__ in _ORDERS or getattr(dataset, "_deterministic", "") == "false" or self.is_unseeded(dataset)
+        kind = type(dataset).__name__
+        # A seeded order is made anew as well: the user's object may have been iterated before, which advances it. And a parallel
+        # interleave does not tell whether it was made with deterministic=False.
+        is_open = kind in _ORDERS or kind == "_ParallelInterleaveDataset" or getattr(dataset, "_deterministic", "") == "false"
+        return is_open or self.is_unseeded(dataset) or self._must_slow(dataset)
+
+    def _must_slow(self, dataset: Any) -> bool:
+        return self._one_by_one and bool(draws_in_parallel(dataset))
 
     def _note_repair(self, dataset: Any) -> None:
         name = operation_name(dataset)
         if type(dataset).__name__ in _ORDERS:
             chosen = "no seed, so every process uses" if is_unseeded_source_of_order(dataset) else "the seed"
-            seed = DEFAULT_SEED if is_unseeded_source_of_order(dataset) else int(dataset._seed2)
+            seed = seed_of_unseeded() if is_unseeded_source_of_order(dataset) else int(dataset._seed2)
             self.notes.append(f"{name} has {chosen} {seed}.")
         self.note_order(dataset)
         if self.is_unseeded(dataset):
             kinds = ", ".join(sorted({kind for function in dataset._functions() for kind in unseeded_operations(function)}))
             self.notes.append(
-                f"{name} draws random numbers without a seed ({kinds}); every process seeds them with {DEFAULT_SEED}."
+                f"{name} draws random numbers without a seed ({kinds}); every process seeds them with {seed_of_unseeded()}."
             )
+        if self._must_slow(dataset):
+            self.slowed.append(f"{name} runs for one element at a time ({', '.join(draws_in_parallel(dataset))})")
+
+
+def draws_in_parallel(dataset: Any) -> list[str]:
+    """Returns the kinds of operation with a state that a parallel operation runs for several elements at once."""
+    if type(dataset).__name__ not in PARALLEL:
+        return []
+    return sorted({kind for function in dataset._functions() for kind in stateful_operations(function)})
 
 
 def is_unseeded_source_of_order(dataset: Any) -> bool:
@@ -146,10 +177,10 @@ def is_unseeded_source_of_order(dataset: Any) -> bool:
 
 
 def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
-    """Returns `make(seed)` with the pair of seeds that `operation` has, or that of `DEFAULT_SEED` where it has none."""
+    """Returns `make(seed)` with the pair of seeds that `operation` has, or that of `seed_of_unseeded()` where it has none."""
     unseeded = is_unseeded_source_of_order(operation)
     # An operation's pair is the global seed, or this constant without one, and its own.
-    pair = (_tensorflow.DEFAULT_GRAPH_SEED, DEFAULT_SEED) if unseeded else (int(operation._seed), int(operation._seed2))
+    pair = (_tensorflow.DEFAULT_GRAPH_SEED, seed_of_unseeded()) if unseeded else (int(operation._seed), int(operation._seed2))
     with _tensorflow.global_seed(pair[0]):
         return make(pair[1])
 

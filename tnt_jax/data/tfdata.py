@@ -9,6 +9,7 @@ TensorFlow is imported when a source is made, not before.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,6 +92,8 @@ class TfDataSource:
         data: A batched dataset, or with `micro_batch_size` an unbatched one.
         place: This process's part of the data axis.
         micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the batch.
+        reproducible: Whether the elements must be the same in every run: parallel operations that draw random numbers then run for one
+            element at a time, and a warning names what still differs.
 
     Attributes:
         global_batch_size: Rows of a full global batch; None where batches differ or the pipeline does not tell.
@@ -109,7 +112,7 @@ class TfDataSource:
 
     in_memory = False
 
-    def __init__(self, data: TfData, place: Place, *, micro_batch_size: int | None = None) -> None:
+    def __init__(self, data: TfData, place: Place, *, micro_batch_size: int | None = None, reproducible: bool = False) -> None:
         from tnt_jax.data.tf_inspect import Batching, batching_of, check_tensors
 
         dataset = data.dataset
@@ -134,6 +137,7 @@ class TfDataSource:
         self.num_skipped = 0
         self._dataset, self._place, self._data, self._micro = dataset, place, data, micro_batch_size
         self._split: Split = data.split
+        self._reproducible = reproducible
         self._num_passes = 0
         self._build()
         logger.info("%s", self.distribution)
@@ -196,7 +200,7 @@ class TfDataSource:
         from tnt_jax.data.tf_replay import Repairs, operation_names, with_fixed_order
         from tnt_jax.data.tf_split import CannotSplitEarly, Splitter
 
-        repairs = Repairs()
+        repairs = Repairs(one_by_one=self._reproducible)
         splitter = Splitter(self._place, self._split, repairs)
         self._is_early = False
         try:
@@ -210,11 +214,31 @@ class TfDataSource:
             stream = repairs.repaired(self._dataset)
             names, notes = (operation_names(self._dataset), []), [f"Rows are selected last: {reason}."]
         self._stream, order_notes = with_fixed_order(stream, self._dataset)
+        if self._reproducible:
+            self._warn_of_differences(repairs.slowed)
         padded = last_padded_rows(self.num_examples, self.global_batch_size, self._place.num_ranks)
         self.distribution = Distribution(
             self._place, self.global_batch_size, self.num_batches, padded, tuple(names[0]), tuple(names[1]),
             tuple(dict.fromkeys([*notes, *repairs.notes, *order_notes])),
         )  # fmt: skip
+
+    def _warn_of_differences(self, slowed: list[str]) -> None:
+        from tnt_jax.data.tf_run_to_run import draws_for_own_rows, run_to_run_differences
+
+        differences = run_to_run_differences(self._stream)
+        if self._split == "before":
+            differences += draws_for_own_rows(self._dataset)
+        if differences:
+            _warn(
+                f"Training is not reproducible, because its data may differ from run to run: {'; '.join(differences)}. Give every "
+                "operation a seed and deterministic=True, draw with tf.random.stateless_* and a seed from the element "
+                "(Dataset.enumerate), and leave TfData's split as it is."
+            )
+        if slowed:
+            _warn(
+                f"To be reproducible, {'; '.join(slowed)}, because in parallel random numbers are drawn in an order of chance. To run it "
+                "in parallel, draw with tf.random.stateless_* and a seed from the element (Dataset.enumerate)."
+            )
 
     def _why_not_early(self) -> str | None:
         if self._split == "after":
@@ -251,7 +275,7 @@ def tf_source(dataset: Any, reading: "Reading") -> Source:
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not reading.distribute:
         return _shard_source(choice.dataset, reading)
-    return TfDataSource(choice, reading.place, micro_batch_size=reading.micro_batch_size)
+    return TfDataSource(choice, reading.place, micro_batch_size=reading.micro_batch_size, reproducible=reading.reproducible)
 
 
 def _shard_source(dataset: Any, reading: "Reading") -> Source:
@@ -284,6 +308,12 @@ class _NumpyBatches:
         if cardinality is None:
             raise TypeError("The dataset's length is unknown.")
         return cardinality
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warns once: an evaluation after every epoch reads the same data again."""
+    logger.warning("%s", text)
 
 
 def _first_line(error: Exception) -> str:

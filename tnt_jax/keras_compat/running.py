@@ -60,7 +60,9 @@ class RunningMixin:
         shuffle: bool = False,
         distribute: bool = True,
     ) -> Source:
-        return as_source(x, y, sample_weight, Reading(self._trainer.place, batch_size, micro, shuffle, self._seed, distribute))
+        reproducible = self._trainer.virtual_ranks is not None
+        reading = Reading(self._trainer.place, batch_size, micro, shuffle, self._seed, distribute, reproducible)
+        return as_source(x, y, sample_weight, reading)
 
     def _validation_source(self, data: Any, batch_size: int | None, micro: int | None, *, distribute: bool) -> Source | None:
         if data is None:
