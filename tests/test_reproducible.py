@@ -1,32 +1,14 @@
 """The same bits on any number of devices: weights, optimizer state, history, evaluation and predictions."""
 
-import hashlib
-
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reproducible_checks import ConvNet, Mlp, assert_equal_on, compiled, devices, fit_and_digest, images
 
 import tnt_jax as tnt
 from tnt_jax.models.transformer import Transformer
-
-
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(nn.relu(nn.Dense(16)(x.reshape(x.shape[0], -1))))
-
-
-class ConvNet(nn.Module):
-    """A convolution, a batch normalisation and a dropout."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Conv(4, (3, 3))(x)))
-        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(x.shape[0], -1))
-        return nn.Dense(3)(x)
 
 
 class Translator(nn.Module):
@@ -43,54 +25,9 @@ class SynchronizedNet(nn.Module):
         return nn.Dense(3)(x)
 
 
-def images(rows, seed=0):
-    generator = np.random.default_rng(seed)
-    return generator.normal(size=(rows, 5, 5, 2)).astype(np.float32), generator.integers(0, 3, rows)
-
-
 def sentences(rows):
     tokens = np.random.default_rng(0).integers(1, 20, (rows, 6)).astype(np.int32)
     return tokens, tokens
-
-
-@pytest.fixture
-def on_devices():
-    """Gives a function that makes the first n devices the job's."""
-    before = tnt.init()
-
-    def choose(number):
-        tnt.shutdown()
-        return tnt.init(devices=range(number))
-
-    yield choose
-    tnt.shutdown()
-    tnt.init(devices=before.local_ranks)
-
-
-def compiled(module, optimizer, **options):
-    model = tnt.Model(module, reproducible=True, seed=3, **options)
-    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
-    return model
-
-
-def train(module, optimizer, data, *, sample_weight=None, batch_size, epochs=2, **options):
-    """Returns digests of all that a run produces."""
-    model = compiled(module, optimizer, **options)
-    history = model.fit(*data, sample_weight=sample_weight, batch_size=batch_size, epochs=epochs, verbose=0).history
-    state = model._trainer.state
-    return {
-        "params": digest(state.params),
-        "model_state": digest(state.model_state),
-        "opt_state": digest(state.opt_state),
-        "history": history,
-        "evaluate": model.evaluate(*data, batch_size=batch_size, verbose=0),
-        "predict": digest(model.predict(data[0], batch_size=batch_size, verbose=0)),
-    }
-
-
-def digest(tree):
-    return [hashlib.md5(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tree.leaves(tree)]
 
 
 def weights_of(rows):
@@ -109,26 +46,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_number_of_devices_gives_the_same_bits(name, on_devices):
+def test_any_number_of_devices_gives_the_same_bits(name):
     module, optimizer, data, options, counts = CASES[name]
-    results = []
-    for count in counts:
-        on_devices(count)
-        results.append(train(module, optimizer, data, **options))
-    for count, result in zip(counts[1:], results[1:], strict=True):
-        assert result == results[0], f"{count} devices differ from {counts[0]}"
-
-
-def test_training_equals_the_fast_steps_up_to_rounding(on_devices):
-    on_devices(4)
-    options = {"batch_size": 10, "epochs": 2, "verbose": 0, "shuffle": False}
-    weights = []
-    for reproducible in (True, False):
-        model = tnt.Model(ConvNetWithoutState(), reproducible=reproducible, virtual_ranks=4, seed=3)
-        model.compile(optimizer=optax.sgd(0.1), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.fit(*images(23), **options)
-        weights.append(model.variables["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *weights)
+    options = dict(options)
+    virtual_ranks = options.pop("virtual_ranks")
+    assert_equal_on(counts, lambda: fit_and_digest(compiled(module, optimizer, virtual_ranks=virtual_ranks), data, **options))
 
 
 class ConvNetWithoutState(nn.Module):
@@ -138,33 +60,19 @@ class ConvNetWithoutState(nn.Module):
         return nn.Dense(3)(x.reshape(x.shape[0], -1))
 
 
-def test_a_run_resumed_on_other_devices_ends_with_the_same_bits(on_devices, tmp_path):
-    def fit(model, epochs, initial_epoch=0):
-        model.fit(*images(20), batch_size=8, epochs=epochs, initial_epoch=initial_epoch, verbose=0)
-
-    def state(model):
-        return digest((model._trainer.state.params, model._trainer.state.opt_state))
-
-    on_devices(1)
-    whole = compiled(Mlp(), optax.adam(0.01), virtual_ranks=4)
-    fit(whole, 2)
-    on_devices(4)
-    first = compiled(Mlp(), optax.adam(0.01), virtual_ranks=4)
-    fit(first, 1)
-    saved = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), first._trainer.state)
-    assert state(first) != state(whole)
-    on_devices(2)
-    second = compiled(Mlp(), optax.adam(0.01), virtual_ranks=4)
-    fit(second, 0)
-    second._trainer.set_state(saved)
-    fit(second, 2, initial_epoch=1)
-    assert state(second) == state(whole)
+def test_training_equals_the_fast_steps_up_to_rounding():
+    weights = []
+    with devices(4):
+        for reproducible in (True, False):
+            model = compiled(ConvNetWithoutState(), optax.sgd(0.1), reproducible=reproducible, virtual_ranks=4)
+            model.fit(*images(23), batch_size=10, epochs=2, verbose=0, shuffle=False)
+            weights.append(model.variables["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *weights)
 
 
-def test_a_model_that_looks_at_other_ranks_is_refused(on_devices):
-    on_devices(2)
+def test_a_model_that_looks_at_other_ranks_is_refused():
     model = compiled(SynchronizedNet(), optax.sgd(0.1), virtual_ranks=2)
-    with pytest.raises(ValueError, match="Leave out axis_name"):
+    with devices(2), pytest.raises(ValueError, match="Leave out axis_name"):
         model.fit(*images(8), batch_size=8, verbose=0)
 
 
@@ -181,8 +89,7 @@ def test_options_that_cannot_be_kept_are_refused(options, message):
         tnt.Model(Mlp(), reproducible=True, **options)
 
 
-def test_a_number_of_devices_that_does_not_fit_is_refused(on_devices):
-    on_devices(3)
+def test_a_number_of_devices_that_does_not_fit_is_refused():
     model = compiled(Mlp(), optax.sgd(0.1), virtual_ranks=4)
-    with pytest.raises(ValueError, match="runs on 1, 2, 4 device"):
+    with devices(3), pytest.raises(ValueError, match="runs on 1, 2, 4 device"):
         model.fit(*images(8), batch_size=8, verbose=0)
