@@ -1,6 +1,7 @@
 """The list of callbacks of one `fit`, `evaluate` or `predict`: calls every hook in order, where it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tnt_jax.keras_compat.callbacks.monitor import direction
@@ -44,11 +45,12 @@ class CallbackList:
         """Calls one hook, such as `on_epoch_end`, of every callback; they share one copy of the logs and may add to it."""
         args = tuple(dict(arg) if isinstance(arg, Mapping) else arg for arg in args)
         for placed in self._placed:
-            function = placed.bind(hook)
+            restores = hook == "on_train_begin" and not self._is_alone and is_keras_backup(placed.callback)
+            # Alone: it changes the master's model, from what may be the master's own disk, and the others follow below.
+            function = (replace(placed, company="each") if restores else placed).bind(hook)
             if function is not None:
                 function(*args)
-            if hook == "on_train_begin" and not self._is_alone and is_keras_backup(placed.callback):
-                # It restored on the master, from what may be the master's own disk.
+            if restores:
                 self._model.adopt_master_state()
 
     def call_batch(self, hook: str, batch: int, logs: Mapping[str, float] | None) -> None:
