@@ -63,7 +63,7 @@ def test_number_of_batches_by_counting():
     ("batch_size", "micro", "num_ranks", "expected"), [(64, None, 4, 64), (None, 16, 4, 64), (64, 16, 4, 64), (10, None, 4, 10)]
 )
 def test_resolve_batch_size(batch_size, micro, num_ranks, expected):
-    assert resolve_batch_size(batch_size=batch_size, micro=micro, num_ranks=num_ranks) == expected
+    assert resolve_batch_size(Place(num_ranks), batch_size=batch_size, micro=micro) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,19 @@ def test_resolve_batch_size(batch_size, micro, num_ranks, expected):
 )
 def test_contradicting_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        resolve_batch_size(num_ranks=4, **arguments)
+        resolve_batch_size(Place(4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 5, "micro": None}, r"\(5\) must be at least the number of virtual ranks \(8\).*smaller power of two"),
+        (
+            {"batch_size": 8, "micro": 2},
+            r"tnt_micro_batch_size \(2\) \* virtual ranks \(8\) must equal .* \(8\).*batch the dataset with 16",
+        ),
+    ],
+)
+def test_messages_speak_of_virtual_ranks_where_they_count(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_batch_size(Place(8, local_ranks=8, are_virtual=True), **arguments)

@@ -52,7 +52,7 @@ class VirtualRanks:
     @property
     def place(self) -> Place:
         """The virtual ranks of this process."""
-        return Place(self.count, self._local_ranks[0] * self.per_rank, len(self._local_ranks) * self.per_rank)
+        return Place(self.count, self._local_ranks[0] * self.per_rank, len(self._local_ranks) * self.per_rank, are_virtual=True)
 
     def sum(self, program: Callable, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """Returns the sum of a program's results over all chunks of the global batch.

@@ -136,9 +136,9 @@ def _array_source(x: Any, y: Any, sample_weight: Any, reading: Reading) -> Sourc
     micro = reading.micro_batch_size
     default = None if micro is not None else max(_DEFAULT_BATCH_SIZE, reading.place.num_ranks)
     size = resolve_batch_size(
+        reading.place,
         batch_size=reading.batch_size if reading.batch_size is not None else default,
         micro=micro,
-        num_ranks=reading.place.num_ranks,
         num_examples=num_examples,
     )
     if not reading.distribute:

@@ -17,14 +17,21 @@ class Place:
         num_ranks: Ranks of the whole job, R.
         first_rank: Rank of the process's first device.
         local_ranks: Ranks of the process, which are neighbours.
+        are_virtual: Whether they are virtual ranks, of which a device works on several.
     """
 
     num_ranks: int
     first_rank: int = 0
     local_ranks: int = 1
+    are_virtual: bool = False
 
     def __post_init__(self) -> None:
         assert self.first_rank >= 0 and self.local_ranks >= 1 and self.first_rank + self.local_ranks <= self.num_ranks
+
+    @property
+    def kind(self) -> str:
+        """What messages call the ranks."""
+        return "virtual ranks" if self.are_virtual else "ranks"
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,14 @@ def num_batches(num_examples: int, global_batch_size: int, *, drop_remainder: bo
 
 
 def resolve_batch_size(
-    *, batch_size: int | None, micro: int | None, num_ranks: int, drop_remainder: bool = False, num_examples: int | None = None
+    place: Place, *, batch_size: int | None, micro: int | None, drop_remainder: bool = False, num_examples: int | None = None
 ) -> int:
     """Returns the global batch size that the user's two ways of giving one agree on.
 
     Args:
+        place: The process's part of the data axis, whose ranks are to be fed.
         batch_size: Rows that the dataset is batched with (the global batch), or None for an unbatched dataset.
         micro: `tnt_micro_batch_size`, rows of one rank, or None.
-        num_ranks: Ranks of the job.
         drop_remainder: Whether an incomplete last batch is dropped.
         num_examples: Rows of the dataset, where known.
 
@@ -96,19 +103,28 @@ def resolve_batch_size(
             "The dataset is not batched and no tnt_micro_batch_size was given, so the global batch is unknown. "
             "Batch the dataset with the global batch size, or pass tnt_micro_batch_size (rows of one rank)."
         )
+    num_ranks = place.num_ranks
     if batch_size is not None and micro is not None and micro * num_ranks != batch_size:
         raise ValueError(
-            f"tnt_micro_batch_size ({micro}) * ranks ({num_ranks}) must equal the dataset's batch size ({batch_size}). "
+            f"tnt_micro_batch_size ({micro}) * {place.kind} ({num_ranks}) must equal the dataset's batch size ({batch_size}). "
             f"Leave it unset to split the batch evenly, or batch the dataset with {micro * num_ranks}."
         )
     size = batch_size if batch_size is not None else (micro or 0) * num_ranks
     if size < num_ranks:
         raise ValueError(
-            f"The global batch size ({size}) must be at least the number of ranks ({num_ranks}): some ranks would never see a row. "
-            "Use a larger batch, or fewer devices with tnt_jax.init(devices=...)."
+            f"The global batch size ({size}) must be at least the number of {place.kind} ({num_ranks}){_advice(place)}"
         )
     _check_num_examples(num_examples, size, drop_remainder)
     return size
+
+
+def _advice(place: Place) -> str:
+    if place.are_virtual:
+        return (
+            ": with reproducible=True every global batch is cut into that many chunks, on any number of devices. Use a larger batch, or "
+            "pass a smaller power of two as virtual_ranks (which changes the results)."
+        )
+    return ": some ranks would never see a row. Use a larger batch, or fewer devices with tnt_jax.init(devices=...)."
 
 
 def _check_num_examples(num_examples: int | None, size: int, drop_remainder: bool) -> None:

@@ -77,9 +77,7 @@ class PyDatasetSource:
             batch = jax.tree.map(np.asarray, chunk.data)
             num_rows = common_length(batch)
             if self.global_batch_size is None:
-                self.global_batch_size = resolve_batch_size(
-                    batch_size=num_rows, micro=self._micro, num_ranks=self._place.num_ranks
-                )
+                self.global_batch_size = resolve_batch_size(self._place, batch_size=num_rows, micro=self._micro)
             yield select_rows(batch, local_rows(num_rows, self._place), num_rows)
         self._dataset.on_epoch_end()
 

@@ -78,9 +78,9 @@ class RandomAccessSource:
     def __init__(self, spec: RandomAccess, place: Place, *, micro_batch_size: int | None = None) -> None:
         size = len(spec.dataset)
         self.global_batch_size: int | None = resolve_batch_size(
+            place,
             batch_size=spec.batch_size,
             micro=micro_batch_size,
-            num_ranks=place.num_ranks,
             drop_remainder=spec.drop_remainder,
             num_examples=size,
         )
@@ -91,8 +91,8 @@ class RandomAccessSource:
         recipe = Recipe(spec.dataset, spec.transform, spec.seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
         sizes = describe_sizes(
+            place,
             global_batch_size=self.global_batch_size,
-            num_ranks=place.num_ranks,
             num_batches=self.num_batches,
             num_padded_rows=last_padded_rows(self.num_examples, self.global_batch_size, place.num_ranks),
             seed=spec.seed if spec.shuffle else None,

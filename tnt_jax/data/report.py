@@ -1,6 +1,6 @@
 """What the log says, once, about how data is distributed."""
 
-from tnt_jax.data.layout import micro_batch_size, num_batches, num_padded_rows
+from tnt_jax.data.layout import Place, micro_batch_size, num_batches, num_padded_rows
 
 
 def last_padded_rows(num_examples: int | None, global_batch_size: int | None, num_ranks: int) -> int | None:
@@ -12,18 +12,18 @@ def last_padded_rows(num_examples: int | None, global_batch_size: int | None, nu
 
 
 def describe_sizes(
+    place: Place,
     *,
     global_batch_size: int | None,
-    num_ranks: int,
     num_batches: int | None,
     num_padded_rows: int | None,
     seed: int | None = None,
 ) -> str:
     """Returns one sentence with the sizes of the global batch and of an epoch, and the seed of its order if there is one."""
-    micro = None if global_batch_size is None else micro_batch_size(global_batch_size, num_ranks)
+    micro = None if global_batch_size is None else micro_batch_size(global_batch_size, place.num_ranks)
     order = "" if seed is None else f", order from seed {seed}"
     return (
-        f"Data: global batch {_known(global_batch_size)}, {_known(micro)} rows on each of {num_ranks} ranks, "
+        f"Data: global batch {_known(global_batch_size)}, {_known(micro)} rows on each of {place.num_ranks} {place.kind}, "
         f"{_known(num_batches)} steps per epoch, {_known(num_padded_rows)} padded rows in the last batch{order}."
     )
 

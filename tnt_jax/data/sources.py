@@ -125,9 +125,7 @@ class IterableSource:
         for index, batch in enumerate(self._running if self._running is not None else iter(self._batches)):
             num_rows = common_length(batch)
             if self.global_batch_size is None:
-                self.global_batch_size = resolve_batch_size(
-                    batch_size=num_rows, micro=self._micro, num_ranks=self._place.num_ranks
-                )
+                self.global_batch_size = resolve_batch_size(self._place, batch_size=num_rows, micro=self._micro)
             if index >= start_batch:
                 yield select_rows(batch, local_rows(num_rows, self._place), num_rows)
 

@@ -75,8 +75,8 @@ class Distribution:
 
     def __str__(self) -> str:
         sizes = describe_sizes(
+            self.place,
             global_batch_size=self.global_batch_size,
-            num_ranks=self.place.num_ranks,
             num_batches=self.num_batches,
             num_padded_rows=self.num_padded_rows,
         )
@@ -121,9 +121,9 @@ class TfDataSource:
         size: int | None = None
         if batching is None or batching.size is not None:
             size = resolve_batch_size(
+                place,
                 batch_size=batching and batching.size,
                 micro=micro_batch_size,
-                num_ranks=place.num_ranks,
                 drop_remainder=batching is not None and batching.drop_remainder,
                 num_examples=_known(dataset.cardinality()) if batching is None else batching.num_examples,
             )

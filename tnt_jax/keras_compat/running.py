@@ -72,12 +72,13 @@ class RunningMixin:
 
     def _log_plan(self, stream: EpochStream) -> None:
         """Says once how the data is distributed."""
-        source, num_ranks = stream.source, self._trainer.place.num_ranks
+        source, place = stream.source, self._trainer.place
+        num_ranks = place.num_ranks
         size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
         logger.info(
-            "Global batch %s = %s rows on each of %d rank(s); %s examples, %s steps per epoch; %s padded row(s) per full batch, "
+            "Global batch %s = %s rows on each of %d %s; %s examples, %s steps per epoch; %s padded row(s) per full batch, "
             "%s in the last one; shuffle seed %d.",
-            size, None if size is None else micro_batch_size(size, num_ranks), num_ranks, examples or "an unknown number of",
+            size, None if size is None else micro_batch_size(size, num_ranks), num_ranks, place.kind, examples or "an unknown number of",
             steps or "an unknown number of", None if size is None else num_padded_rows(size, num_ranks),
             num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown", self._seed,
         )  # fmt: skip
