@@ -7,6 +7,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from flax import nnx
 from keras_beside import Recorder, compile_linen, data, keras_model, linen_model
 
 import tnt_jax as tnt
@@ -72,6 +73,37 @@ def writers(module, folder, *, rank, url, with_keras_tensorboard):
     return made
 
 
+class NnxNet(nnx.Module):
+    def __init__(self):
+        self.dense_0, self.dense_1 = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense_1(nnx.relu(self.dense_0(x)))
+
+
+def make_linen(theirs, **sgd):
+    return linen_model(theirs, **sgd)
+
+
+def make_nnx(theirs, **sgd):
+    net = NnxNet()
+    for layer, like in ((net.dense_0, theirs.layers[0]), (net.dense_1, theirs.layers[1])):
+        layer.kernel[...], layer.bias[...] = (weight.value for weight in like.weights)
+    model = tnt.Model(net)
+    compile_linen(model, **sgd)
+    return model
+
+
+def make_wrapped(theirs, **sgd):
+    model = tnt.Model(theirs)
+    model.compile(
+        keras.optimizers.SGD(**{"learning_rate": 0.1, **sgd}),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+    return model
+
+
 class Runs:
     """Runs one model again and again from the same weights, and writes down what came out.
 
@@ -79,8 +111,9 @@ class Runs:
         results: For each run its calls, history, number of epochs and final weights.
     """
 
-    def __init__(self, module, folder, *, rank=0, url, with_keras_tensorboard=True, of_keras=False):
-        self.module, self.folder, self.of_keras = module, str(folder), of_keras
+    def __init__(self, module, folder, *, rank=0, url, with_keras_tensorboard=True, make=None):
+        self.module, self.folder, self._make = module, str(folder), make
+        self._has_keras_order = make in (None, make_wrapped)
         self.results = {}
         self._writers = writers(module, self.folder, rank=rank, url=url, with_keras_tensorboard=with_keras_tensorboard)
         self._use_model()
@@ -137,10 +170,8 @@ class Runs:
 
     def _use_model(self, **sgd):
         theirs = keras_model(**sgd)
-        self.model = theirs if self.of_keras else linen_model(theirs, **sgd)
-        if not self.of_keras:
-            compile_linen(self.model, **sgd)
-            self.model.build((None, 4))
+        self.model = theirs if self._make is None else self._make(theirs, **sgd)
+        self.model.build((None, 4))
         self._first = self.model.get_weights()
 
     def _start_again(self, rate):
@@ -154,7 +185,7 @@ class Runs:
 
     def _weights(self):
         weights = self.model.get_weights()
-        return [weights[i] for i in (1, 0, 3, 2)] if self.of_keras else weights
+        return [weights[i] for i in (1, 0, 3, 2)] if self._has_keras_order else weights
 
 
 def check_saving(model, folder, weights):
@@ -175,7 +206,7 @@ def main():
     rank, found = tnt.get_rank(), {}
     for label, module in (("ours", ours), ("mixed", keras.callbacks)):
         place = os.path.join(folder, label)
-        runs = Runs(module, place, rank=rank, url=f"{url}/{label}", with_keras_tensorboard=bool(tensorboard))
+        runs = Runs(module, place, rank=rank, url=f"{url}/{label}", with_keras_tensorboard=bool(tensorboard), make=make_linen)
         found[label] = runs.run_all()
         if module is ours:
             check_saving(runs.model, place, found[label]["writers"]["weights"])

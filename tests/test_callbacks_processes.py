@@ -14,6 +14,8 @@ from keras_beside import assert_same_calls, by_dense, keras_model, linen_model
 from test_callbacks_output import events
 from test_multiprocess import launch
 
+import tnt_jax as tnt
+
 pytest.importorskip("tensorboard", reason="Keras writes its event files through TensorFlow and TensorBoard.")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -43,7 +45,7 @@ def expected(server, tmp_path_factory):
     """Keras's own runs: results, folder and posts."""
     folder = tmp_path_factory.mktemp("keras")
     url = f"http://127.0.0.1:{server.server_port}/keras"
-    results = callback_runs.Runs(keras.callbacks, folder, url=url, of_keras=True).run_all()
+    results = callback_runs.Runs(keras.callbacks, folder, url=url).run_all()
     return json.loads(json.dumps(results)), folder, server.posts.pop("keras")
 
 
@@ -77,9 +79,7 @@ def test_all_processes_see_the_same_to_the_last_bit(found):
             assert json.dumps(runs) == json.dumps(first[label])
 
 
-@pytest.mark.parametrize("label", ["ours", "mixed"])
-def test_calls_logs_epochs_and_weights_are_those_of_keras(found, expected, label):
-    results, truth = found[0][0][label], expected[0]
+def assert_same_runs(results, truth):
     assert set(truth) == set(results) - {"warmup"}
     for name, run in truth.items():
         mine = results[name]
@@ -97,6 +97,27 @@ def test_calls_logs_epochs_and_weights_are_those_of_keras(found, expected, label
     assert truth["stopping"]["stopped"] > 0, "It must stop early to show anything."
     assert len(truth["own"]["epochs"]) < 6, "It must stop early to show anything."
     assert truth["nan"]["epochs"] == [0]
+
+
+@pytest.mark.parametrize("label", ["ours", "mixed"])
+def test_calls_logs_epochs_and_weights_are_those_of_keras(found, expected, label):
+    assert_same_runs(found[0][0][label], expected[0])
+
+
+@pytest.fixture
+def three_ranks():
+    tnt.shutdown()
+    tnt.init(devices=range(3))
+    yield
+    tnt.shutdown()
+
+
+@pytest.mark.parametrize("make", [callback_runs.make_nnx, callback_runs.make_wrapped])
+def test_keras_callbacks_drive_nnx_and_keras_models_alike(make, expected, server, three_ranks, tmp_path):
+    runs = callback_runs.Runs(keras.callbacks, tmp_path, url=f"http://127.0.0.1:{server.server_port}/{make.__name__}", make=make)
+    assert_same_runs(runs.run_all(), expected[0])
+    assert names(tmp_path, 0) == names(expected[1], 0)
+    assert len(server.posts[make.__name__]) == callback_runs.NUM_EPOCHS
 
 
 def test_the_backup_brings_the_whole_history_back(found):
