@@ -14,6 +14,7 @@ from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat import optimizers
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
+from tnt_jax.keras_compat.divergence import Divergence
 from tnt_jax.keras_compat.hooks import PhaseHooks, complete
 from tnt_jax.keras_compat.inputs import class_weighting, split_validation, to_batch
 from tnt_jax.keras_compat.inspection import InspectionMixin
@@ -237,6 +238,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         self.stop_training = False
         hooks.call("on_train_begin", {})
         logs: dict[str, float] = {}
+        divergence = Divergence()
         start = self._take_start(initial_epoch, to_batch(first, weighting))
         stream.seek(start.epoch, start.batch, first_epoch=initial_epoch)
         for epoch in range(start.epoch, epochs):
@@ -245,6 +247,8 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             if validation is not None and _is_due(epoch + 1, validation_freq):
                 logs |= {f"val_{name}": value for name, value in self._evaluate(validation, validation_steps, hooks).items()}
             hooks.call("on_epoch_end", epoch, logs)
+            if self._virtual_ranks is not None:
+                divergence.check(self._trainer.require_state(), stop_training=self.stop_training)
             if self.stop_training:
                 break
         self._use_average()
