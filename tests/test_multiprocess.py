@@ -102,3 +102,19 @@ def test_coordinator_variables_join_a_job(tmp_path):
     ]
     outputs = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
     assert outputs == ["0 2 2 True", "1 2 2 False"]
+
+
+@pytest.mark.slow
+def test_processes_wait_for_one_that_begins_late(tmp_path):
+    # Gloo, which connects the processes in their first collective, gives up after 30 seconds.
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import time, numpy as np, tnt_jax as tnt\n"
+        "from tnt_jax import collectives\n"
+        "tnt.init()\n"
+        "time.sleep(33 * tnt.get_rank())\n"
+        "print('sum', collectives.all_reduce(np.float32(tnt.get_rank() + 1)), flush=True)\n"
+    )
+    result = launch(2, script, flags=["--output-on-all-devices"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 3.0") == 2

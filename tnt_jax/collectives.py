@@ -1,5 +1,6 @@
 """Sums over ranks and processes: model state inside a step, pytrees of host values between processes; `reduction.py` sums gradients."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +10,11 @@ from jax.experimental import multihost_utils
 
 from tnt_jax import _jax
 from tnt_jax.hlo import Collective, read_collectives, read_planned
-from tnt_jax.runtime import init
+from tnt_jax.runtime import Runtime, barrier, init
 
 _MESSAGE_BYTES = 2048
+# A process may read and prepare its data for long before it needs the others.
+_FIRST_MEETING_S = 3600
 
 
 def average_model_state(tree: Any, share: jax.Array | None) -> Any:
@@ -98,7 +101,7 @@ def broadcast(tree: Any, *, root: int = 0) -> Any:
     Returns:
         The same structure with NumPy arrays.
     """
-    if init() and jax.process_count() == 1:
+    if _meet_first(init()) == 1:
         return jax.tree.map(np.asarray, tree)
     return multihost_utils.broadcast_one_to_all(tree, is_source=jax.process_index() == root)
 
@@ -109,9 +112,18 @@ def all_gather(tree: Any) -> Any:
     Args:
         tree: Pytree of numbers and arrays, of the same structure and shapes on every process.
     """
-    if init() and jax.process_count() == 1:
+    if _meet_first(init()) == 1:
         return jax.tree.map(lambda x: np.asarray(x)[None], tree)
     return multihost_utils.process_allgather(jax.tree.map(np.asarray, tree))
+
+
+@functools.cache
+def _meet_first(runtime: Runtime) -> int:
+    """Returns the number of processes, once all of them have come here: before their first collective."""
+    # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s after another.
+    if runtime.platform == "cpu":
+        barrier(timeout_s=_FIRST_MEETING_S)
+    return jax.process_count()
 
 
 def all_reduce(tree: Any) -> Any:
