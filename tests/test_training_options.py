@@ -144,6 +144,24 @@ def test_steps_in_one_program_equal_single_steps(use_ranks, num_ranks):
     assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6, 9, 12, 13)])
 
 
+class Convolving(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(3, (3,))(x[..., None])
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
+
+
+def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog):
+    use_ranks(2)
+    expected, expected_history = fit(Convolving(), "sgd", 51)
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        model, history = fit(Convolving(), "sgd", 51, compile_options={"steps_per_execution": 3})
+        fit(Net(), "sgd", 51, compile_options={"steps_per_execution": 3})
+    assert caplog.text.count("Steps run one by one") == 1
+    jax.tree.map(np.testing.assert_array_equal, model.variables, expected.variables)
+    assert history == expected_history
+
+
 def test_accumulation_within_a_program(use_ranks):
     use_ranks(2)
     model, _ = fit(Net(), tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2), 56, compile_options={"steps_per_execution": 3})

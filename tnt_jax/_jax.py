@@ -3,7 +3,7 @@
 The rest of the package calls JAX through its documented API and these few functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,16 +65,24 @@ def check_local(function: Callable, *args: Any, advice: str) -> None:
 
 
 def _communication(jaxpr: Any) -> str | None:
-    for equation in jaxpr.eqns:
+    for equation in _equations(jaxpr):
         names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
         is_local = equation.primitive.name in ("pvary", "pcast", "axis_index")
         if not is_local and any(name == DATA_AXIS or (isinstance(name, tuple) and DATA_AXIS in name) for name in names):
             return equation.primitive.name
-        for inner in core.jaxprs_in_params(equation.params):
-            found = _communication(inner)
-            if found is not None:
-                return found
     return None
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def convolves(jitted: Any, *args: Any) -> bool:
+    """Tells whether a jitted function convolves somewhere; a call of it with such arguments is not traced again."""
+    return any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jitted.trace(*args).jaxpr.jaxpr))
 
 
 def deterministic_options(mesh: Mesh) -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """How many steps one compiled program runs: grouping batches, and choosing their number by the clock."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,21 @@ def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]
 def stack(batches: list[Any]) -> Any:
     """Returns pytrees of arrays `[rows, ...]` as one of arrays `[batches, rows, ...]`."""
     return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+
+
+def one_by_one(step: Callable) -> Callable:
+    """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` for each of some stacked batches.
+
+    Args:
+        step: The function `(state, sums, batch) -> (state, sums)`.
+    """
+
+    def steps(state: Any, sums: Any, batches: Any) -> tuple[Any, Any]:
+        for index in range(len(jax.tree.leaves(batches)[0])):
+            state, sums = step(state, sums, jax.tree.map(lambda x, index=index: x[index], batches))
+        return state, sums
+
+    return steps
 
 
 def choose_num_steps(step_s: float, *, available: int | None) -> int:

@@ -6,6 +6,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -17,7 +18,8 @@ from tnt_jax import _jax, collectives, reproducible, sharded_update
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_placer, place_of
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.execution import Placed, in_groups, stack
+from tnt_jax.execution import Placed, in_groups, one_by_one, stack
+from tnt_jax.log import logger
 from tnt_jax.reduction import Reduction, default_reduction
 from tnt_jax.runtime import Runtime
 from tnt_jax.state import TrainState, create_state
@@ -82,6 +84,8 @@ class Trainer:
         self._accumulation_steps = 1
         self._parts: Parts | None = None
         self._train_step: Callable | None = None
+        # Several steps as one program, made when the first such batch comes.
+        self._make_train_steps: Callable[[], Callable] | None = None
         self._train_steps: Callable | None = None
         self._eval_step: Callable | None = None
         self._zeros: dict[Any, Any] = {}
@@ -132,11 +136,11 @@ class Trainer:
             accumulation_steps: Steps whose mean gradient makes one update.
         """
         mesh = self.runtime.mesh
-        self._parts, self._zeros = parts, {}
+        self._parts, self._zeros, self._train_steps = parts, {}, None
         if self.virtual_ranks is None:
             arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
             self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
-            self._train_steps = make_train_steps(parts, optimizer, mesh, **arguments)
+            self._make_train_steps = partial(make_train_steps, parts, optimizer, mesh, **arguments)
             self._eval_step = make_eval_step(parts, mesh)
         else:
             ranks = self.virtual_ranks
@@ -183,6 +187,20 @@ class Trainer:
         shared = self._replicate(replace(state, opt_state=None, accumulated=None, residual=None))
         self.state = replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
 
+    def whole_state(self, *, alone: bool = False) -> TrainState:
+        """Returns the state with what ranks keep in parts whole on every rank; all processes must call it, or `alone` be True.
+
+        Raises:
+            RuntimeError: If one process alone asks for what lies in parts on several.
+        """
+        state = self._built()
+        if alone and not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(state.opt_state)):
+            raise RuntimeError(
+                "With shard_optimizer_state each process holds a part of the optimizer's state, so that one alone cannot save it. "
+                "Save on every process: leave OnMaster out."
+            )
+        return replace(state, opt_state=jax.tree.map(lambda x: x if x.is_fully_replicated else self._gather(x), state.opt_state))
+
     def variables(self) -> Variables:
         """Returns host copies of parameters and model state."""
         state = self._built()
@@ -203,7 +221,7 @@ class Trainer:
         for placed in batches:
             hooks.on_batch_begin(index)
             sums = self._zero_sums(placed) if sums is None else sums
-            step = self._train_step if placed.num_steps == 1 or self._train_steps is None else self._train_steps
+            step = self._program(placed, sums)
             # Read here, because a callback may have replaced the state.
             self.state, sums = step(self._built(), sums, placed.batch)
             _wait_for_older(running, sums["loss"][1])
@@ -270,6 +288,20 @@ class Trainer:
             return Placed(batch if is_direct else put(batch), sum(item.num_rows for item in group), len(group))
 
         return Feed(in_groups(items, num_steps if self.virtual_ranks is None else 1), place, threaded=threaded)
+
+    def _program(self, placed: Placed, sums: Any) -> Callable:
+        """Returns what runs the steps of a placed batch."""
+        assert self._train_step is not None
+        if placed.num_steps == 1:
+            return self._train_step
+        if self._train_steps is None:
+            assert self._make_train_steps is not None
+            steps = self._make_train_steps()
+            if self.runtime.platform == "cpu" and _jax.convolves(steps, self._built(), sums, placed.batch):
+                logger.info("Steps run one by one: XLA's CPU convolutions are many times slower in a program of several steps.")
+                steps = one_by_one(self._train_step)
+            self._train_steps = steps
+        return self._train_steps
 
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program of a training step for host batches like `batch`."""
