@@ -138,3 +138,22 @@ def test_shuffled_arrays_are_in_the_same_order_on_any_number_of_ranks(use_ranks)
     assert_close(histories[1], histories[0])
     assert_close(histories[2], histories[0])
     assert set(histories[0]) == {"loss", "val_loss"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "size", "options", "warns"),
+    [
+        (2, 30, {}, True),
+        (2, 32, {}, False),
+        (1, 8, {}, False),
+        (2, 8, {"axis_name": "data"}, False),
+        (2, 8, {"batch_norm": False}, False),
+    ],
+)
+def test_poor_statistics_are_named_once(use_ranks, num_ranks, size, options, warns, capsys):
+    use_ranks(num_ranks)
+    # The last batch of 3 rows is no reason.
+    fit(Net(**{"batch_norm": True, **options}), optax.sgd(0.1), make_data(2 * size + 3), size)
+    said = capsys.readouterr().err
+    assert said.count("of each rank's 15 row(s)") == warns
+    assert said.count("below 16 they are poor") == warns

@@ -12,6 +12,7 @@ from reference_trainer import Net, make_data
 import tnt_jax as tnt
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.execution import Placed, choose_num_steps, in_groups
+from tnt_jax.log import logger
 from tnt_jax.step import Batch
 
 TOLERANCE = 1e-5
@@ -151,9 +152,10 @@ class Convolving(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
 
 
-def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog):
+def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
     use_ranks(2)
     expected, expected_history = fit(Convolving(), "sgd", 51)
+    monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level("INFO", logger="tnt_jax"):
         model, history = fit(Convolving(), "sgd", 51, compile_options={"steps_per_execution": 3})
         fit(Net(), "sgd", 51, compile_options={"steps_per_execution": 3})

@@ -6,6 +6,7 @@ A step is built once from pure functions (`StepParts`) and compiled once for eac
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,16 @@ from tnt_jax.accumulation import accumulate
 from tnt_jax.adapters.base import Applied
 from tnt_jax.backward_order import in_front, trace_grads
 from tnt_jax.collectives import average_model_state
+from tnt_jax.log import logger
 from tnt_jax.random_rows import batch_key
 from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
 from tnt_jax.sharded_update import scatter, shard_spec, update_shards
 from tnt_jax.state import TrainState
 
+# Fewer rows make poor statistics (Wu and He 2018, arXiv:1803.08494, figure 1).
+_FEW_ROWS = 16
+# Parts of steps that have been traced.
+_TRACED: "WeakSet[Parts]" = WeakSet()
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
@@ -202,6 +208,9 @@ def _differentiate(parts: Parts, state: TrainState, batch: Batch, num_ranks: int
 
     differentiated = jax.value_and_grad(objective, has_aux=True)
     (_, (numbers, model_state)), grads, order = trace_grads(differentiated, _jax.make_varying(state.params))
+    if parts not in _TRACED:  # Later traces are those of last batches, which may well be small.
+        _TRACED.add(parts)
+        _warn_of_few_rows(model_state, num_local_rows(batch))
     return _Local(numbers, model_state, grads, order)
 
 
@@ -364,6 +373,16 @@ def num_real_rows(batch: Batch) -> jax.Array | float:
     if batch.mask is None:
         return _jax.psum(float(num_local_rows(batch)))
     return _jax.psum(jnp.sum(batch.mask))
+
+
+def _warn_of_few_rows(model_state: Any, num_rows: int) -> None:
+    """Says that statistics of a rank's rows are poor ones, if the model keeps any and the rows are few."""
+    if num_rows < _FEW_ROWS and any(_jax.is_varying(x) for x in jax.tree.leaves(model_state)):
+        logger.warning(
+            "Statistics such as BatchNorm's are those of each rank's %d row(s) of a batch; below %d they are poor. Use a larger "
+            "batch or fewer ranks, or let ranks share them: BatchNorm(axis_name='data') in Flax, synchronized=True in Keras.",
+            num_rows, _FEW_ROWS,
+        )  # fmt: skip
 
 
 def _share(batch: Batch) -> jax.Array | None:
