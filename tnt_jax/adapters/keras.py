@@ -190,7 +190,7 @@ def _paths(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
 def _probe_rows(x: Any) -> jax.Array:
     shape = (_PROBE_ROWS, *x.shape[1:])
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros(shape, x.dtype)
+        return jnp.zeros(shape, jax.dtypes.canonicalize_dtype(x.dtype))
     return jnp.asarray(np.random.default_rng(0).uniform(size=shape), x.dtype)
 
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.keras_compat import losses, metrics
+from tnt_jax.keras_compat.keras_objects import mask_of_outputs
 from tnt_jax.keras_compat.losses import Loss
 from tnt_jax.keras_compat.metrics import Metric
+from tnt_jax.keras_compat.metrics.base import MeanMetricWrapper
 from tnt_jax.step import Apply, Batch, LossTerm, StepParts
 
 
@@ -164,7 +166,10 @@ class Compiled:
         terms = []
         for head, true, pred, weight in self._by_head(outputs, batch):
             if head.loss is not None:
-                total, count = head.loss.terms(true, pred, weight, batch.mask)
+                valid = mask_of_outputs(pred)
+                # A subclass of the user's need not know what Keras's layers attach.
+                extra = {} if valid is None else {"valid": valid}
+                total, count = head.loss.terms(true, pred, weight, batch.mask, **extra)
                 terms.append(LossTerm(total, count, head.weight))
         return terms
 
@@ -172,8 +177,8 @@ class Compiled:
         increments = []
         for head, true, pred, weight in self._by_head(outputs, batch):
             weighted = _masked_weight(weight, batch.mask)
-            plain = [metric.increments(true, pred, batch.mask) for metric in head.metrics]
-            increments.append(plain + [metric.increments(true, pred, weighted) for metric in head.weighted_metrics])
+            pairs = [(metric, batch.mask) for metric in head.metrics] + [(metric, weighted) for metric in head.weighted_metrics]
+            increments.append([metric.increments(true, pred, _valid_weight(metric, given, pred)) for metric, given in pairs])
         return increments
 
     def _by_head(self, outputs: Any, batch: Batch) -> list[tuple[Head, Any, Any, Any]]:
@@ -245,6 +250,15 @@ def _masked_weight(weight: Any, mask: Any) -> Any:
     if weight is None or mask is None:
         return mask if weight is None else weight
     return weight * mask.reshape(-1, *(1,) * (jnp.ndim(weight) - 1))
+
+
+def _valid_weight(metric: Metric, weight: Any, outputs: Any) -> Any:
+    """Returns weights that leave out what the outputs mask; as in Keras, of means of values only."""
+    valid = mask_of_outputs(outputs)
+    if valid is None or not isinstance(metric, MeanMetricWrapper):
+        return weight
+    valid = jnp.asarray(valid, jnp.float32)
+    return valid if weight is None else valid * weight.reshape(*weight.shape, *(1,) * (valid.ndim - weight.ndim))
 
 
 def _ratio(pair: tuple[np.ndarray, np.ndarray]) -> float:

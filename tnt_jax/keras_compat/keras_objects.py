@@ -47,6 +47,15 @@ def require_jax_backend() -> ModuleType:
     return keras
 
 
+def mask_of_outputs(outputs: Any) -> Any:
+    """Returns the mask `[rows, ...]` that a layer such as `Embedding(mask_zero=True)` gave to outputs; None if there is none."""
+    if "keras" not in sys.modules:
+        return None
+    from keras.src.backend import get_keras_mask  # The mask of a tensor has no public name.
+
+    return get_keras_mask(outputs)
+
+
 def find_class(name: str, kind: str) -> type | None:
     """Returns the class of Keras that has a name, None if Keras is not there, on another backend, or has no such class.
 

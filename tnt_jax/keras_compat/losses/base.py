@@ -82,7 +82,13 @@ class Loss(Recorded):
         return total if count is None else divide_no_nan(total, count)
 
     def terms(
-        self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None, mask: ArrayLike | None = None
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        valid: ArrayLike | None = None,
     ) -> tuple[jax.Array, jax.Array | float | None]:
         """Returns the sums whose quotient is the loss; both add up over the parts of a batch.
 
@@ -96,12 +102,14 @@ class Loss(Recorded):
                 weigh whole rows.
             mask: 1 for a row that exists and 0 for padding [rows]. Whatever a padded row holds, NaN included, reaches
                 neither the sums nor the gradients with respect to `y_pred`.
+            valid: Which values count besides, as booleans shaped like the result of `call`: the mask that a Keras model attaches to
+                its outputs, such as that of padded tokens.
 
         Returns:
             The weighted sum of the values, and the divisor the reduction asks for (None for `"sum"`).
 
         Raises:
-            ValueError: If the loss has no reduction, or its values are not [rows, ...].
+            ValueError: If the loss has no reduction, its values are not [rows, ...], or `valid` is shaped otherwise.
         """
         if self.reduction in ("none", None):
             raise ValueError(f"Loss {self.name!r} has reduction=None; training needs one of {REDUCTIONS[:3]}.")
@@ -109,8 +117,9 @@ class Loss(Recorded):
         if mask is not None:
             # Selecting before the loss as well as after it keeps 0 * inf out of the gradient.
             y_pred = jax.tree.map(lambda leaf: _where_rows(mask, leaf, 0.5), y_pred)
-        values, valid = self.call(y_true, y_pred), self.valid(y_true, y_pred)
+        values, own = self.call(y_true, y_pred), self.valid(y_true, y_pred)
         self._require_rows(values, y_pred)
+        valid = own if valid is None else self._both(values, own, valid)
         values, weight = _weighted(values, sample_weight, valid, mask)
         if mask is not None:
             values = _where_rows(mask, values, 0)
@@ -129,6 +138,16 @@ class Loss(Recorded):
             return float(values.size)  # Known while tracing: its sum over ranks is a multiplication.
         counted = jnp.ones(values.shape, values.dtype) if valid is None else valid.astype(values.dtype)
         return jnp.sum(counted if mask is None else _where_rows(mask, counted, 0))
+
+    def _both(self, values: jax.Array, own: jax.Array | None, given: ArrayLike) -> jax.Array:
+        given = jnp.asarray(given) != 0
+        if given.size != values.size or given.shape[:1] != values.shape[:1]:
+            raise ValueError(
+                f"The mask of the outputs has the shape {given.shape}, but the loss {self.name!r} has values of shape {values.shape}. "
+                "Let the loss keep the masked dimensions, or end the mask in the model, for instance with a pooling layer."
+            )
+        given = given.reshape(values.shape)
+        return given if own is None else given & (own.reshape(values.shape) != 0)
 
     def _require_rows(self, values: jax.Array, y_pred: Any) -> None:
         shape = jax.tree.leaves(y_pred)[0].shape

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.keras_compat.keras_objects import require_jax_backend
+from tnt_jax.keras_compat.keras_objects import mask_of_outputs, require_jax_backend
 from tnt_jax.keras_compat.losses.base import Loss
 
 
@@ -36,6 +36,4 @@ class KerasLoss(Loss):
 
     def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
         """Returns the mask that the Keras loss attaches to its values, None if it attaches none."""
-        from keras.src.backend import get_keras_mask  # The mask of a tensor has no public name.
-
-        return get_keras_mask(self.call(y_true, y_pred))
+        return mask_of_outputs(self.call(y_true, y_pred))
