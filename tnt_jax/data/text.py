@@ -141,7 +141,7 @@ class Vocabulary:
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If padding or end have other ids.
+        ValueError: If it is no SentencePiece model, or padding or end have other ids.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -149,7 +149,13 @@ class Vocabulary:
 
         if not Path(file).is_file():
             raise FileNotFoundError(f"There is no vocabulary {file}. Learn one with learn_vocabulary.")
-        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{file} is no SentencePiece model ({error}). Subword lists of other tools cannot be read: learn a vocabulary from "
+                "the training texts with learn_vocabulary."
+            ) from error
         ids = (self._processor.pad_id(), self._processor.eos_id())
         if ids != (PAD_ID, END_ID):
             raise ValueError(
