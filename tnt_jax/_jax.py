@@ -37,11 +37,6 @@ def psum(tree: Any) -> Any:
     return tree if jax.lax.axis_size(DATA_AXIS) == 1 else jax.lax.psum(tree, DATA_AXIS)
 
 
-def shard_map_to_equals(function: Callable, *, mesh: Mesh, in_specs: Any) -> Callable:
-    """Maps `function`, whose results are equal on all ranks in a way that the check of replicated outputs cannot see."""
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
-
-
 def all_gather_invariant(x: jax.Array) -> jax.Array:
     """Returns the parts of all ranks one behind the other, marked as the same on every rank, inside `shard_map`."""
     from jax._src.lax import parallel  # Older versions have no public way to it: their all_gather marks its result as varying.

@@ -5,8 +5,8 @@ results of the chunks are added in one binary tree, neighbours first:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
-A device adds the chunks that it has; then devices that are neighbours exchange their sums, then neighbouring pairs, and so on
-(recursive doubling). Addition is commutative to the last bit, so every device ends with the same bits.
+A device adds the chunks that it has; then devices that are neighbours add their sums, then neighbouring pairs, and so on (recursive
+doubling). Addition of two is commutative to the last bit, so every device ends with the same bits.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.data.layout import Place
@@ -44,7 +44,7 @@ class VirtualRanks:
         here = jax.process_index()
         self._local_ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == here]
         # Slices, additions and copies alone: they round alike however they are compiled.
-        self._cut = jax.jit(self._chunk, static_argnums=1)
+        self._cut = jax.jit(self._chunk, static_argnums=1) if self.per_rank > 1 else lambda data, index: data
         self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0)
         self._concatenate = jax.jit(lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
         self._add_ranks = _rank_sum(mesh)
@@ -119,31 +119,19 @@ def check_count(count: int, *, num_ranks: int = 1) -> None:
 
 def _rank_sum(mesh: Mesh) -> Callable[[Any], Any]:
     """Returns the function from arrays `[ranks, ...]`, sharded by rank, to their sums `[1, ...]`, the same bits on each rank."""
+    # The devices as a cube: the last axis joins neighbours, the one before it neighbouring pairs, and so on. A sum over two devices
+    # has no order that a collective library could choose.
+    num_axes = mesh.size.bit_length() - 1
+    names = tuple(f"bit{power}" for power in reversed(range(num_axes)))
+    cube = Mesh(mesh.devices.reshape((2,) * num_axes), names, axis_types=(AxisType.Auto,) * num_axes)
 
     def add(tree: Any) -> Any:
-        # One vector for each dtype: on a CPU every exchange holds a thread until its partner comes, and many would hold all threads.
-        vectors, unpack = _packed(tree)
-        for power in range(mesh.size.bit_length() - 1):
-            pairs = [(rank, rank ^ (1 << power)) for rank in range(mesh.size)]
-            vectors = [x + jax.lax.ppermute(x, _jax.DATA_AXIS, pairs) for x in vectors]
-        return unpack(vectors)
+        for name in reversed(names):
+            tree = jax.lax.psum(tree, name)
+        return tree
 
     if mesh.size == 1:
         return lambda tree: tree
-    return jax.jit(_jax.shard_map_to_equals(add, mesh=mesh, in_specs=BY_RANK))
-
-
-def _packed(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """Returns arrays as one vector for each dtype, and the function that turns such vectors into arrays of the old shapes."""
-    leaves, structure = jax.tree.flatten(tree)
-    dtypes = sorted({x.dtype for x in leaves}, key=str)
-
-    def unpack(vectors: list[jax.Array]) -> Any:
-        rest = dict(zip(dtypes, vectors, strict=True))
-        arrays = []
-        for leaf in leaves:
-            own, rest[leaf.dtype] = jnp.split(rest[leaf.dtype], [leaf.size])
-            arrays.append(own.reshape(leaf.shape))
-        return structure.unflatten(arrays)
-
-    return [jnp.concatenate([x.ravel() for x in leaves if x.dtype == dtype]) for dtype in dtypes], unpack
+    mapped = _jax.shard_map(add, mesh=cube, in_specs=PartitionSpec(names), out_specs=PartitionSpec())
+    # Each sum is rounded to its own type: how many follow on one another depends on the number of devices.
+    return jax.jit(mapped, donate_argnums=0, compiler_options={"xla_allow_excess_precision": False})
