@@ -8,6 +8,8 @@ import pytest
 from reproducible_checks import ConvNet, Mlp, assert_equal_on, compiled, devices, fit_and_digest, images
 
 import tnt_jax as tnt
+from tnt_jax.collectives import describe
+from tnt_jax.hlo import split_programs
 from tnt_jax.models.transformer import Transformer
 
 
@@ -51,6 +53,28 @@ def test_any_number_of_devices_gives_the_same_bits(name):
     options = dict(options)
     virtual_ranks = options.pop("virtual_ranks")
     assert_equal_on(counts, lambda: fit_and_digest(compiled(module, optimizer, virtual_ranks=virtual_ranks), data, **options))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "rows", "names"),
+    [
+        (1, 8, ["chunk", "sum of chunks", "update"]),
+        (2, 7, ["counts", "counts, sum of chunks", "counts, sum of ranks", "chunk", "sum of chunks", "sum of ranks", "update"]),
+        (4, 8, ["chunk", "sum of ranks", "update"]),
+    ],
+)
+def test_the_programs_of_a_step_can_be_read(num_devices, rows, names):
+    with devices(num_devices):
+        model = compiled(Mlp(), optax.adam(0.01), virtual_ranks=4)
+        text = model.lowered_text(*images(rows), batch_size=rows)
+        assert [line.removeprefix("// Program: ") for line in text.splitlines() if line.startswith("// Program: ")] == names
+        assert len(split_programs(text)) == len(names)
+        description = describe(model, *images(rows), batch_size=rows)
+    # Two weights and two biases, the loss twice, the accuracy's two sums, and with padding two counts: in pairs of ranks, then in
+    # pairs of pairs.
+    num_bytes = 4 * (50 * 16 + 16 + 16 * 3 + 3 + 4 + (2 if rows == 7 else 0))
+    assert sum(size for _, size in description.planned) == num_bytes * (num_devices.bit_length() - 1)
+    assert sum(found.nbytes for found in description.compiled) == num_bytes * (num_devices.bit_length() - 1)
 
 
 class ConvNetWithoutState(nn.Module):

@@ -52,6 +52,18 @@ def local_parts(x: jax.Array) -> list[jax.Array]:
     return list(x._arrays)  # type: ignore[attr-defined]
 
 
+def from_local_parts(parts: Sequence[jax.Array], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Returns the global array of `shape` of which each device of this process, in the order of the mesh, holds a part."""
+    kind = (shape, parts[0].dtype, sharding)
+    if kind not in _avals:
+        _avals[kind] = jax.make_array_from_single_device_arrays(shape, sharding, list(parts)).aval
+    # The public function looks at every part again, which takes longer than to start the programs of a small model.
+    return type(parts[0])(_avals[kind], sharding, list(parts), committed=True, _skip_checks=True)  # type: ignore[call-arg]
+
+
+_avals: dict[Any, Any] = {}
+
+
 def check_local(function: Callable, *args: Any, advice: str) -> None:
     """Raises a `ValueError` that ends with `advice` if `function` communicates over the data axis, inside `shard_map`."""
     primitive = _communication(jax.make_jaxpr(function)(*args).jaxpr)

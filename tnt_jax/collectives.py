@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tnt_jax import _jax
-from tnt_jax.hlo import Collective, read_collectives, read_planned
+from tnt_jax.hlo import Collective, read_collectives, read_planned, split_programs
 from tnt_jax.runtime import Runtime, barrier, init
 
 _MESSAGE_BYTES = 2048
@@ -88,7 +88,8 @@ def describe(model: Any, x: Any, y: Any = None, batch_size: int | None = None) -
         RuntimeError: If the model was not compiled.
     """
     planned = read_planned(model.lowered_text(x, y, batch_size))
-    return Description(planned, read_collectives(model.lowered_text(x, y, batch_size, optimized=True))[0])
+    compiled = split_programs(model.lowered_text(x, y, batch_size, optimized=True))
+    return Description(planned, [collective for text in compiled for collective in read_collectives(text)[0]])
 
 
 def broadcast(tree: Any, *, root: int = 0) -> Any:

@@ -6,17 +6,36 @@ afterwards.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.hlo import join_programs
 
 BY_RANK = PartitionSpec(_jax.DATA_AXIS)
 REPLICATED = PartitionSpec()
 # Functions are traced as the rank of a mesh of one, so that models find the axis that they know, and once for all devices.
 _ALONE = AbstractMesh((1,), (_jax.DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+class Programs(NamedTuple):
+    """The programs of a step, lowered or compiled.
+
+    Attributes:
+        by_name: What `jax.jit` gives for each of them.
+    """
+
+    by_name: dict[str, Any]
+
+    def as_text(self) -> str:
+        """Returns the texts one after the other, each behind a line with its name."""
+        return join_programs({name: program.as_text() for name, program in self.by_name.items()})
+
+    def compile(self) -> "Programs":
+        """Compiles lowered programs."""
+        return Programs({name: program.compile() for name, program in self.by_name.items()})
 
 
 def device_program(function: Callable, mesh: Mesh, *, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Callable:
@@ -59,7 +78,7 @@ def join(parts: list[Any], mesh: Mesh, spec: PartitionSpec) -> Any:
         shape = column[0].shape
         if spec == BY_RANK:
             shape = (shape[0] * mesh.size, *shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, sharding, list(column))
+        return _jax.from_local_parts(column, shape, sharding)
 
     return jax.tree.map(whole, *parts)
 

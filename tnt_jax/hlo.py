@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _NUM_BYTES = {
@@ -22,6 +23,7 @@ _NUM_BYTES = {
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _SHAPES = r"\((tensor<[^)]*>)\) ->"
+_TITLE = "// Program: "
 _KERNELS = ("fusion", "custom-call", "dot", "convolution", "reduce", "copy", "sort", "scatter", "concatenate", "while", "call")
 
 
@@ -43,6 +45,17 @@ class Collective(NamedTuple):
     start: float
     done: float
     backward_end: float
+
+
+def join_programs(texts: Mapping[str, str]) -> str:
+    """Returns the texts of several programs as one, each behind a comment with its name."""
+    return "\n".join(f"{_TITLE}{name}\n{text}" for name, text in texts.items())
+
+
+def split_programs(text: str) -> list[str]:
+    """Returns the texts of the programs in a text of `join_programs`, or the one program that another text is."""
+    parts = text.split(_TITLE)
+    return parts if len(parts) == 1 else [part.split("\n", 1)[1] for part in parts[1:]]
 
 
 def read_planned(text: str) -> list[tuple[str, int]]:
@@ -86,7 +99,7 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
     ends = _ends(computations[""], [name for name, *_ in found], wrapped)
     last = max(backward, default=0) / max(kernels, 1)
     return [
-        Collective(kind, size, not is_synchronous, start / kernels, ends.get(name, start) / kernels, last)
+        Collective(kind, size, not is_synchronous, start / max(kernels, 1), ends.get(name, start) / max(kernels, 1), last)
         for name, kind, size, is_synchronous, start in found
     ], len(backward)
 

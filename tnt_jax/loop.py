@@ -304,7 +304,7 @@ class Trainer:
         return self._train_steps
 
     def lower_train_step(self, batch: Batch) -> Any:
-        """Returns the lowered program of a training step for host batches like `batch`."""
+        """Returns the lowered program of a training step for host batches like `batch`; with virtual ranks several `Programs`."""
         assert self._train_step is not None, "compile() comes first."
         placed = Placed(self._place(batch), 0)
         return self._train_step.lower(self._built(), self._zero_sums(placed), placed.batch)  # pyright: ignore[reportFunctionMemberAccess]

@@ -19,7 +19,7 @@ import optax
 from tnt_jax import _jax
 from tnt_jax.accumulation import accumulate
 from tnt_jax.collectives import check_can_be_averaged
-from tnt_jax.device_program import BY_RANK, REPLICATED, device_program, join, split
+from tnt_jax.device_program import BY_RANK, REPLICATED, Programs, device_program, join, split
 from tnt_jax.log import logger
 from tnt_jax.random_rows import row_key, step_key
 from tnt_jax.state import TrainState
@@ -120,14 +120,26 @@ def make_train_step(
         )
         return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
 
-    sum_batch = _sum_over_batch(parts, measure, ranks)
-    last = _last_program(conclude, ranks, donate=(0,))
+    return _TrainStep(_BatchSum(parts, measure, ranks), _ReplicatedProgram(conclude, ranks, donate=(0,)))
 
-    def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        measured = sum_batch(_Model(state.params, state.model_state, (state.key, state.step)), batch)
-        return last(state, sums, *measured)
 
-    return step
+class _TrainStep(NamedTuple):
+    """A training step in parts: what is summed over the batch, and the program that concludes it."""
+
+    sum_batch: "_BatchSum"
+    last: "_ReplicatedProgram"
+
+    def __call__(self, state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        return self.last(state, sums, *self.sum_batch(_model(state), batch))
+
+    def lower(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
+        """Returns the lowered programs of the step: of a chunk, of the sum over ranks, of the update, and others that it runs."""
+        programs, measured = self.sum_batch.lower(_model(state), batch)
+        return Programs(programs | {"update": self.last.program.lower(*_shapes((state, sums, *measured)))})
+
+
+def _model(state: TrainState) -> _Model:
+    return _Model(state.params, state.model_state, (state.key, state.step))
 
 
 def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
@@ -141,8 +153,8 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
         loss, losses, increments = _only_entries(measured)
         return add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
 
-    sum_batch = _sum_over_batch(parts, measure, ranks)
-    last = _last_program(conclude, ranks)
+    sum_batch = _BatchSum(parts, measure, ranks)
+    last = _ReplicatedProgram(conclude, ranks)
     return lambda params, model_state, sums, batch: last(sums, *sum_batch(_Model(params, model_state, None), batch))
 
 
@@ -156,71 +168,96 @@ def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
     return lambda params, model_state, inputs: ranks.map(program, inputs, params, model_state)
 
 
-def _sum_over_batch(parts: Parts, measure: Callable, ranks: VirtualRanks) -> Callable:
-    """Returns the function from model and batch to the sums of `measure`, what is the same for every chunk, and the real rows."""
+class _BatchSum:
+    """From model and batch to the sums of `measure`, what is the same for every chunk, and the real rows."""
 
-    def work(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
-        sums, same = measure(chunk, index, _with_step_key(model), jax.tree.map(jnp.squeeze, counts))
-        return _jax.make_varying(_as_entries(sums)), same
+    def __init__(self, parts: Parts, measure: Callable, ranks: VirtualRanks) -> None:
+        def work(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
+            sums, same = measure(chunk, index, _with_step_key(model), jax.tree.map(jnp.squeeze, counts))
+            return _jax.make_varying(_as_entries(sums)), same
 
-    specs = (BY_RANK, REPLICATED, REPLICATED, REPLICATED)
-    program = device_program(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
-    count = _count_of_batch(parts, ranks)
+        specs = (BY_RANK, REPLICATED, REPLICATED, REPLICATED)
+        self._program = device_program(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
+        self._count, self._ranks = _BatchCount(parts, ranks), ranks
 
-    def sum_batch(model: _Model, batch: Batch) -> tuple[Any, Any, Any]:
-        counts = count(model, batch)
-        return *ranks.sum(program, batch, model, counts), counts.rows
+    def __call__(self, model: _Model, batch: Batch) -> tuple[Any, Any, Any]:
+        counts = self._count(model, batch)
+        return *self._ranks.sum(self._program, batch, model, counts), counts.rows
 
-    return sum_batch
-
-
-def _last_program(function: Callable, ranks: VirtualRanks, *, donate: tuple[int, ...] = ()) -> Callable:
-    """Returns a function of replicated arrays as a program that every device runs for itself."""
-    program = device_program(function, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=donate)
-
-    def run(*args: Any) -> Any:
-        return join([program(*own) for own in split(args, ranks.mesh)], ranks.mesh, REPLICATED)
-
-    return run
+    def lower(self, model: _Model, batch: Batch) -> tuple[dict[str, Any], tuple[Any, Any, Any]]:
+        """Returns the lowered programs by name, and the shapes of the result."""
+        counts = self._count(model, batch)
+        arguments = (self._ranks.chunk_shapes(batch), 0, _shapes(model), _shapes(counts))
+        sums, same = jax.eval_shape(self._program, *arguments)
+        programs = self._count.lower(model, batch) | {"chunk": self._program.lower(*arguments)} | self._ranks.lower_sum(sums)
+        return programs, (sums, same, _shapes(counts.rows))
 
 
-def _count_of_batch(parts: Parts, ranks: VirtualRanks) -> Callable[[_Model, Batch], _Counts]:
-    """Returns the function from model and batch to the counts of the batch; those that follow from shapes start no program."""
-    known: list[Any] = []
+class _ReplicatedProgram:
+    """A function of replicated arrays as a program that every device runs for itself."""
 
-    def work(chunk: Batch, index: jax.Array, model: _Model) -> tuple[list[jax.Array], None]:
-        def count(chunk: Batch) -> list[jax.Array]:
-            counts = [term.count for term in _measure(parts, _with_step_key(model), chunk, index).terms]
-            known[:] = [_UNKNOWN if isinstance(x, jax.Array) else x for x in counts]
-            rows = [] if chunk.mask is None else [jnp.sum(chunk.mask)]
-            return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows
+    def __init__(self, function: Callable, ranks: VirtualRanks, *, donate: tuple[int, ...] = ()) -> None:
+        self.program = device_program(function, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=donate)
+        self._mesh = ranks.mesh
 
-        _jax.check_local(count, chunk, advice=_ADVICE)
-        # The compiler leaves nothing of the forward pass: counts depend on targets, weights and the mask alone.
-        return _jax.make_varying(_as_entries(count(chunk))), None
+    def __call__(self, *args: Any) -> Any:
+        return join([self.program(*own) for own in split(args, self._mesh)], self._mesh, REPLICATED)
 
-    program = device_program(work, ranks.mesh, in_specs=(BY_RANK, REPLICATED, REPLICATED), out_specs=(BY_RANK, REPLICATED))
-    by_shape: dict[Any, list[Any]] = {}
 
-    def count_batch(model: _Model, batch: Batch) -> _Counts:
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = (structure, tuple((x.shape, x.dtype) for x in leaves))
-        if shapes not in by_shape:
-            jax.eval_shape(program, ranks.chunk_shapes(batch), 0, _shapes(model))
-            by_shape[shapes] = list(known)
-        is_known = batch.mask is None and _UNKNOWN not in by_shape[shapes]
-        sums = iter(() if is_known else ranks.sum(program, batch, model)[0])
-        terms = [next(sums) if x is _UNKNOWN else None if x is None else float(x * ranks.count) for x in by_shape[shapes]]
+class _BatchCount:
+    """From model and batch to the counts of the batch; those that follow from shapes start no program."""
+
+    def __init__(self, parts: Parts, ranks: VirtualRanks) -> None:
+        self._ranks = ranks
+        self._known: list[Any] = []
+        self._by_shape: dict[Any, list[Any]] = {}
+
+        def work(chunk: Batch, index: jax.Array, model: _Model) -> tuple[list[jax.Array], None]:
+            def count(chunk: Batch) -> list[jax.Array]:
+                counts = [term.count for term in _measure(parts, _with_step_key(model), chunk, index).terms]
+                self._known = [_UNKNOWN if isinstance(x, jax.Array) else x for x in counts]
+                rows = [] if chunk.mask is None else [jnp.sum(chunk.mask)]
+                return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows
+
+            _jax.check_local(count, chunk, advice=_ADVICE)
+            # The compiler leaves nothing of the forward pass: counts depend on targets, weights and the mask alone.
+            return _jax.make_varying(_as_entries(count(chunk))), None
+
+        specs = (BY_RANK, REPLICATED, REPLICATED)
+        self._program = device_program(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
+
+    def __call__(self, model: _Model, batch: Batch) -> _Counts:
+        known = self._known_counts(model, batch)
+        sums = iter(self._ranks.sum(self._program, batch, model)[0] if self._is_needed(known, batch) else ())
+        terms = [next(sums) if x is _UNKNOWN else None if x is None else float(x * self._ranks.count) for x in known]
         return _Counts(terms, float(num_local_rows(batch)) if batch.mask is None else next(sums))
 
-    return count_batch
+    def lower(self, model: _Model, batch: Batch) -> dict[str, Any]:
+        """Returns the lowered programs by name, if any is needed."""
+        if not self._is_needed(self._known_counts(model, batch), batch):
+            return {}
+        arguments = (self._ranks.chunk_shapes(batch), 0, _shapes(model))
+        sums = self._ranks.lower_sum(jax.eval_shape(self._program, *arguments)[0])
+        return {"counts": self._program.lower(*arguments)} | {f"counts, {name}": program for name, program in sums.items()}
+
+    def _is_needed(self, known: list[Any], batch: Batch) -> bool:
+        return batch.mask is not None or _UNKNOWN in known
+
+    def _known_counts(self, model: _Model, batch: Batch) -> list[Any]:
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, tuple((x.shape, x.dtype) for x in leaves))
+        if shapes not in self._by_shape:
+            jax.eval_shape(self._program, self._ranks.chunk_shapes(batch), 0, _shapes(model))
+            self._by_shape[shapes] = self._known
+        return self._by_shape[shapes]
 
 
 _UNKNOWN = "unknown"
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Returns shapes in the place of arrays; Python numbers stay."""
+    return jax.tree.map(lambda x: x if isinstance(x, (int, float)) else jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _as_entries(tree: Any) -> Any:

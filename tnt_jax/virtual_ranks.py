@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.data.layout import Place
@@ -75,7 +75,7 @@ class VirtualRanks:
                 result, same[number] = program(chunk, rank * self.per_rank + index, *others[number])
                 self._push(stacks[number], result, index)
         sums = join([stack[0] for stack in stacks], self.mesh, BY_RANK)
-        return self._add_ranks(sums), join(same, self.mesh, PartitionSpec())
+        return sums if self.mesh.size == 1 else self._add_ranks(sums), join(same, self.mesh, PartitionSpec())
 
     def map(self, program: Callable, batch: Any, *shared: Any) -> Any:
         """Returns the rows of `program(chunk, *shared)` for all chunks of the global batch, in order, sharded by rank."""
@@ -85,6 +85,19 @@ class VirtualRanks:
             for own, other in zip(batches, others, strict=True)
         ]
         return join([self._concatenate(parts) for parts in rows], self.mesh, BY_RANK)
+
+    def lower_sum(self, shapes: Any) -> dict[str, Any]:
+        """Returns the lowered programs, by name, that add results of the given shapes `[1, ...]` of all chunks."""
+        programs = {}
+        if self.per_rank > 1:
+            programs["sum of chunks"] = self._add.lower(shapes, shapes)
+        if self.mesh.size > 1:
+            sharding = NamedSharding(self.mesh, BY_RANK)
+            of_ranks = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((self.mesh.size, *x.shape[1:]), x.dtype, sharding=sharding), shapes
+            )
+            programs["sum of ranks"] = self._add_ranks.lower(of_ranks)
+        return programs
 
     def chunk_shapes(self, batch: Any) -> Any:
         """Returns the shapes of a chunk of a global batch."""
@@ -117,8 +130,8 @@ def check_count(count: int, *, num_ranks: int = 1) -> None:
         )
 
 
-def _rank_sum(mesh: Mesh) -> Callable[[Any], Any]:
-    """Returns the function from arrays `[ranks, ...]`, sharded by rank, to their sums `[1, ...]`, the same bits on each rank."""
+def _rank_sum(mesh: Mesh) -> Any:
+    """Returns the jitted function from arrays `[ranks, ...]`, sharded by rank, to their sums `[1, ...]`, the same bits on each rank."""
     # The devices as a cube: the last axis joins neighbours, the one before it neighbouring pairs, and so on. A sum over two devices
     # has no order that a collective library could choose.
     num_axes = mesh.size.bit_length() - 1
@@ -130,8 +143,6 @@ def _rank_sum(mesh: Mesh) -> Callable[[Any], Any]:
             tree = jax.lax.psum(tree, name)
         return tree
 
-    if mesh.size == 1:
-        return lambda tree: tree
     mapped = _jax.shard_map(add, mesh=cube, in_specs=PartitionSpec(names), out_specs=PartitionSpec())
     # Each sum is rounded to its own type: how many follow on one another depends on the number of devices.
     return jax.jit(mapped, donate_argnums=0, compiler_options={"xla_allow_excess_precision": False})

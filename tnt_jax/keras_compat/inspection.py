@@ -133,6 +133,8 @@ class InspectionMixin:
     def lowered_text(self, x: Any, y: Any = None, batch_size: int | None = None, *, optimized: bool = False) -> str:
         """Returns the program of a training step for data like `x` and `y`, without running it.
 
+        With `reproducible=True` a step has several programs: they follow one another, each behind a comment with its name.
+
         Args:
             x: Data as in `fit`.
             y: Targets as in `fit`.
