@@ -81,6 +81,10 @@ class Adapter(Protocol):
         """Returns variables in the form that the model's library uses."""
         ...
 
+    def has_changed(self) -> bool:
+        """Tells whether the user's object holds other variables than it was last read with, or given by `write_back`."""
+        ...
+
     def write_back(self, variables: Variables) -> None:
         """Stores trained variables in the user's own object, where it holds any."""
         ...

@@ -71,6 +71,10 @@ class PartlyTrained:
         """Returns all variables in the form that the model's library uses."""
         return self.inner.export(self._whole(variables))
 
+    def has_changed(self) -> bool:
+        """Tells whether the user has changed the variables of the wrapped object."""
+        return self.inner.has_changed()
+
     def write_back(self, variables: Variables) -> None:
         """Stores all variables in the user's own object."""
         self.inner.write_back(self._whole(variables))

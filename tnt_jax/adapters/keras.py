@@ -17,6 +17,8 @@ from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
 from tnt_jax.adapters.loops import with_varying_loops
 from tnt_jax.random_rows import batch_key
 
+# Name of the variable of a seed generator.
+_SEED = "seed_generator_state"
 # Rows on which the losses that a model adds are tried out.
 _PROBE_ROWS = 8
 
@@ -61,6 +63,7 @@ class KerasAdapter:
         self._synchronized = synchronized
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._kinds: dict[bool, tuple[Kind, ...]] = {}
+        self._seen: list[list[Any]] = []
 
     def sample_inputs(self) -> Any:
         """Returns one row for each input of a functional or Sequential model whose input was given; None for another."""
@@ -73,6 +76,7 @@ class KerasAdapter:
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables of the model; one that is not built yet is built for inputs like `inputs` with Keras's own seeds."""
         self.attach(inputs)
+        self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
         return Variables(_collect(self.module.trainable_variables, values), _collect(self.module.non_trainable_variables, values))
 
@@ -118,6 +122,20 @@ class KerasAdapter:
         values = self._by_variable(*variables)
         for variable in self.module.variables:
             variable.assign(values[id(variable)])
+        self._seen = self._held_arrays()
+
+    def has_changed(self) -> bool:
+        """Tells whether the model holds other arrays than it was last read with or given by `write_back`, or trains others."""
+        held = self._held_arrays()
+        return any(
+            len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+            for now, before in zip(held, self._seen, strict=True)
+        )
+
+    def _held_arrays(self) -> list[list[Any]]:
+        # Without the states of seed generators, which do not matter here and change with every call in training mode.
+        both = (self.module.trainable_variables, self.module.non_trainable_variables)
+        return [[v.value for v in variables if v.name != _SEED] for variables in both]
 
     def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
         """Calls the model with the given values of its variables, without side effects, as Keras's own trainer does."""

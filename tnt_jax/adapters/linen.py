@@ -62,6 +62,10 @@ class LinenAdapter:
         penalty = sum((jnp.sum(x) for x in jax.tree.leaves(changed.get(_LOSSES, {}))), start=0.0)
         return Applied(outputs, {name: changed.get(name, value) for name, value in model_state.items()}, penalty)
 
+    def has_changed(self) -> bool:
+        """Returns False: a Linen module holds no variables."""
+        return False
+
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
 

@@ -33,6 +33,7 @@ class NnxAdapter:
         self.module = module
         self.name = type(module).__name__
         self._style = CallStyle.of(module)
+        self._seen: dict[tuple[str, ...], Any] = {}
         self._graph, _, self._random, _ = nnx.split(module, nnx.Param, _is_random, ...)
 
     def sample_inputs(self) -> tuple[()]:
@@ -41,6 +42,7 @@ class NnxAdapter:
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables that the module holds, whatever the inputs and the seed."""
+        self._seen = self._held_arrays()
         _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
@@ -74,9 +76,19 @@ class NnxAdapter:
         """Returns variables as a state for `nnx.update(module, state)`."""
         return self._state(jax.tree.map(jnp.asarray, variables))
 
+    def has_changed(self) -> bool:
+        """Tells whether the module holds other arrays than it was last read with, or given by `write_back`."""
+        held = self._held_arrays()
+        return held.keys() != self._seen.keys() or any(held[path] is not array for path, array in self._seen.items())
+
     def write_back(self, variables: Variables) -> None:
         """Stores variables in the user's module, as if it had been trained by hand; its random streams stay where they were."""
         nnx.update(self.module, self.export(variables))
+        self._seen = self._held_arrays()
+
+    def _held_arrays(self) -> dict[tuple[str, ...], Any]:
+        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(_is_random)))
+        return {_names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in leaves}
 
     def _state(self, variables: Variables) -> nnx.State:
         """Returns the given arrays as the state of the module without its random streams."""

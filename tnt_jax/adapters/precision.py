@@ -55,6 +55,10 @@ class LowPrecision:
         """Returns variables in the form that the model's library uses."""
         return self.inner.export(variables)
 
+    def has_changed(self) -> bool:
+        """Tells whether the user has changed the variables of the wrapped object."""
+        return self.inner.has_changed()
+
     def write_back(self, variables: Variables) -> None:
         """Stores variables in the user's own object, which then holds parameters of the master's type."""
         self.inner.write_back(variables)

@@ -14,13 +14,13 @@ from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat import optimizers
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
-from tnt_jax.keras_compat.divergence import Divergence
 from tnt_jax.keras_compat.hooks import PhaseHooks, complete
 from tnt_jax.keras_compat.inputs import class_weighting, split_validation, to_batch
 from tnt_jax.keras_compat.inspection import InspectionMixin
 from tnt_jax.keras_compat.objective import CompiledObjective
-from tnt_jax.keras_compat.running import RunningMixin, check_compile_options
+from tnt_jax.keras_compat.running import Plan, RunningMixin, check_compile_options
 from tnt_jax.keras_compat.saving import SavingMixin
+from tnt_jax.keras_compat.wrapped import write_back, writing_back
 from tnt_jax.loop import Trainer
 from tnt_jax.reduction import choose_reduction
 from tnt_jax.reproducible import check_reproducible
@@ -32,7 +32,8 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
 
     Args:
         module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The last two hold their variables:
-            training starts from them, and every `fit` ends by writing the results back into them.
+            training starts from them, and every `fit` ends by writing the results back into them. What is changed in them between
+            two calls, such as weights loaded from a file or layers unfrozen, counts from the next one on.
         seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`), of dropout, and of the order of
             shuffled arrays; by default that of `tnt_jax.set_seed`, or 0.
         variables: Variables of a Linen module to start from, as `module.init` returns them; fresh ones by default, made when data
@@ -107,6 +108,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         self._given: dict[str, Any] | None = None
         self._compiled: Compiled | CompiledObjective | None = None
         self._steps_per_execution: int | None = 1
+        self._is_fitting = False
 
     def compile(
         self,
@@ -235,25 +237,13 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         )
         params = {"epochs": epochs, "steps": stream.num_steps, "verbose": verbose}
         hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=True), model=self, params=params)
-        self.stop_training = False
-        hooks.call("on_train_begin", {})
-        logs: dict[str, float] = {}
-        divergence = Divergence()
-        start = self._take_start(initial_epoch, to_batch(first, weighting))
-        stream.seek(start.epoch, start.batch, first_epoch=initial_epoch)
-        for epoch in range(start.epoch, epochs):
-            hooks.call("on_epoch_begin", epoch, {})
-            logs = self._train_epoch(stream, epoch, hooks, weighting, start if epoch == start.epoch else None)
-            if validation is not None and _is_due(epoch + 1, validation_freq):
-                logs |= {f"val_{name}": value for name, value in self._evaluate(validation, validation_steps, hooks).items()}
-            hooks.call("on_epoch_end", epoch, logs)
-            if self._virtual_ranks is not None:
-                divergence.check(self._trainer.require_state(), stop_training=self.stop_training)
-            if self.stop_training:
-                break
-        self._use_average()
-        hooks.call("on_train_end", logs)
-        self.write_back()
+        plan = Plan(stream, first, weighting, initial_epoch, epochs, validation, validation_steps, validation_freq)
+        self._is_fitting = True
+        try:
+            with writing_back(self._trainer):
+                self._run_epochs(plan, hooks)
+        finally:
+            self._is_fitting = False
         assert self.history is not None
         return self.history
 
@@ -328,7 +318,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         params = {"steps": steps or source.num_batches, "verbose": verbose}
         hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=False), model=self, params=params)
         stream = EpochStream(source).require_end(steps)
-        self._trainer.build(to_batch(stream.peek(0)).inputs)
+        self._build_for(to_batch(stream.peek(0)).inputs)
         hooks.call("on_predict_begin", {})
         with self._trainer.feed(islice(stream.epoch(0), steps), to_batch, threaded=not source.in_memory) as feed:
             outputs = self._trainer.predict(feed, PhaseHooks("predict", hooks, model=self, read=dict))
@@ -361,12 +351,11 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         return other
 
     def write_back(self) -> None:
-        """Stores the trained variables in the wrapped object, if it holds variables; `fit` does so when it ends.
+        """Stores the trained variables in the wrapped object, if it holds variables; `fit` does so when it ends or is interrupted.
 
         A Linen module holds none. Call it in a callback that looks into the NNX module or the Keras model during training.
         """
-        if self._adapter.holds_variables and self._trainer.state is not None:
-            self._adapter.write_back(self._trainer.variables())
+        write_back(self._trainer)
 
     @property
     def _trainer(self) -> Trainer:
@@ -381,8 +370,3 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
     def _require_compiled(self) -> None:
         if self._arguments is None:
             raise RuntimeError("The model must be compiled first: call compile(optimizer=..., loss=...).")
-
-
-def _is_due(epoch: int, freq: int | list[int]) -> bool:
-    """Tells whether epoch number `epoch`, from 1, is followed by validation."""
-    return epoch % freq == 0 if isinstance(freq, int) else epoch in freq

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,10 +18,12 @@ from tnt_jax.data.stream import EpochStream
 from tnt_jax.execution import Placed, choose_num_steps
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
+from tnt_jax.keras_compat.divergence import Divergence
 from tnt_jax.keras_compat.hooks import PhaseHooks
 from tnt_jax.keras_compat.inputs import Weighting, to_batch
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.saving import Start
+from tnt_jax.keras_compat.wrapped import take_over_changes
 from tnt_jax.log import logger
 from tnt_jax.loop import Trainer
 from tnt_jax.step import Batch
@@ -32,6 +34,30 @@ _WARM_STEPS, _TIMED_STEPS = 4, 12
 _WARNED: set[str] = set()
 # What this process has started already.
 _STARTED: list[str] = []
+
+
+class Plan(NamedTuple):
+    """What `fit` is to do.
+
+    Attributes:
+        stream: Training data.
+        first: First batch of it.
+        weighting: From targets and sample weights to the weights to use.
+        initial_epoch: Number of epochs that are done already.
+        epochs: Number of the last epoch.
+        validation: Validation data, or None.
+        validation_steps: Batches of an evaluation; all if None.
+        validation_freq: Epochs between evaluations, or the epochs, from 1, that one follows.
+    """
+
+    stream: EpochStream
+    first: HostBatch
+    weighting: Weighting | None
+    initial_epoch: int
+    epochs: int
+    validation: Source | None
+    validation_steps: int | None
+    validation_freq: int | list[int]
 
 
 class RunningMixin:
@@ -47,6 +73,10 @@ class RunningMixin:
     _transformation: Any
     _start_optimizer: Callable[[], None]
     _steps_per_execution: int | None
+    _is_fitting: bool
+    _virtual_ranks: int | None
+    _take_start: Callable[[int, Batch], Start]
+    _use_average: Callable[[], None]
     _reduction_choices: dict[str, Any]
 
     def _source(
@@ -87,7 +117,7 @@ class RunningMixin:
         """Creates variables and compiled functions for data like `first`, and checks it against the losses."""
         trainer = self._trainer
         batch = to_batch(first, weighting)
-        trainer.build(batch.inputs)
+        self._build_for(batch.inputs)
         if self._compiled is not None:
             return
         assert self._arguments is not None
@@ -104,6 +134,35 @@ class RunningMixin:
         )
         self._compiled = compiled
         runtime.log_start_phase("data read and weights made")
+
+    def _build_for(self, inputs: Any) -> None:
+        """Creates the variables, if there are none, and takes over what the user has changed in the wrapped object."""
+        self._trainer.build(inputs)
+        # While fit runs, the wrapped object is behind.
+        if not self._is_fitting:
+            take_over_changes(self._trainer, inputs)
+
+    def _run_epochs(self, plan: Plan, hooks: CallbackList) -> None:
+        """Trains epoch by epoch, with validation and callbacks."""
+        self.stop_training = False
+        hooks.call("on_train_begin", {})
+        logs: dict[str, float] = {}
+        divergence = Divergence()
+        start = self._take_start(plan.initial_epoch, to_batch(plan.first, plan.weighting))
+        plan.stream.seek(start.epoch, start.batch, first_epoch=plan.initial_epoch)
+        for epoch in range(start.epoch, plan.epochs):
+            hooks.call("on_epoch_begin", epoch, {})
+            logs = self._train_epoch(plan.stream, epoch, hooks, plan.weighting, start if epoch == start.epoch else None)
+            if plan.validation is not None and _is_due(epoch + 1, plan.validation_freq):
+                found = self._evaluate(plan.validation, plan.validation_steps, hooks)
+                logs |= {f"val_{name}": value for name, value in found.items()}
+            hooks.call("on_epoch_end", epoch, logs)
+            if self._virtual_ranks is not None:
+                divergence.check(self._trainer.require_state(), stop_training=self.stop_training)
+            if self.stop_training:
+                break
+        self._use_average()
+        hooks.call("on_train_end", logs)
 
     def _end_in_trials(self, first: HostBatch, weighting: Weighting | None) -> None:
         """Does nothing, or, in a job of `tnt-jax tune`, tries ways to sum gradients and ends the program."""
@@ -226,6 +285,11 @@ def _report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
             "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or decode less per step.",
             input_wait_s, epoch_s, epoch + 1,
         )  # fmt: skip
+
+
+def _is_due(epoch: int, freq: int | list[int]) -> bool:
+    """Tells whether epoch number `epoch`, from 1, is followed by validation."""
+    return epoch % freq == 0 if isinstance(freq, int) else epoch in freq
 
 
 def check_compile_options(run_eagerly: Any, steps_per_execution: Any, jit_compile: Any) -> None:
