@@ -3,7 +3,9 @@
     python benchmarks/reproducible.py --output benchmarks/results/reproducible.json
 
 Each number of devices runs in a process of its own, with the same pool of threads. The two kinds of steps take turns; a time is that
-of one step of a warm trainer on batches that are on the devices already. The batch is the same everywhere.
+of one step on a batch that is on the devices already. The global batch is the same everywhere. Processor time is that of all threads
+and hardly depends on what else the machine does. Memory is what the compiler plans for one device: state, batch, gradients, and what
+the programs need besides.
 """
 
 import argparse
@@ -13,95 +15,165 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 VIRTUAL_RANKS = 8
 DEVICES = (1, 2, 4, 8)
+MODELS = ("mlp", "resnet20", "transformer_tiny")
+KINDS = ("fast", "reproducible")
 
 
-def models():
+def make_task(name):
+    """Returns what the batch is, a module and one global batch."""
     import numpy as np
     from flax import linen as nn
 
-    from tnt_jax.models.cnn import CNN
-
-    generator = np.random.default_rng(0)
+    from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.models.transformer import PARAM_SETS, Transformer
 
     class Mlp(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.Dense(10)(nn.relu(nn.Dense(256)(x)))
 
-    def data(rows, *shape):
-        return generator.normal(size=(rows, *shape)).astype(np.float32), generator.integers(0, 10, rows)
+    class Translator(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, train):
+            return Transformer(vocab_size=1000, **PARAM_SETS["tiny"])(tokens, tokens, train=train)
 
-    return {"mlp 784-256-10, batch 1024": (Mlp(), data(1024, 784)), "cnn 32x32x3, batch 64": (CNN(), data(64, 32, 32, 3))}
+    generator = np.random.default_rng(0)
+    if name == "mlp":
+        return "784-256-10, 1024 rows", Mlp(), (pixels(generator, 1024, 784), generator.integers(0, 10, 1024))
+    if name == "resnet20":
+        return "32x32x3, 64 rows", resnet20(), (pixels(generator, 64, 32, 32, 3), generator.integers(0, 10, 64))
+    tokens = generator.integers(1, 1000, (64, 32)).astype(np.int32)
+    return "64 rows of 32 tokens", Translator(), (tokens, tokens)
 
 
-def make_step(module, data, *, reproducible):
-    """Returns a function that runs a training step to its end."""
+def pixels(generator, *shape):
+    return generator.normal(size=shape).astype("float32")
+
+
+def prepare(module, data, *, reproducible):
+    """Returns a function that runs a training step to its end, and the bytes of a device."""
     import jax
     import optax
 
     import tnt_jax as tnt
+    from tnt_jax.data.stream import EpochStream
+    from tnt_jax.execution import Placed
+    from tnt_jax.keras_compat.inputs import to_batch
 
     model = tnt.Model(module, reproducible=reproducible, virtual_ranks=VIRTUAL_RANKS, seed=0)
     model.compile(optimizer=optax.adam(1e-3), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
     rows = len(data[1])
-    model.fit(*data, batch_size=rows, epochs=3, verbose=0)
+    model.fit(*data, batch_size=rows, epochs=2, verbose=0)
+    trainer = model._trainer
+    host_batch = to_batch(EpochStream(model._source(*data, None, rows, None)).peek(0))
+    batch = trainer._place(host_batch)
+    sums = trainer._zero_sums(Placed(batch, 0))
 
     def step():
-        model.fit(*data, batch_size=rows, epochs=1, verbose=0, shuffle=False)
-        jax.block_until_ready(model.state.params)
+        trainer.state, _ = trainer._train_step(trainer.state, sums, batch)
+        jax.block_until_ready(trainer.state)
 
-    return step
-
-
-def measure(repeats):
-    results = []
-    for name, (module, data) in models().items():
-        steps = {kind: make_step(module, data, reproducible=kind == "reproducible") for kind in ("fast", "reproducible")}
-        times = {kind: [] for kind in steps}
-        for _ in range(repeats):
-            for kind, step in steps.items():
-                start = time.perf_counter()
-                step()
-                times[kind].append((time.perf_counter() - start) * 1e3)
-        row = {"model": name}
-        for kind, values in times.items():
-            low, median, high = statistics.quantiles(values, n=4)
-            row |= {f"{kind}_ms": round(median, 3), f"{kind}_quartiles_ms": [round(low, 3), round(high, 3)]}
-        results.append(row | {"ratio": round(row["reproducible_ms"] / row["fast_ms"], 2)})
-    return results
+    compiled = trainer.lower_train_step(host_batch).compile()
+    memory = reproducible_memory(compiled, trainer, batch) if reproducible else planned(compiled, with_arguments=True)
+    return step, memory
 
 
-def run_on(devices, repeats):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": str(2 * VIRTUAL_RANKS)}
-    command = [sys.executable, __file__, "--inside", "--repeats", str(repeats)]
+def planned(program, *, with_arguments):
+    """Returns the bytes of a program: its temporary arrays and results, with or without its arguments."""
+    stats = program.memory_analysis()
+    made = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return made + stats.argument_size_in_bytes if with_arguments else made
+
+
+def reproducible_memory(compiled, trainer, batch):
+    """Returns the most bytes that a device holds during a step: what stays, and the gradients with the program that runs."""
+    import jax
+
+    ranks = trainer.virtual_ranks
+    per_rank = ranks.per_rank
+    stays = (
+        sum(x.nbytes for x in jax.tree.leaves(trainer.state)) + sum(x.nbytes for x in jax.tree.leaves(batch)) / ranks.mesh.size
+    )
+    grads = sum(x.nbytes for x in jax.tree.leaves(trainer.state.params))
+    # While the last chunk is worked on, one sum waits for each level of the tree below it.
+    waiting = {"chunk": (per_rank.bit_length() - 1) * grads + (bytes_of_chunk(batch, ranks.count) if per_rank > 1 else 0)}
+    needs = [planned(program, with_arguments=False) + waiting.get(name, grads) for name, program in compiled.by_name.items()]
+    return stays + max(needs)
+
+
+def bytes_of_chunk(batch, num_chunks):
+    import jax
+
+    return sum(x.nbytes for x in jax.tree.leaves(batch)) / num_chunks
+
+
+def measure(name, repeats):
+    about, module, data = make_task(name)
+    prepared = {kind: prepare(module, data, reproducible=kind == "reproducible") for kind in KINDS}
+    times = {kind: [] for kind in KINDS}
+    for _ in range(repeats):
+        for kind, (step, _) in prepared.items():
+            start = time.perf_counter(), time.process_time()
+            step()
+            times[kind].append(((time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3))
+    row = {"model": name, "batch": about}
+    for kind, values in times.items():
+        wall, processor = zip(*values, strict=True)
+        low, median, high = statistics.quantiles(wall, n=4)
+        row |= {f"{kind}_ms": round(median, 3), f"{kind}_quartiles_ms": [round(low, 3), round(high, 3)]}
+        row |= {f"{kind}_processor_ms": round(statistics.median(processor), 3), f"{kind}_mb": round(prepared[kind][1] / 1e6, 2)}
+    ratios = {
+        "ratio": row["reproducible_ms"] / row["fast_ms"],
+        "processor_ratio": row["reproducible_processor_ms"] / row["fast_processor_ms"],
+    }
+    return row | {key: round(value, 2) for key, value in ratios.items()}
+
+
+def run_on(devices, name, repeats, cache):
+    env = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PJRT_NPROC": str(2 * VIRTUAL_RANKS), "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--inside", name, "--repeats", str(repeats)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(done.stderr)
-    return [{"devices": devices, **row} for row in json.loads(done.stdout.splitlines()[-1])]
+    return {"devices": devices, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="networks (default: all)")
     parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print(json.dumps(measure(options.repeats)))
+        print(json.dumps(measure(options.inside, options.repeats)))
         return
     import jax
 
     load = os.getloadavg()[0]
-    rows = [row for devices in DEVICES for row in run_on(devices, options.repeats)]
-    print(f"{'model':28} {'devices':>7} {'fast ms':>9} {'reproducible ms':>16} {'ratio':>6}")
-    for row in rows:
-        print(f"{row['model']:28} {row['devices']:7} {row['fast_ms']:9} {row['reproducible_ms']:16} {row['ratio']:6}")
+    rows = []
+    print(
+        f"{'model':18} {'devices':>7} {'fast ms':>9} {'repr. ms':>9} {'ratio':>6} {'of processor':>13} {'fast MB':>8} {'repr. MB':>9}"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        for name in options.models:
+            for devices in DEVICES:
+                row = run_on(devices, name, options.repeats, cache)
+                rows.append(row)
+                print(
+                    f"{name:18} {devices:7} {row['fast_ms']:9.2f} {row['reproducible_ms']:9.2f} {row['ratio']:6.2f} "
+                    f"{row['processor_ratio']:13.2f} {row['fast_mb']:8.2f} {row['reproducible_mb']:9.2f}",
+                    flush=True,
+                )
     if options.output:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         about = {
