@@ -145,6 +145,44 @@ def test_steps_in_one_program_equal_single_steps(use_ranks, num_ranks):
     assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6, 9, 12, 13)])
 
 
+class InferenceBatches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.losses = [], []
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.calls.append(("begin", batch))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(("end", batch))
+        self.losses.append(logs["loss"])
+
+    def on_predict_batch_begin(self, batch, logs=None):
+        self.calls.append(("predict begin", batch))
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls.append(("predict end", batch))
+
+
+def infer(model, x, y, recorder):
+    values = model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[recorder])
+    return values, model.predict(x, batch_size=8, verbose=0, callbacks=[recorder])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_evaluation_and_prediction_run_several_steps_in_one_program(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    x, y, _ = make_data(51)
+    model, fused, single = tnt.Model(Net(batch_norm=True)), InferenceBatches(), InferenceBatches()
+    model.compile("sgd", loss=crossentropy(), metrics=["accuracy"])
+    expected = infer(model, x, y, single)
+    model.compile("sgd", loss=crossentropy(), metrics=["accuracy"], steps_per_execution=3)
+    assert_close(infer(model, x, y, fused), expected)
+    assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6)])
+    groups = [("begin", 0), ("end", 2), ("begin", 3), ("end", 5), ("begin", 6), ("end", 6)]
+    assert fused.calls == groups + [(f"predict {moment}", batch) for moment, batch in groups]
+
+
 class Convolving(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -159,7 +197,11 @@ def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
     with caplog.at_level("INFO", logger="tnt_jax"):
         model, history = fit(Convolving(), "sgd", 51, compile_options={"steps_per_execution": 3})
         fit(Net(), "sgd", 51, compile_options={"steps_per_execution": 3})
-    assert caplog.text.count("Steps run one by one") == 1
+        seen = InferenceBatches()
+        infer(model, *make_data(51)[:2], seen)
+    assert len(seen.losses) == 7
+    # A record comes once for each handler between the logger and the root.
+    assert len({id(record) for record in caplog.records if "Steps run one by one" in record.message}) == 1
     jax.tree.map(np.testing.assert_array_equal, model.variables, expected.variables)
     assert history == expected_history
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from tnt_jax.data.sources import HostBatch
 
@@ -65,6 +66,34 @@ def one_by_one(step: Callable) -> Callable:
         return state, sums
 
     return steps
+
+
+def scanned(step: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the jitted function `(params, model_state, sums, batches) -> sums`: an evaluation step for each stacked batch.
+
+    Args:
+        step: The function `(params, model_state, sums, batch) -> sums`.
+        sharding: Of the stacked batches `[steps, rows, ...]`.
+    """
+
+    def steps(params: Any, model_state: Any, sums: Any, batches: Any) -> Any:
+        return jax.lax.scan(lambda sums, batch: (step(params, model_state, sums, batch), None), sums, batches)[0]
+
+    return jax.jit(steps, in_shardings=(None, None, None, sharding))
+
+
+def mapped(step: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the jitted function `(params, model_state, inputs) -> outputs`: a prediction step for each of some stacked inputs.
+
+    Args:
+        step: The function `(params, model_state, inputs) -> outputs`.
+        sharding: Of stacked inputs and outputs `[steps, rows, ...]`.
+    """
+
+    def steps(params: Any, model_state: Any, inputs: Any) -> Any:
+        return jax.lax.map(lambda x: step(params, model_state, x), inputs)
+
+    return jax.jit(steps, in_shardings=(None, None, sharding), out_shardings=sharding)
 
 
 def choose_num_steps(step_s: float, *, available: int | None) -> int:

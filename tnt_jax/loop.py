@@ -18,7 +18,7 @@ from tnt_jax import _jax, collectives, reproducible, sharded_update
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_placer, place_of
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.execution import Placed, in_groups, one_by_one, stack
+from tnt_jax.execution import Placed, in_groups, mapped, one_by_one, scanned, stack
 from tnt_jax.log import logger
 from tnt_jax.reduction import Reduction, default_reduction
 from tnt_jax.runtime import Runtime
@@ -71,11 +71,13 @@ class Trainer:
         self.reduction = default_reduction(runtime.platform, runtime.num_ranks) if reduction is None else reduction
         self._state: TrainState | None = None
         self._seed = seed
+        self._stacked = NamedSharding(runtime.mesh, PartitionSpec(None, _jax.DATA_AXIS))
         self._place, self._place_stacked = make_placer(runtime.mesh), make_placer(runtime.mesh, stacked=True)
         self.virtual_ranks = None if virtual_ranks is None else VirtualRanks(virtual_ranks, runtime.mesh)
         if self.virtual_ranks is None:
             self.place = place_of(runtime)
             self._predict_step = make_predict_step(adapter.apply, runtime.mesh)
+            self._predict_steps = mapped(self._predict_step, self._stacked)
         else:
             self.place = self.virtual_ranks.place
             self._predict_step = reproducible.make_predict_step(adapter.apply, self.virtual_ranks)
@@ -88,6 +90,7 @@ class Trainer:
         self._make_train_steps: Callable[[], Callable] | None = None
         self._train_steps: Callable | None = None
         self._eval_step: Callable | None = None
+        self._eval_steps: Callable | None = None
         self._zeros: dict[Any, Any] = {}
 
     @property
@@ -142,6 +145,7 @@ class Trainer:
             self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
             self._make_train_steps = partial(make_train_steps, parts, optimizer, mesh, **arguments)
             self._eval_step = make_eval_step(parts, mesh)
+            self._eval_steps = scanned(self._eval_step, self._stacked)
         else:
             ranks = self.virtual_ranks
             self._train_step = reproducible.make_train_step(parts, optimizer, ranks, accumulation_steps=accumulation_steps)
@@ -234,26 +238,49 @@ class Trainer:
         """Evaluates placed batches; returns their sums, or None if there was no batch."""
         assert self._eval_step is not None, "compile() comes first."
         state, running, sums = self._built(), deque(), None
-        for index, placed in enumerate(batches):
+        index = 0
+        for placed in batches:
             hooks.on_batch_begin(index)
             sums = self._zero_sums(placed) if sums is None else sums
-            sums = self._eval_step(state.params, state.model_state, sums, placed.batch)
+            step = self._eval_step if placed.num_steps == 1 else self._eval_steps
+            assert step is not None
+            sums = step(state.params, state.model_state, sums, placed.batch)
             _wait_for_older(running, sums["loss"][1])
-            hooks.on_batch_end(index, sums, placed.num_rows)
+            index += placed.num_steps
+            hooks.on_batch_end(index - 1, sums, placed.num_rows)
         return sums
 
     def predict(self, batches: Iterable[Placed], hooks: Hooks) -> Any:
         """Returns the outputs of all batches, real rows in order, as host arrays `[examples, ...]` on every process."""
         state = self._built()
         parts: list[Any] = []
-        for index, placed in enumerate(batches):
+        index = 0
+        for placed in batches:
             hooks.on_batch_begin(index)
-            outputs = self._predict_step(state.params, state.model_state, placed.batch.inputs)
-            parts.append(jax.tree.map(lambda x, n=placed.num_rows: self._fetch(x)[:n], outputs))
-            hooks.on_batch_end(index, None, placed.num_rows)
+            if placed.num_steps == 1:
+                outputs = self._predict_step(state.params, state.model_state, placed.batch.inputs)
+                parts.append(jax.tree.map(lambda x, n=placed.num_rows: self._fetch(x)[:n], outputs))
+            else:
+                outputs = self._predict_steps(state.params, state.model_state, placed.batch.inputs)
+                parts += _rows_of_steps(jax.tree.map(self._fetch, outputs), placed)
+            index += placed.num_steps
+            hooks.on_batch_end(index - 1, None, placed.num_rows)
         if not parts:
             raise ValueError("The dataset is empty: at least one example is needed.")
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
+
+    def steps_per_program(self, wanted: int, batch: Batch) -> int:
+        """Returns how many steps of evaluation or prediction share a program: as many as wanted, but 1 where that is slow.
+
+        Args:
+            wanted: Steps that the user wants in one program.
+            batch: This process's rows of a batch.
+        """
+        if wanted == 1 or self.virtual_ranks is not None or self.runtime.platform != "cpu":
+            return wanted
+        state = self._built()
+        # As in training: XLA's CPU convolutions are many times slower in a program of several steps.
+        return 1 if _jax.convolves(self._predict_step, state.params, state.model_state, self._place(batch.inputs)) else wanted
 
     def output_shapes(self, batch: Batch) -> Any:
         """Returns shapes and dtypes of the model's outputs for a batch of this process's rows."""
@@ -343,6 +370,12 @@ def _wait_for_older(running: deque, newest: jax.Array) -> None:
     running.append(newest)
     if len(running) > _IN_FLIGHT:
         jax.block_until_ready(running.popleft())
+
+
+def _rows_of_steps(outputs: Any, placed: Placed) -> list[Any]:
+    """Returns the real rows of each step of host outputs `[steps, rows, ...]`; the steps have equally many."""
+    rows = placed.num_rows // placed.num_steps
+    return [jax.tree.map(lambda x, step=step: x[step, :rows], outputs) for step in range(placed.num_steps)]
 
 
 def _in_row_order(x: jax.Array) -> list[Any]:

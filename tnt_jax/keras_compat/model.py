@@ -133,8 +133,9 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several outputs a list of lists or a dict.
             weighted_metrics: The same, using sample weights.
             run_eagerly: Must be False: steps are compiled. `jax.disable_jit()` around `fit` runs them operation by operation.
-            steps_per_execution: Training steps of one compiled program; callbacks see the last step of each. `"auto"` times the
-                first steps and chooses. Batches of another shape, such as the last one, run by themselves.
+            steps_per_execution: Steps of training, evaluation or prediction in one compiled program; callbacks see the last step of
+                each. `"auto"` times the first steps of training and chooses. Batches of another shape, such as the last one, run by
+                themselves.
             jit_compile: Accepted as in Keras; steps are always compiled.
             objective: Takes the place of loss and metrics: a function `f(params, batch, rngs)` that returns one value per row,
                 `[rows]` or `[rows, ...]`, or `(values, metrics)` with a dict of values per row. It sees one rank's rows as a
@@ -318,9 +319,12 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         params = {"steps": steps or source.num_batches, "verbose": verbose}
         hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=False), model=self, params=params)
         stream = EpochStream(source).require_end(steps)
-        self._build_for(to_batch(stream.peek(0)).inputs)
+        first = to_batch(stream.peek(0))
+        self._build_for(first.inputs)
+        num_steps = self._trainer.steps_per_program(self._steps_per_execution or 1, first)
         hooks.call("on_predict_begin", {})
-        with self._trainer.feed(islice(stream.epoch(0), steps), to_batch, threaded=not source.in_memory) as feed:
+        batches = islice(stream.epoch(0), steps)
+        with self._trainer.feed(batches, to_batch, threaded=not source.in_memory, num_steps=num_steps) as feed:
             outputs = self._trainer.predict(feed, PhaseHooks("predict", hooks, model=self, read=dict))
         hooks.call("on_predict_end", {})
         return outputs

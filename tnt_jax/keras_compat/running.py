@@ -232,11 +232,13 @@ class RunningMixin:
 
     def _evaluate(self, source: Source, steps: int | None, hooks: CallbackList) -> dict[str, float]:
         stream = EpochStream(source).require_end(steps)
-        self._prepare(stream.peek(0))
+        first = stream.peek(0)
+        self._prepare(first)
+        num_steps = self._trainer.steps_per_program(self._steps_per_execution or 1, to_batch(first))
         hooks.call("on_test_begin", {})
         around = PhaseHooks("test", hooks, model=self, read=self._logs)
         batches: Iterator[HostBatch] = islice(stream.epoch(0), steps)
-        with self._trainer.feed(batches, to_batch, threaded=not source.in_memory) as feed:
+        with self._trainer.feed(batches, to_batch, threaded=not source.in_memory, num_steps=num_steps) as feed:
             logs = self._logs(self._trainer.evaluate(feed, around))
         hooks.call("on_test_end", logs)
         return logs
