@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import tnt_jax as tnt
+from tnt_jax.log import logger
 
 TOLERANCE = 1e-5
 NUM_FEATURES, NUM_CLASSES, EPOCHS = 5, 3, 2
@@ -162,6 +163,18 @@ def test_regularisers_and_losses_per_row_leave_padding_out(use_ranks, num_ranks,
     assert_same(model.get_weights(), expected.get_weights())
 
 
+@pytest.mark.parametrize(
+    ("build", "num_examples", "warnings"),
+    [(lambda: functional(Penalised()), 27, 1), (lambda: functional(Penalised()), 24, 0), (regularized_by_layers, 27, 0)],
+)
+def test_repeated_rows_in_added_losses_are_told(use_ranks, caplog, monkeypatch, build, num_examples, warnings):
+    use_ranks(2)
+    monkeypatch.setattr(logger, "propagate", True)
+    fit(build(), num_examples, 12)
+    # A record comes once for each handler between the logger and the root.
+    assert len({id(record) for record in caplog.records if "repeated rows count in it" in record.message}) == warnings
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("num_examples", [24, 27])
 def test_synchronised_batch_norm_equals_keras_fit(use_ranks, num_ranks, num_examples):
@@ -211,6 +224,9 @@ def test_metrics_of_layers_appear_in_the_logs(use_ranks, num_ranks):
     assert history["mean_input"][0] == pytest.approx(x.mean(), rel=1e-4)
     assert history["sum_input"][0] == pytest.approx(x.sum(), rel=1e-4)
     assert history["val_mean_input"][0] == pytest.approx(x[:12].mean(), rel=1e-4)
+    assert wrapped.metrics_names == ["loss", "accuracy", "mean_input", "sum_input"]
+    assert list(wrapped.evaluate(x, y, verbose=0, return_dict=True)) == wrapped.metrics_names
+    assert [type(metric).__name__ for metric in wrapped.metrics] == ["SparseCategoricalAccuracy", "Mean", "Sum"]
 
 
 def test_written_back_model_is_saved_and_loaded_by_keras(use_ranks, tmp_path):

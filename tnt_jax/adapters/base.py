@@ -73,6 +73,10 @@ class Adapter(Protocol):
         """
         ...
 
+    def held_metrics(self) -> dict[str, Any]:
+        """Returns the metrics that the model holds itself, as objects of its library, by the names of their logs."""
+        ...
+
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns the metrics that the model holds itself by name, for sums of `Applied.increments` over rows, ranks and steps."""
         ...

@@ -63,6 +63,10 @@ class PartlyTrained:
         applied = self.inner.apply(whole.params, whole.model_state, inputs, key=key, train=train, mask=mask)
         return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
 
+    def held_metrics(self) -> dict[str, Any]:
+        """Returns the metrics that the model holds itself; see `Adapter.held_metrics`."""
+        return self.inner.held_metrics()
+
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns the metrics that the model holds itself; see `Adapter.metric_results`."""
         return self.inner.metric_results(sums)

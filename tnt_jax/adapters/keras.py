@@ -15,6 +15,7 @@ from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.adapters.keras_layers import layers_of_a_rank
 from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
 from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.log import logger
 from tnt_jax.random_rows import batch_key
 
 # Name of the variable of a seed generator.
@@ -37,7 +38,7 @@ class KerasAdapter:
     Params are the model's trainable variables and model state the others, both by path. Exact on any number of ranks are dropout
     and all other random numbers with one row per row of the batch, regularisers of weights and activities, batch normalisation
     with `synchronized`, and losses that `add_loss` is given as means or sums over full ranks or as values `[rows]`. In a last batch
-    with padded rows a scalar loss on the activations counts the repeated rows of its rank.
+    with padded rows a scalar loss on the activations counts the repeated rows of its rank, with a warning.
 
     Random numbers follow from the step and not from the states of the seed generators, which keep their values; so dropout differs
     from that of `keras_model.fit`, and evaluation draws the same numbers for every batch.
@@ -64,6 +65,7 @@ class KerasAdapter:
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._kinds: dict[bool, tuple[Kind, ...]] = {}
         self._seen: list[list[Any]] = []
+        self._has_warned = False
 
     def sample_inputs(self) -> Any:
         """Returns one row for each input of a functional or Sequential model whose input was given; None for another."""
@@ -98,11 +100,19 @@ class KerasAdapter:
         key = batch_key(jnp.zeros(2, jnp.uint32), 0, num_rows) if key is None else key
         values = self._by_variable(params, model_state)
         trained = {id(v): jnp.zeros(v.shape, v.dtype) for metric in self._metrics() for v in metric.variables}
-        with layers_of_a_rank(self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized):
+        with layers_of_a_rank(
+            self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized
+        ) as regularized:
             call = self._call({**values, **trained}, inputs, train=train)
+        if mask is not None:
+            self._warn_of_repeated_rows(call.losses, len(regularized), num_rows)
         changed = _collect(self.module.non_trainable_variables, call.values) if train else model_state
         penalty = penalty_of(call.losses, self._kinds[train], mask, num_rows)
         return Applied(call.outputs, changed, penalty, self._increments(call.values, mask, num_rows))
+
+    def held_metrics(self) -> dict[str, keras.Metric]:
+        """Returns the metrics of layers by name."""
+        return {metric.name: metric for metric in self._metrics()}
 
     def metric_results(self, sums: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
         """Returns the metrics of layers by name, for their sums over rows, ranks and steps."""
@@ -160,6 +170,18 @@ class KerasAdapter:
             for batch in (rows, jax.tree.map(lambda x: jnp.concatenate([x, x]), rows))
         )
         return kinds_of_losses(once, twice)
+
+    def _warn_of_repeated_rows(self, losses: list[jax.Array], num_regularized: int, num_rows: int) -> None:
+        """Says once that padded rows count in scalar losses, if there are any but those of weights and activity regularisers."""
+        num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in losses)
+        num_exact = num_regularized + sum(v.regularizer is not None for v in self.module.trainable_variables)
+        if num_scalar > num_exact and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The Keras model %r adds a loss (add_loss) that is one number for all rows. Where the rows of a batch do not divide "
+                "evenly among the ranks, often in the last one, repeated rows count in it. Add one value per row, [rows], to leave "
+                "them out, or choose a batch size that leaves none.", self.name,
+            )  # fmt: skip
 
     def _increments(self, values: dict[int, Any], mask: jax.Array | None, num_rows: int) -> list[list[jax.Array]]:
         """Returns what this rank adds to the variables of the layers' metrics; means weigh ranks by their real rows."""

@@ -19,8 +19,10 @@ _moments = keras.layers.BatchNormalization._moments
 @contextmanager
 def layers_of_a_rank(
     layers: list[keras.Layer], *, key: jax.Array, mask: jax.Array | None, num_rows: int, synchronized: bool
-) -> Iterator[None]:
+) -> Iterator[list[Any]]:
     """Traces layers over one rank's rows in the `with` block as parts of the global batch.
+
+    Yields a list that gets an entry for each loss of an activity regulariser that leaves out padded rows.
 
     Args:
         layers: All layers of the model, nested ones included.
@@ -44,22 +46,22 @@ def layers_of_a_rank(
     with ExitStack() as stack:
         stack.enter_context(replaced(keras.random.SeedGenerator, {"next": next_key}))
         stack.enter_context(replaced(keras.layers.BatchNormalization, {"_moments": moments}))
-        if mask is not None:
-            stack.enter_context(_regularising_real_rows(layers, mask))
-        yield
+        yield [] if mask is None else stack.enter_context(_regularising_real_rows(layers, mask))
 
 
 @contextmanager
-def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Iterator[None]:
+def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Iterator[list[Any]]:
     """Makes activity regularisers, whose sum Keras divides by the number of rows, mean over real rows."""
     regularized = [layer for layer in layers if layer.activity_regularizer is not None]
     originals = [layer.activity_regularizer for layer in regularized]
     real_rows = jnp.maximum(jnp.sum(mask), 1)
+    regularized_outputs: list[Any] = []
 
     def of_real_rows(regularizer: Any) -> Callable:
         def regularize(outputs: jax.Array) -> jax.Array:
             if outputs.shape[:1] != mask.shape:
                 return regularizer(outputs)
+            regularized_outputs.append(outputs)
             shaped = mask.reshape(-1, *(1,) * (outputs.ndim - 1))
             return regularizer(jnp.where(shaped != 0, outputs, 0)) * (mask.shape[0] / real_rows)
 
@@ -68,7 +70,7 @@ def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Itera
     try:
         for layer, regularizer in zip(regularized, originals, strict=True):
             layer.activity_regularizer = of_real_rows(regularizer)
-        yield
+        yield regularized_outputs
     finally:
         for layer, regularizer in zip(regularized, originals, strict=True):
             layer.activity_regularizer = regularizer

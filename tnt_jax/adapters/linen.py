@@ -69,6 +69,10 @@ class LinenAdapter:
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
 
+    def held_metrics(self) -> dict[str, Any]:
+        """Returns nothing: a Flax module holds no metrics that its calls update."""
+        return {}
+
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns nothing: a Flax module holds no metrics that its calls update."""
         return {}

@@ -68,6 +68,10 @@ class NnxAdapter:
         penalty = sum((jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0)
         return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
 
+    def held_metrics(self) -> dict[str, Any]:
+        """Returns nothing: a Flax module holds no metrics that its calls update."""
+        return {}
+
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns nothing: a Flax module holds no metrics that its calls update."""
         return {}

@@ -47,6 +47,10 @@ class LowPrecision:
         changed = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state)
         return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
 
+    def held_metrics(self) -> dict[str, Any]:
+        """Returns the metrics that the model holds itself; see `Adapter.held_metrics`."""
+        return self.inner.held_metrics()
+
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns the metrics that the model holds itself; see `Adapter.metric_results`."""
         return self.inner.metric_results(sums)

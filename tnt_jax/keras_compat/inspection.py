@@ -13,7 +13,6 @@ from tnt_jax.data.sources import Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat.curves import draw_curves
 from tnt_jax.keras_compat.inputs import to_batch
-from tnt_jax.keras_compat.metrics import Metric
 from tnt_jax.keras_compat.summary import summary_table
 from tnt_jax.loop import Trainer
 
@@ -100,16 +99,17 @@ class InspectionMixin:
     @property
     def metrics_names(self) -> list[str]:
         """Names of the logs in the order in which `evaluate` lists them; empty before data was seen."""
-        return [] if self._compiled is None else self._compiled.metrics_names()
+        return [] if self._compiled is None else self._compiled.metrics_names() + list(self._adapter.held_metrics())
 
     @property
-    def metrics_by_log(self) -> dict[str, Metric]:
-        """The metrics by the names of their logs; empty before data was seen."""
+    def metrics_by_log(self) -> dict[str, Any]:
+        """The metrics by the names of their logs, those of Keras layers among them; empty before data was seen."""
         heads = getattr(self._compiled, "heads", ())
-        return {head.prefix + metric.name: metric for head in heads for metric in head.metrics + head.weighted_metrics}
+        held = {} if self._compiled is None else self._adapter.held_metrics()
+        return {head.prefix + metric.name: metric for head in heads for metric in head.metrics + head.weighted_metrics} | held
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Any]:
         """The metrics in the order of their logs; empty before data was seen."""
         return list(self.metrics_by_log.values())
 
