@@ -47,9 +47,9 @@ def make_task(name):
     if name == "mlp":
         return "784-256-10, 1024 rows", Mlp(), (pixels(generator, 1024, 784), generator.integers(0, 10, 1024))
     if name == "resnet20":
-        return "32x32x3, 64 rows", resnet20(), (pixels(generator, 64, 32, 32, 3), generator.integers(0, 10, 64))
-    tokens = generator.integers(1, 1000, (64, 32)).astype(np.int32)
-    return "64 rows of 32 tokens", Translator(), (tokens, tokens)
+        return "32x32x3, 32 rows", resnet20(), (pixels(generator, 32, 32, 32, 3), generator.integers(0, 10, 32))
+    tokens = generator.integers(1, 1000, (32, 32)).astype(np.int32)
+    return "32 rows of 32 tokens", Translator(), (tokens, tokens)
 
 
 def pixels(generator, *shape):

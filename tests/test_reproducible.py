@@ -59,8 +59,12 @@ def test_any_number_of_devices_gives_the_same_bits(name):
     ("num_devices", "rows", "names"),
     [
         (1, 8, ["chunk", "sum of chunks", "update"]),
-        (2, 7, ["counts", "counts, sum of chunks", "counts, sum of ranks", "chunk", "sum of chunks", "sum of ranks", "update"]),
-        (4, 8, ["chunk", "sum of ranks", "update"]),
+        (
+            2,
+            7,
+            ["counts", "counts, sum of chunks", "counts, sum 1 of ranks", "chunk", "sum of chunks", "sum 1 of ranks", "update"],
+        ),
+        (4, 8, ["chunk", "sum 1 of ranks", "sum 2 of ranks", "update"]),
     ],
 )
 def test_the_programs_of_a_step_can_be_read(num_devices, rows, names):

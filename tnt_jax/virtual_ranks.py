@@ -47,7 +47,7 @@ class VirtualRanks:
         self._cut = jax.jit(self._chunk, static_argnums=1) if self.per_rank > 1 else lambda data, index: data
         self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0)
         self._concatenate = jax.jit(lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
-        self._add_ranks = _rank_sum(mesh)
+        self._add_ranks = _sums_of_pairs(mesh)
 
     @property
     def place(self) -> Place:
@@ -75,7 +75,9 @@ class VirtualRanks:
                 result, same[number] = program(chunk, rank * self.per_rank + index, *others[number])
                 self._push(stacks[number], result, index)
         sums = join([stack[0] for stack in stacks], self.mesh, BY_RANK)
-        return sums if self.mesh.size == 1 else self._add_ranks(sums), join(same, self.mesh, PartitionSpec())
+        for add in self._add_ranks:
+            sums = add(sums)
+        return sums, join(same, self.mesh, PartitionSpec())
 
     def map(self, program: Callable, batch: Any, *shared: Any) -> Any:
         """Returns the rows of `program(chunk, *shared)` for all chunks of the global batch, in order, sharded by rank."""
@@ -91,12 +93,13 @@ class VirtualRanks:
         programs = {}
         if self.per_rank > 1:
             programs["sum of chunks"] = self._add.lower(shapes, shapes)
-        if self.mesh.size > 1:
-            sharding = NamedSharding(self.mesh, BY_RANK)
-            of_ranks = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((self.mesh.size, *x.shape[1:]), x.dtype, sharding=sharding), shapes
-            )
-            programs["sum of ranks"] = self._add_ranks.lower(of_ranks)
+        sums = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.mesh.size, *x.shape[1:]), x.dtype, sharding=NamedSharding(self.mesh, BY_RANK)),
+            shapes,
+        )
+        for power, add in enumerate(self._add_ranks):
+            programs[f"sum {power + 1} of ranks"] = lowered = add.lower(sums)
+            sums = lowered.out_info
         return programs
 
     def chunk_shapes(self, batch: Any) -> Any:
@@ -130,19 +133,24 @@ def check_count(count: int, *, num_ranks: int = 1) -> None:
         )
 
 
-def _rank_sum(mesh: Mesh) -> Any:
-    """Returns the jitted function from arrays `[ranks, ...]`, sharded by rank, to their sums `[1, ...]`, the same bits on each rank."""
-    # The devices as a cube: the last axis joins neighbours, the one before it neighbouring pairs, and so on. A sum over two devices
-    # has no order that a collective library could choose.
+def _sums_of_pairs(mesh: Mesh) -> list[Any]:
+    """Returns jitted functions that, one after the other, turn arrays `[ranks, ...]`, sharded by rank, into their sums `[1, ...]`.
+
+    The first adds neighbours, `[ranks / 2, ...]`, the next neighbouring pairs, and so on. A sum over two devices has no order that a
+    collective library could choose. They are programs of their own, because XLA's GPU compiler makes one sum over all devices of
+    sums that follow on one another.
+    """
     num_axes = mesh.size.bit_length() - 1
     names = tuple(f"bit{power}" for power in reversed(range(num_axes)))
     cube = Mesh(mesh.devices.reshape((2,) * num_axes), names, axis_types=(AxisType.Auto,) * num_axes)
 
-    def add(tree: Any) -> Any:
-        for name in reversed(names):
-            tree = jax.lax.psum(tree, name)
-        return tree
+    def sum_over(position: int) -> Any:
+        mapped = _jax.shard_map(
+            lambda tree: jax.lax.psum(tree, names[position]),
+            mesh=cube,
+            in_specs=PartitionSpec(names[: position + 1]),
+            out_specs=PartitionSpec(names[:position]),
+        )
+        return jax.jit(mapped, donate_argnums=0)
 
-    mapped = _jax.shard_map(add, mesh=cube, in_specs=PartitionSpec(names), out_specs=PartitionSpec())
-    # Each sum is rounded to its own type: how many follow on one another depends on the number of devices.
-    return jax.jit(mapped, donate_argnums=0, compiler_options={"xla_allow_excess_precision": False})
+    return [sum_over(position) for position in reversed(range(num_axes))]
