@@ -3,6 +3,7 @@
 import csv
 import http.server
 import json
+import pickle
 import threading
 
 import keras
@@ -258,6 +259,19 @@ def test_a_second_fit_goes_on_as_keras_does(first):
         assert a.epoch == b.epoch
         np.testing.assert_allclose(b.history["loss"], a.history["loss"], atol=1e-6)
     assert mine.optimizer.iterations == int(theirs.optimizer.iterations) == 20
+
+
+def test_the_rate_is_set_as_keras_callbacks_set_it():
+    class Assign(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate.assign(0.3)
+
+    theirs = keras_model()
+    for model in (theirs, linen_model(theirs)):
+        fit(model, [Assign()], epochs=1)
+        assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.3)
+        assert model.optimizer.learning_rate.numpy() == np.float32(0.3)
+    assert pickle.loads(pickle.dumps(model.optimizer.learning_rate)) == float(model.optimizer.learning_rate)
 
 
 def test_evaluate_calls_the_same_hooks():

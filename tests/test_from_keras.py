@@ -134,6 +134,7 @@ METRICS = [
     (keras.metrics.AUC, {"num_thresholds": 50}, 1),
     (keras.metrics.AUC, {"multi_label": True, "curve": "PR"}, 3),
     (keras.metrics.AUC, {"curve": "PRGAIN"}, 1),
+    (keras.metrics.AUC, {"label_weights": [0.1, 0.2, 0.7]}, 3),
     (keras.metrics.Precision, {"thresholds": 0.3}, 3),
     (keras.metrics.SensitivityAtSpecificity, {"specificity": 0.4}, 1),
     (keras.metrics.PrecisionAtRecall, {"recall": 0.6}, 1),

@@ -14,6 +14,24 @@ from tnt_jax.loop import Trainer
 from tnt_jax.state import TrainState
 
 
+class Rate(float):
+    """A learning rate that can also be set as Keras's variable is: `optimizer.learning_rate.assign(0.1)`."""
+
+    _set: Callable[[Any], None]
+
+    def assign(self, value: Any) -> None:
+        """Sets the rate of the next step."""
+        self._set(value)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the rate as a float32 array of no dimensions."""
+        return np.asarray(self, np.float32)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies as a plain number."""
+        return float, (float(self),)
+
+
 class OptimizerView:
     """The optimizer of a compiled model, with the attributes of a Keras optimizer that callbacks use.
 
@@ -35,7 +53,7 @@ class OptimizerView:
         self.name, self.use_ema = optimizer.name, optimizer.use_ema
 
     @property
-    def learning_rate(self) -> float:
+    def learning_rate(self) -> Rate:
         """Rate of the next step. Setting it takes effect at once, and nothing is compiled again.
 
         Raises:
@@ -43,7 +61,7 @@ class OptimizerView:
             TypeError: On setting, if a schedule decides the rate.
         """
         if callable(self._optimizer.learning_rate):
-            return float(self._optimizer.learning_rate(np.int32(self.iterations)))  # pyright: ignore[reportArgumentType]
+            return self._rate(self._optimizer.learning_rate(np.int32(self.iterations)))  # pyright: ignore[reportArgumentType]
         if self._trainer.state is None:
             rate = self._optimizer.learning_rate
         else:
@@ -53,10 +71,18 @@ class OptimizerView:
                 "This Optax transformation holds no learning rate that can be read or set: build it with "
                 "optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a tnt_jax.optimizers class."
             )
-        return float(rate)
+        return self._rate(rate)
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
+        self._set_rate(value)
+
+    def _rate(self, value: Any) -> Rate:
+        rate = Rate(value)
+        rate._set = self._set_rate
+        return rate
+
+    def _set_rate(self, value: Any) -> None:
         check_changes_model("Setting the learning rate")
         if callable(self._optimizer.learning_rate):
             raise TypeError("A schedule decides the learning rate, so it cannot be set; create the optimizer with a number.")

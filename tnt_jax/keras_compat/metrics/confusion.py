@@ -175,11 +175,13 @@ class AUC(Metric):
     ) -> None:
         super().__init__(name)
         if curve.upper() not in ("ROC", "PR"):
-            raise ValueError(f"curve must be 'ROC' or 'PR', got {curve!r}.")
+            raise ValueError(f"curve must be 'ROC' or 'PR', got {curve!r}. Pass keras.metrics.AUC(...) for 'PRGAIN'.")
         if summation_method not in _HEIGHTS:
             raise ValueError(f"summation_method must be one of {list(_HEIGHTS)}, got {summation_method!r}.")
         if label_weights is not None and not multi_label:
-            raise ValueError("label_weights need multi_label=True.")
+            raise ValueError(
+                "label_weights need multi_label=True. Pass keras.metrics.AUC(...) to weigh the labels within one area."
+            )
         if thresholds is None and num_thresholds < 2:
             raise ValueError(f"num_thresholds must be at least 2, got {num_thresholds}.")
         inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1) if thresholds is None else np.sort(thresholds)
