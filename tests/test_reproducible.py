@@ -42,6 +42,8 @@ CASES = {
     "mlp, weighted": (
         Mlp(), optax.adam(0.01), images(32), {"batch_size": 16, "virtual_ranks": 4, "sample_weight": weights_of(32)}, (1, 4),
     ),
+    # Sums of bfloat16 are rounded after each addition, also where an all-reduce computes in float32.
+    "mlp, bfloat16": (Mlp(), optax.sgd(0.1), images(16), {"batch_size": 16, "virtual_ranks": 4, "precision": "bfloat16"}, (1, 2, 4)),
     "conv net, batch norm, dropout, adam": (ConvNet(), optax.adam(0.01), images(22), {"batch_size": 11, "virtual_ranks": 4}, (1, 4)),
     "transformer, dropout": (Translator(), optax.adam(0.01), sentences(16), {"batch_size": 8, "virtual_ranks": 2}, (1, 2)),
 }  # fmt: skip
@@ -51,8 +53,8 @@ CASES = {
 def test_any_number_of_devices_gives_the_same_bits(name):
     module, optimizer, data, options, counts = CASES[name]
     options = dict(options)
-    virtual_ranks = options.pop("virtual_ranks")
-    assert_equal_on(counts, lambda: fit_and_digest(compiled(module, optimizer, virtual_ranks=virtual_ranks), data, **options))
+    of_model = {name: options.pop(name) for name in ("virtual_ranks", "precision") if name in options}
+    assert_equal_on(counts, lambda: fit_and_digest(compiled(module, optimizer, **of_model), data, **options))
 
 
 @pytest.mark.parametrize(
