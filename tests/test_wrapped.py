@@ -74,13 +74,28 @@ def test_weights_changed_between_calls_count(make, two_ranks):
     assert model.optimizer.iterations == 9, "The optimizer goes on."
 
 
-def test_an_unchanged_module_is_not_read_again(two_ranks):
+@pytest.mark.parametrize("make", [make_keras, NnxNet])
+def test_weights_set_and_loaded_reach_the_module(make, two_ranks, tmp_path):
+    module = make()
+    model = compiled(module)
+    fit(model)
+    trained = arrays(module)
+    model.save_weights(tmp_path / "saved")
+    model.set_weights([weight * 0 for weight in model.get_weights()])
+    assert all((array == 0).all() for array in arrays(module))
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(np.log(3), rel=1e-5)
+    model.load_weights(tmp_path / "saved")
+    for mine, theirs in zip(arrays(module), trained, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_call_in_training_mode_changes_nothing(two_ranks):
     module = make_keras()
     model = compiled(module)
     fit(model)
+    expected = model.evaluate(X, Y, verbose=0)
     module(jnp.asarray(X), training=True)
-    model.set_weights([weight * 0 for weight in model.get_weights()])
-    assert model.evaluate(X, Y, verbose=0) == pytest.approx(np.log(3), rel=1e-5)
+    assert model.evaluate(X, Y, verbose=0) == expected
 
 
 def test_layers_are_unfrozen_as_in_keras(two_ranks):

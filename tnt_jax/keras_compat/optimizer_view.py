@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from tnt_jax import _jax
 from tnt_jax.keras_compat.callbacks.placement import check_changes_model
 from tnt_jax.keras_compat.optimizers import Optimizer, read_learning_rate, write_learning_rate
 from tnt_jax.loop import Trainer
@@ -161,9 +162,7 @@ class _Leaf:
         state = self._trainer.state
         leaves, structure = jax.tree.flatten(self._get(state))
         old = leaves[self._index]
-        host = np.asarray(value, old.dtype)
-        # Every process builds its own copies: device_put to several processes would communicate.
-        leaves[self._index] = jax.make_array_from_callback(old.shape, old.sharding, lambda block: host[block])
+        leaves[self._index] = _jax.place(np.asarray(value, old.dtype), old.sharding)
         self._trainer.state = self._put(state, structure.unflatten(leaves))
 
 

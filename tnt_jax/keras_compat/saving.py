@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tnt_jax import collectives, runtime
+from tnt_jax import _jax, collectives, runtime
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.checkpoint import Checkpoints, Position, check_match, state_arrays, with_arrays, without_accumulated
 from tnt_jax.keras_compat import keras_files
@@ -30,6 +30,7 @@ from tnt_jax.keras_compat.weight_files import (
     write_h5,
     write_safetensors,
 )
+from tnt_jax.keras_compat.wrapped import write_back
 from tnt_jax.log import logger
 from tnt_jax.loop import Trainer
 from tnt_jax.state import TrainState
@@ -59,6 +60,7 @@ class SavingMixin:
     _adapter: Adapter
     _trainer: Trainer
     _seed: int
+    _is_fitting: bool
     _options: dict[str, Any]
     _given: Mapping[str, Any] | None
     _optimizer: Any
@@ -106,9 +108,12 @@ class SavingMixin:
         if company() == "together":
             hosts = collectives.broadcast(hosts)
         for index, host in zip(order, hosts, strict=True):
-            leaves[index] = _placed_like(leaves[index], host)
+            leaves[index] = _jax.place(host, leaves[index].sharding)
         params, model_state = structure.unflatten(leaves)
         self._trainer.state = replace(state, params=params, model_state=model_state)
+        # While fit runs, the wrapped object waits for its end.
+        if not self._is_fitting:
+            write_back(self._trainer)
 
     def save(self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False) -> None:
         """Saves the model: variables, optimizer state, number of updates, and what is needed to make and compile it again.
@@ -322,8 +327,10 @@ class SavingMixin:
         state = self._built_state()
         current = state_arrays(state)
         check_match(_only(current, *parts), arrays)
-        placed = {path: _placed_like(current[path], leaf) for path, leaf in arrays.items()}
+        placed = {path: _jax.place(leaf, current[path].sharding) for path, leaf in arrays.items()}
         self._trainer.state = with_arrays(state, {**current, **placed})
+        if "params" in parts and not self._is_fitting:
+            write_back(self._trainer)
 
     def _set_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         if self._given is None or not arrays:
@@ -388,8 +395,3 @@ def _is_file_name(path: Path, module: Any) -> bool:
 
 def _only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:
     return {path: leaf for path, leaf in arrays.items() if path.split("/")[0] in parts}
-
-
-def _placed_like(old: jax.Array, host: np.ndarray) -> jax.Array:
-    # Every process builds its own copies: device_put to several processes would communicate.
-    return jax.make_array_from_callback(old.shape, old.sharding, lambda block: host[block])
