@@ -20,11 +20,24 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 import configuration
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 import tnt_jax as tnt
 
+
+class Linear(nn.Module):
+    """One dense layer on all pixels: the baseline that a network has to beat."""
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, images, *, train):
+        return nn.Dense(self.num_classes, name="classifier")(images.reshape(len(images), -1))
+
+
 MODELS = {
     "cnn": tnt.models.CNN,
+    "linear": Linear,
     "resnet_small": tnt.models.ResNetSmall,
     **{f"resnet{depth}": getattr(tnt.models, f"resnet{depth}") for depth in (18, 20, 32, 34, 44, 50, 56, 101, 110, 152)},
     "resnet50_v1": tnt.models.resnet50_v1,
