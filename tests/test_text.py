@@ -109,7 +109,7 @@ def test_vocabulary_errors(tmp_path):
         Vocabulary(tmp_path / "no.model")
     # A subword list as tensor2tensor writes it.
     (tmp_path / "vocab.ende").write_text("'<pad>_'\n'<EOS>_'\n'the_'\n")
-    with pytest.raises(ValueError, match="vocab.ende is no SentencePiece model"):
+    with pytest.raises(ValueError, match=r"vocab\.ende is no SentencePiece model"):
         Vocabulary(tmp_path / "vocab.ende")
     with pytest.raises(ValueError, match="No vocabulary of 500 tokens can be learnt"):
         learn_vocabulary(["abc"], tmp_path / "x.model", size=500)
