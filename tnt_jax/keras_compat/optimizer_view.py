@@ -76,6 +76,7 @@ class OptimizerView:
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
+        """Sets the rate of the next step."""
         self._set_rate(value)
 
     def _rate(self, value: Any) -> Rate:

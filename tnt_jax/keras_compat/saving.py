@@ -111,7 +111,6 @@ class SavingMixin:
             leaves[index] = _jax.place(host, leaves[index].sharding)
         params, model_state = structure.unflatten(leaves)
         self._trainer.state = replace(state, params=params, model_state=model_state)
-        # While fit runs, the wrapped object waits for its end.
         if not self._is_fitting:
             write_back(self._trainer)
 
