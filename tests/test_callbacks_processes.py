@@ -14,8 +14,6 @@ from keras_beside import assert_same_calls, by_dense, keras_model, linen_model
 from test_callbacks_output import events
 from test_multiprocess import launch
 
-import tnt_jax as tnt
-
 pytest.importorskip("tensorboard", reason="Keras writes its event files through TensorFlow and TensorBoard.")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -105,11 +103,8 @@ def test_calls_logs_epochs_and_weights_are_those_of_keras(found, expected, label
 
 
 @pytest.fixture
-def three_ranks():
-    tnt.shutdown()
-    tnt.init(devices=range(3))
-    yield
-    tnt.shutdown()
+def three_ranks(use_ranks):
+    use_ranks(3)
 
 
 @pytest.mark.parametrize("make", [callback_runs.make_nnx, callback_runs.make_wrapped])

@@ -12,16 +12,6 @@ TOLERANCE = 1e-5
 NUM_FEATURES, NUM_CLASSES, EPOCHS = 5, 3, 2
 
 
-@pytest.fixture
-def use_ranks():
-    def use(num_ranks):
-        tnt.shutdown()
-        tnt.init(devices=range(num_ranks))
-
-    yield use
-    tnt.shutdown()
-
-
 def make_data(num_examples):
     rng = np.random.default_rng(0)
     return rng.normal(size=(num_examples, NUM_FEATURES)).astype(np.float32), rng.integers(0, NUM_CLASSES, num_examples)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from test_multiprocess import launch
 
-import tnt_jax as tnt
-
 pytest.importorskip("tensorflow", reason="The script reads its data with tf.data.")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 SCRIPT = Path(__file__).parent / "scripts" / "keras_resnet_cifar.py"
@@ -76,11 +74,8 @@ def assert_same_outcome(text, folder, expected_text, expected_folder):
 
 
 @pytest.fixture
-def two_ranks():
-    tnt.shutdown()
-    tnt.init(devices=range(2))
-    yield
-    tnt.shutdown()
+def two_ranks(use_ranks):
+    use_ranks(2)
 
 
 def test_a_keras_script_gives_the_same_numbers_and_files(changed, two_ranks, tmp_path, monkeypatch, capsys):

@@ -29,16 +29,6 @@ class Net(nnx.Module):
         return self.blocks[1](self.dropout(nnx.relu(x)))
 
 
-@pytest.fixture
-def use_ranks():
-    def use(num_ranks):
-        tnt.shutdown()
-        tnt.init(devices=range(num_ranks))
-
-    yield use
-    tnt.shutdown()
-
-
 def make_data(num_examples):
     rng = np.random.default_rng(0)
     return rng.normal(size=(num_examples, NUM_FEATURES)).astype(np.float32), rng.integers(0, NUM_CLASSES, num_examples)

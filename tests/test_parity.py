@@ -12,16 +12,6 @@ from tnt_jax.random_rows import row_key
 TOLERANCE = 1e-5
 
 
-@pytest.fixture
-def use_ranks():
-    def use(num_ranks):
-        tnt.shutdown()
-        tnt.init(devices=range(num_ranks))
-
-    yield use
-    tnt.shutdown()
-
-
 def batches_of(x, y, weight, size):
     return [(x[i : i + size], y[i : i + size], weight[i : i + size]) for i in range(0, len(x), size)]
 

@@ -18,16 +18,6 @@ from tnt_jax.step import Batch
 TOLERANCE = 1e-5
 
 
-@pytest.fixture
-def use_ranks():
-    def use(num_ranks):
-        tnt.shutdown()
-        tnt.init(devices=range(num_ranks))
-
-    yield use
-    tnt.shutdown()
-
-
 def crossentropy():
     return tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -15,11 +15,8 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 @pytest.fixture
-def two_ranks():
-    tnt.shutdown()
-    tnt.init(devices=range(2))
-    yield
-    tnt.shutdown()
+def two_ranks(use_ranks):
+    use_ranks(2)
 
 
 def make_keras():
