@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 from flax import nnx
-from keras_beside import Recorder, compile_linen, data, keras_model, linen_model
+from keras_beside import Net, Recorder, compile_linen, data, keras_model, linen_model
 
 import tnt_jax as tnt
 from tnt_jax import callbacks as ours
@@ -200,6 +200,23 @@ def check_saving(model, folder, weights):
         np.testing.assert_array_equal(mine, theirs)
 
 
+def check_saving_of_parts(folder):
+    """Saves an optimizer's state that lies in parts on the processes to one file, and goes on from it with whole ones."""
+
+    def make(**options):
+        model = tnt.Model(Net(), **options)
+        model.compile(tnt.optimizers.Adam(0.05), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.build((None, 4))
+        return model
+
+    sharded, whole = make(shard_optimizer_state=True), make()
+    path = f"{folder}/sharded.weights.h5"
+    sharded.fit(*TRAIN, batch_size=8, verbose=0, callbacks=[ours.ModelCheckpoint(path, save_weights_only=True)])
+    whole.load_weights(path)
+    losses = [model.fit(*TRAIN, batch_size=8, shuffle=False, verbose=0).history["loss"] for model in (sharded, whole)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def main():
     folder, url, *tensorboard = sys.argv[1:]
     tnt.init()
@@ -210,6 +227,7 @@ def main():
         found[label] = runs.run_all()
         if module is ours:
             check_saving(runs.model, place, found[label]["writers"]["weights"])
+            check_saving_of_parts(place)
     (Path(folder) / f"process{rank}.json").write_text(json.dumps(found))
 
 

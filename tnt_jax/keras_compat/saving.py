@@ -258,7 +258,7 @@ class SavingMixin:
 
     def adopt_master_state(self) -> None:
         """Replaces the training state and the first epoch by the master's, on every process."""
-        state = self._built_state()
+        state = self._trainer.whole_state()
         arrays = {path: np.asarray(leaf) for path, leaf in without_accumulated(state_arrays(state)).items()}
         arrays = collectives.broadcast(arrays)
         self._trainer.set_state(with_arrays(state, arrays))
@@ -289,7 +289,10 @@ class SavingMixin:
         who: Company = "each" if all_devices else company()
         exists = path.exists() and not overwrite
         self._together(FileExistsError(f"{path} exists already: pass overwrite=True or another path.") if exists else None, who)
-        if not _is_file_name(path, self.module):
+        is_file = _is_file_name(path, self.module)
+        if is_file or who != "together":
+            state = self._trainer.whole_state(alone=who == "master")
+        if not is_file:
             checkpoints = Checkpoints(path, alone=who != "together")
             checkpoints.save(state, notes=notes)
             checkpoints.close()
