@@ -1,0 +1,229 @@
+"""Weak and strong scaling of training on CPUs: tnt_jax, PyTorch, TensorFlow and Keras 3 in one run.
+
+Ranks are processes, each bound to a core of its own, or the virtual devices of one process; the time with one rank is the time on one
+core, so that one against two ranks is a real measurement on two cores. Weak scaling keeps the rows of a rank, strong scaling those of the
+whole batch. Efficiency is t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other work on the machine
+disturbs least. Everybody trains with SGD with momentum on arrays in memory, in the loop that the library's users write.
+
+    TNT_JAX_DATA=data python benchmarks/scaling.py --output benchmarks/results/scaling.json --picture benchmarks/results/scaling.png
+
+On hosts with rate-limited links, a command prefix places the processes (and one-rank runs on the first host):
+
+    python benchmarks/scaling.py --kinds processes --prefix "netcluster exec node{number} --" --address 10.77.0.{number}
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from scaling_models import SIZES
+
+CONTENDERS = ("tnt_jax", "PyTorch DDP", "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel")
+# Who can drive several virtual devices in one process.
+ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
+KINDS = ("processes", "virtual devices")
+LIBRARIES = ("jax", "flax", "torch", "tensorflow", "tensorflow-cpu", "keras")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=SIZES, default=["mlp", "resnet20", "transformer_tiny"], help="(default: all but resnet50)")
+    add("--data", nargs="+", choices=("synthetic", "real"), default=["synthetic", "real"], help="real data needs TNT_JAX_DATA")
+    add("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks; the first is compared with (default: 1 2)")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what a rank is (default: both)")
+    add("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="(default: all)")
+    add("--rounds", type=int, default=7, help="measured rounds (default: 7)")
+    add("--prefix", default="", help="command that starts a process elsewhere; {number} is its number from 1")
+    add("--address", default="127.0.0.1", help="address of a process; {number} is its number from 1")
+    add("--port", type=int, default=24450, help="first of the ports to use (default: 24450)")
+    add("--timeout", type=int, default=300, help="seconds that a contender may take (default: 300)")
+    add("--output", help="JSON file for the results")
+    add("--picture", help="PNG file for the efficiencies")
+    args = parser.parse_args()
+    if "real" in args.data and "TNT_JAX_DATA" not in os.environ:
+        parser.error("real data needs TNT_JAX_DATA, the folder of fashion_mnist and tatoeba_ende; or choose --data synthetic")
+    return args
+
+
+def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what to run: each global batch that weak or strong scaling needs, once."""
+    tasks = []
+    # The runs that are compared with each other follow each other.
+    for model, data, name in itertools.product(args.models, args.data, args.contenders):
+        rows = SIZES[model].rows
+        for num in args.ranks:
+            # One rank is the same in both kinds.
+            kinds = [kind for kind in args.kinds if kind == KINDS[0] or name in ON_VIRTUAL_DEVICES] if num > 1 else KINDS[:1]
+            for kind, batch in itertools.product(kinds, sorted({num * rows, max(args.ranks) * rows})):
+                processes = num if kind == KINDS[0] else 1
+                tasks.append(
+                    {"model": model, "data": data, "ranks": num, "batch": batch, "kind": kind, "contender": name,
+                     "processes": processes, "rounds": args.rounds}
+                )  # fmt: skip
+    return tasks
+
+
+def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[str, Any]:
+    """Returns the seconds of a step in each round, or the reason why there are none."""
+    addresses = [f"{args.address.format(number=n + 1)}:{port + n}" for n in range(task["processes"])]
+    description = json.dumps({**task, "addresses": addresses})
+    worker = [sys.executable, str(Path(__file__).with_name("scaling_worker.py")), description]
+    running = []
+    for process in range(task["processes"]):
+        cores = str(process % (os.cpu_count() or 1)) if task["kind"] == "processes" else f"0-{task['ranks'] - 1}"
+        command = [*shlex.split(args.prefix.format(number=process + 1)), "taskset", "-c", cores, *worker, str(process)]
+        environment = {**os.environ, **environment_of(task, process, addresses)}
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    deadline, outputs = time.monotonic() + args.timeout, []
+    try:
+        outputs = [process.communicate(timeout=max(1, deadline - time.monotonic())) for process in running]
+    except subprocess.TimeoutExpired:
+        return {"reason": f"no result within {args.timeout} s"}
+    finally:
+        for process in running:
+            process.kill()
+    found = [line for line in outputs[0][0].splitlines() if line.startswith("RESULT ")]
+    if found:
+        return {"seconds": json.loads(found[0].removeprefix("RESULT "))}
+    messages = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
+    return {"reason": messages[-1][:300] if messages else f"exit code {running[0].returncode}"}
+
+
+def environment_of(task: dict[str, Any], process: int, addresses: list[str]) -> dict[str, str]:
+    num_devices = task["ranks"] // task["processes"]
+    chosen = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "PJRT_NPROC": str(max(num_devices if num_devices == 1 else 2 * num_devices, 2)),
+        "OMP_NUM_THREADS": str(num_devices),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "KERAS_BACKEND": "tensorflow" if task["contender"].startswith("TensorFlow") else "jax",
+    }
+    if task["contender"] == "tnt_jax" and task["processes"] > 1:
+        chosen |= {
+            "TNT_COORDINATOR_ADDRESS": addresses[0],
+            "TNT_NUM_PROCESSES": str(task["processes"]),
+            "TNT_PROCESS_ID": str(process),
+        }
+    if task["contender"].startswith("TensorFlow"):
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": process}}
+        chosen["TF_CONFIG"] = json.dumps(cluster)
+    return chosen
+
+
+def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns for each contender and number of ranks above the first: its times and efficiencies."""
+
+    def fastest_s(like: dict[str, Any], *, ranks: int, batch: int) -> float | None:
+        kind = KINDS[0] if ranks == 1 else like["kind"]
+        wanted = {**{key: like[key] for key in ("model", "data", "contender")}, "kind": kind, "ranks": ranks, "batch": batch}
+        found = [row for row in rows if wanted.items() <= row.items() and "seconds" in row]
+        return min(found[0]["seconds"]) if found else None
+
+    lines, first, most = [], args.ranks[0], max(args.ranks)
+    for row in rows:
+        own, ranks = SIZES[row["model"]].rows, row["ranks"]
+        if ranks == first or row["batch"] != ranks * own:
+            continue
+        weak = [fastest_s(row, ranks=n, batch=n * own) for n in (first, ranks)]
+        strong = [fastest_s(row, ranks=n, batch=most * own) for n in (first, ranks)]
+        line = {key: row[key] for key in ("model", "data", "contender", "kind", "ranks")} | {"reason": row.get("reason")}
+        line |= {"weak_s": weak, "strong_s": strong}
+        line["weak"] = weak[0] / weak[1] if weak[0] and weak[1] else None
+        line["strong"] = strong[0] * first / (ranks * strong[1]) if strong[0] and strong[1] else None
+        lines.append(line)
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Returns efficiencies as a Markdown table."""
+    text = [
+        "| model | data | contender | ranks | ms, 1 rank | ms, all, weak | weak | ms, 1 rank, whole batch | ms, all, strong | strong |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+
+    def ms(value: float | None) -> str:
+        return "-" if value is None else f"{value * 1e3:.1f}"
+
+    for line in lines:
+        start = f"| {line['model']} | {line['data']} | {line['contender']} | {line['ranks']} {line['kind']} |"
+        if line["reason"]:
+            text.append(f"{start} did not run: {line['reason'].replace('|', '/')} | | | | | |")
+            continue
+        shares = ["-" if line[name] is None else f"{line[name]:.2f}" for name in ("weak", "strong")]
+        (one, all_), (whole, strong) = line["weak_s"], line["strong_s"]
+        text.append(f"{start} {ms(one)} | {ms(all_)} | {shares[0]} | {ms(whole)} | {ms(strong)} | {shares[1]} |")
+    return "\n".join(text)
+
+
+def draw(lines: list[dict[str, Any]], path: str) -> None:
+    """Draws the efficiencies with the most ranks, weak and strong, for each model and kind of data."""
+    from matplotlib import pyplot as plt
+
+    most = max(line["ranks"] for line in lines)
+    groups = sorted({(line["model"], line["data"]) for line in lines})
+    figure, axes = plt.subplots(1, len(groups), figsize=(2 + 2.6 * len(groups), 4), sharey=True, squeeze=False)
+    for axis, group in zip(axes[0], groups, strict=True):
+        chosen = [line for line in lines if (line["model"], line["data"]) == group and line["ranks"] == most]
+        for shift, name in ((-0.2, "weak"), (0.2, "strong")):
+            axis.barh([i + shift for i in range(len(chosen))], [line[name] or 0 for line in chosen], 0.38, label=name)
+        labels = [f"{line['contender']}\n{line['kind']}" for line in chosen]
+        axis.set_yticks(range(len(chosen)), labels, fontsize=7)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_title(f"{group[0]}\n{group[1]} data", fontsize=9)
+    axes[0, 0].invert_yaxis()
+    axes[0, -1].legend(fontsize=7)
+    figure.suptitle(f"Efficiency of {most} ranks, one core each")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"python": platform.python_version(), **found}
+
+
+def main() -> None:
+    args = parse_arguments()
+    rows, tasks, load_before = [], plan(args), os.getloadavg()
+    for number, task in enumerate(tasks):
+        load = os.getloadavg()[0]
+        result = run_task(args, task, args.port + 10 * number)
+        rows.append({**task, **result, "load": load})
+        told = (
+            "{:.1f} to {:.1f} ms".format(*[f(result["seconds"]) * 1e3 for f in (min, max)])
+            if "seconds" in result
+            else result["reason"]
+        )
+        description = " ".join(str(task[key]) for key in ("model", "data", "contender", "ranks", "kind"))
+        print(f"{number + 1}/{len(tasks)} {description}, batch {task['batch']}: {told}", file=sys.stderr, flush=True)
+    lines = efficiencies(args, rows)
+    print(table(lines))
+    if args.output:
+        about = {
+            "arguments": vars(args), "versions": versions(), "cpus": os.cpu_count(), "machine": platform.machine(),
+            "load_before": load_before, "load_after": os.getloadavg(),
+        }  # fmt: skip
+        Path(args.output).write_text(json.dumps({**about, "efficiencies": lines, "rows": rows}, indent=1) + "\n")
+    if args.picture:
+        draw(lines, args.picture)
+
+
+if __name__ == "__main__":
+    main()
