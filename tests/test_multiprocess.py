@@ -118,3 +118,23 @@ def test_processes_wait_for_one_that_begins_late(tmp_path):
     result = launch(2, script, flags=["--output-on-all-devices"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("sum 3.0") == 2
+
+
+@pytest.mark.slow
+def test_averaged_weights_that_lie_in_parts_are_those_that_every_process_keeps(tmp_path):
+    script = tmp_path / "average.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, jax, tnt_jax as tnt\n"
+        "x = np.random.default_rng(0).normal(size=(32, 4)).astype('f4')\n"
+        "def train(**choices):\n"
+        "    model = tnt.Model(nn.Dense(6), **choices)\n"
+        "    model.compile(tnt.optimizers.Adam(0.01, use_ema=True), loss='mse')\n"
+        "    for _ in range(2): model.fit(x, np.ones((32, 6), 'f4'), batch_size=8, shuffle=False, verbose=0)\n"
+        "    return jax.tree.leaves(model.variables)\n"
+        "for part, whole in zip(train(shard_optimizer_state=True), train(), strict=True):\n"
+        "    np.testing.assert_allclose(part, whole, rtol=1e-6, atol=1e-6)\n"
+        "print('equal', flush=True)\n"
+    )
+    result = launch(2, script, flags=["--output-on-all-devices"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("equal") == 2

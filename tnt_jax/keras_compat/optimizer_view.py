@@ -106,20 +106,20 @@ class OptimizerView:
             ValueError: If the optimizer keeps no averages.
         """
         state = self._state()
-        average = self._average(state)
+        average = self._average()
         opt_state = optax.tree.set(state.opt_state, average=state.params)
         self._trainer.state = replace(state, params=average, opt_state=opt_state)
 
     def copy_weights_to_average(self) -> None:
         """Replaces the averages by the weights."""
         state = self._state()
-        self._average(state)
+        self._average()
         self._trainer.state = replace(state, opt_state=optax.tree.set(state.opt_state, average=_copy(state.params)))
 
     def use_average(self) -> None:
         """Replaces the weights by their averages."""
         state = self._state()
-        self._trainer.state = replace(state, params=_copy(self._average(state)))
+        self._trainer.state = replace(state, params=_copy(self._average()))
 
     # Keras's SwapEMAWeights works on these two lists.
 
@@ -135,14 +135,15 @@ class OptimizerView:
         def put(state: TrainState, average: Any) -> TrainState:
             return replace(state, opt_state=optax.tree.set(state.opt_state, average=average))
 
-        return self._leaves(self._average, put)
+        return self._leaves(lambda _: self._average(), put)
 
     def _leaves(self, get: Callable[[TrainState], Any], put: Callable[[TrainState, Any], TrainState]) -> list["_Leaf"]:
         count = len(jax.tree.leaves(get(self._state())))
         return [_Leaf(self._trainer, get, put, index) for index in range(count)]
 
-    def _average(self, state: TrainState) -> Any:
-        return self._optimizer.averaged_params(state.opt_state)
+    def _average(self) -> Any:
+        # Weights are whole on every rank, also where averages lie in parts.
+        return self._optimizer.averaged_params(self._trainer.whole_state().opt_state)
 
     def _state(self) -> TrainState:
         self._start()
