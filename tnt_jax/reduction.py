@@ -16,6 +16,9 @@ from tnt_jax.settings import Settings
 # What modelled H100s were fastest with, see docs/performance.md: between hosts a sum takes long whatever its size.
 _HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
 _RANKS_OF_A_HOST = 8
+# Up to so many ranks, and from so many bytes of gradients on, the compiler's own groups were modelled as better than ours: Transformer-big
+# and -base, but not ResNet-50 with its 98 MiB.
+_MOST_RANKS_FOR_XLA, _XLA_BYTES = 64, 200 * 2**20
 
 Threshold = int | Literal["xla"]
 
@@ -32,6 +35,7 @@ class Reduction:
         compression: `"bfloat16"` sends 16 bits for each 32-bit gradient and makes up for the rounding in the next step; or None.
         ranks_per_host: Ranks that are summed first, being neighbours on one host, before hosts exchange the parts; 1 for no such stage.
         shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only.
+        xla_bytes: Bytes of gradients from which all is left to the compiler, as with the threshold `"xla"`; None for never.
     """
 
     threshold: Threshold = 0
@@ -39,6 +43,12 @@ class Reduction:
     compression: Literal["bfloat16"] | None = None
     ranks_per_host: int = 1
     shard_optimizer_state: bool = False
+    xla_bytes: int | None = None
+
+    def settled(self, nbytes: int) -> "Reduction":
+        """Returns what this reduction is for so many bytes of gradients."""
+        leaves_all = self.xla_bytes is not None and nbytes >= self.xla_bytes
+        return replace(self, threshold="xla", chained=False, xla_bytes=None) if leaves_all else replace(self, xla_bytes=None)
 
     @property
     def keeps_residual(self) -> bool:
@@ -56,7 +66,10 @@ def default_reduction(platform: str, num_ranks: int) -> Reduction:
     if platform == "cpu":
         # XLA merges all on CPU whatever it is given, and a copy there costs more than it saves.
         return Reduction()
-    return Reduction(_HOST_BUCKET_BYTES if num_ranks <= _RANKS_OF_A_HOST else _CLUSTER_BUCKET_BYTES, chained=True)
+    if num_ranks <= _RANKS_OF_A_HOST:
+        return Reduction(_HOST_BUCKET_BYTES, chained=True)
+    xla_bytes = _XLA_BYTES if num_ranks <= _MOST_RANKS_FOR_XLA else None
+    return Reduction(_CLUSTER_BUCKET_BYTES, chained=True, xla_bytes=xla_bytes)
 
 
 def choose_reduction(
@@ -77,11 +90,11 @@ def choose_reduction(
     reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
     if threshold_kb == "xla":
-        reduction = replace(reduction, threshold="xla", chained=False)
+        reduction = replace(reduction, threshold="xla", chained=False, xla_bytes=None)
     elif threshold_kb is not None:
         if isinstance(threshold_kb, (bool, str)) or threshold_kb < 0:
             raise ValueError(f"fusion_threshold must be a number of kB of at least 0, or 'xla', but is {threshold_kb!r}.")
-        reduction = replace(reduction, threshold=int(threshold_kb * 1024))
+        reduction = replace(reduction, threshold=int(threshold_kb * 1024), xla_bytes=None)
     if reduction.compression not in (None, "bfloat16"):
         raise ValueError(f"gradient_compression must be 'bfloat16' or None, but is {reduction.compression!r}.")
     if reduction.ranks_per_host < 1 or num_ranks % reduction.ranks_per_host:
@@ -95,6 +108,8 @@ def choose_reduction(
         "shard_optimizer_state": reduction.shard_optimizer_state,
     }
     chosen = [name for name, is_chosen in special.items() if is_chosen]
+    if chosen:
+        reduction = replace(reduction, xla_bytes=None)
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude one another: each is another way to sum gradients. Choose one.")
     if chosen and reduction.threshold == "xla":
@@ -155,6 +170,7 @@ def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | No
         reduction: How; its compression is ignored.
         order: Indices of the leaves, those in front that are ready first; the order of the tree by default.
     """
+    reduction = reduction.settled(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
     def total(flat: jax.Array) -> jax.Array:
         if reduction.ranks_per_host > 1:
