@@ -75,17 +75,28 @@ def idx(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
     return _batches(*parts, batch_size=batch_size, seed=seed, shift=shift)
 
 
-def folders(*, batch_size, seed, data_dir, train="train", valid="validation", image_size=224, scaling="mean"):
-    """JPEG files in class folders: `data_dir/train/CLASS/*.jpg` and `data_dir/validation/CLASS/*.jpg`."""
+def folders(
+    *, batch_size, seed, data_dir, train="train", valid="validation", image_size=224, scaling="mean", crop="distorted", shift=4
+):
+    """JPEG files in class folders: `data_dir/train/CLASS/*.jpg` and `data_dir/validation/CLASS/*.jpg`.
+
+    Training sees crops of random size and shape (`crop: distorted`, as on ImageNet), or, better for few photos, the central part that
+    validation sees (`crop: central`), kept in memory, shifted by up to `shift` pixels and flipped.
+    """
+    choose(crop, {"distorted": 0, "central": 0}, "crop")
     classes = sorted(entry.name for entry in (Path(data_dir) / train).iterdir() if entry.is_dir())
     records = tnt.data.image_folder(Path(data_dir) / train, classes=classes)
+    num_train = int(records.cardinality())
     valid_records = tnt.data.image_folder(Path(data_dir) / valid, classes=classes)
     form = tnt.data.ImageFormat(size=image_size, scaling=scaling)
-    return Datasets(
-        tnt.data.training_images(records, batch_size=batch_size, image_format=form, seed=seed),
-        tnt.data.evaluation_images(valid_records, batch_size=batch_size, image_format=form),
-        int(records.cardinality()),
-    )
+    examples = tnt.data.evaluation_images(valid_records, batch_size=batch_size, image_format=form)
+    if crop == "distorted":
+        return Datasets(
+            tnt.data.training_images(records, batch_size=batch_size, image_format=form, seed=seed), examples, num_train
+        )
+    photos = tnt.data.evaluation_images(records, batch_size=batch_size, image_format=form).dataset.unbatch().cache()
+    augmented = _augmented(photos.shuffle(num_train, seed), seed=seed, shift=shift)
+    return Datasets(augmented.batch(batch_size).prefetch(2), examples, num_train)
 
 
 LOADERS = {"dummy": dummy, "cifar10": cifar10, "idx": idx, "folders": folders}
@@ -136,17 +147,22 @@ def _first(part, size):
     return images[:size], labels[:size]
 
 
+def _augmented(examples, *, seed, shift):
+    """Returns examples whose images are shifted by up to `shift` pixels and flipped, otherwise in every epoch."""
+    numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
+
+    def augment(example, number):
+        image, label = example
+        return tnt.data.shift_and_flip(image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift), label
+
+    return tf.data.Dataset.zip((examples, numbers)).map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+
+
 def _batches(train, valid, *, batch_size, seed, shift):
     """Returns shuffled batches of pixels from 0 to 1, shifted and flipped unless `shift` is None, and plain ones for validation."""
     examples = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[1]), seed)
     if shift is not None:
-        numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
-
-        def augment(example, number):
-            image, label = example
-            return tnt.data.shift_and_flip(image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift), label
-
-        examples = tf.data.Dataset.zip((examples, numbers)).map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+        examples = _augmented(examples, seed=seed, shift=shift)
 
     def scale(image, label):
         return (tf.cast(image, tf.float32) / 255 if image.dtype == tf.uint8 else image), label
