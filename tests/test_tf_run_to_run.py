@@ -7,11 +7,18 @@ import pytest
 import tensorflow as tf
 from tfdata_checks import Dataset, numpy_batches
 
-from tnt_jax.data import dispatch, tfdata
+from tnt_jax.data import _tensorflow, dispatch, tfdata
 from tnt_jax.data.dispatch import Reading, as_source
 from tnt_jax.data.layout import Place
 from tnt_jax.data.tf_run_to_run import run_to_run_differences
 from tnt_jax.data.tfdata import TfData, TfDataSource
+
+
+@pytest.fixture(autouse=True)
+def without_global_seed():
+    """A global seed, which other tests may have set, seeds every operation."""
+    with _tensorflow.global_seed(None):
+        yield
 
 
 @pytest.fixture
