@@ -29,6 +29,7 @@ def noisy(example, generator):
 def tf_dataset():
     """Shuffles and augments without a seed, and asks for any order."""
     tf = pytest.importorskip("tensorflow")
+    tf.random.set_seed(None)  # A global seed, which other tests may have set, gives each new operation a seed of its own.
 
     def augment(x, y):
         return x + tf.random.normal(tf.shape(x)), y
