@@ -215,7 +215,7 @@ def test_auto_chooses_after_timed_steps_and_trains_alike(use_ranks):
 
 @pytest.mark.parametrize(
     ("step_s", "available", "expected"),
-    [(1.0, 100, 1), (0.02, 100, 1), (0.01, 100, 2), (0.003, 100, 8), (1e-5, 100, 32), (1e-5, None, 128), (1e-5, 1, 1)],
+    [(1.0, 100, 1), (0.005, 100, 1), (0.003, 100, 2), (0.0006, 100, 16), (1e-5, 100, 32), (1e-5, None, 128), (1e-5, 1, 1)],
 )
 def test_choose_num_steps(step_s, available, expected):
     assert choose_num_steps(step_s, available=available) == expected
