@@ -25,7 +25,7 @@ MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet5
 
 
 def find_records(args):
-    """Returns datasets of `(name, JPEG, label)` for training and validation, and the number of training images."""
+    """Returns datasets of records for training and validation, and the number of training images."""
     folder = Path(args.data_dir)
     valid = next((folder / name for name in ("validation", "val") if (folder / name).is_dir()), None)
     if any(folder.glob("train-*-of-*")):
@@ -54,7 +54,8 @@ def tfds_records(args):
     def records(split):
         read = tfds.ReadConfig(interleave_cycle_length=8, skip_prefetch=True, try_autocache=False)
         examples = builder.as_dataset(split=split, decoders={"image": tfds.decode.SkipDecoding()}, read_config=read)
-        return examples.map(lambda e: (e.get("file_name", tf.constant(split)), e["image"], tf.cast(e["label"], tf.int32)))
+        name = lambda e: e.get("file_name", tf.constant(f"{args.tfds_name}/{split}"))  # noqa: E731
+        return examples.map(lambda e: {"name": name(e), "jpeg": e["image"], "label": tf.cast(e["label"], tf.int32)})
 
     return records("train"), records("validation"), builder.info.splits["train"].num_examples
 
@@ -143,7 +144,7 @@ def make_callbacks(args):
     return callbacks
 
 
-def parse_args():
+def parse_args(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data_dir", help="folder of the images")
@@ -178,7 +179,7 @@ def parse_args():
     add("--logging_freq", type=int, default=10, help="steps between two records of --profile_runtimes")
     add("--print_freq", type=int, default=30, help="steps between two lines of --profile_runtimes")
     add("--verbose", type=int, choices=(0, 1, 2), default=2, help="0 silent, 1 bar, 2 one line an epoch")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not args.synthetic_data and not (args.data_dir and Path(args.data_dir).is_dir()):
         parser.error(f"--data_dir must be a folder of images, but is {args.data_dir}. --synthetic_data needs no data.")
     return args

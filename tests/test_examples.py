@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_images import write_images
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -199,37 +200,6 @@ def succeed(*command, num_processes=2):
     done = run(*command, num_processes=num_processes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def write_images(folder, num_each=6):
-    """Writes class folders of plain red and blue JPEG files."""
-    import tensorflow as tf
-
-    for part in ("train", "validation"):
-        for name, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
-            (folder / part / name).mkdir(parents=True)
-            for number in range(num_each):
-                image = np.full((40, 44, 3), color, np.uint8)
-                (folder / part / name / f"{number}.jpg").write_bytes(tf.io.encode_jpeg(image).numpy())
-
-
-def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp_path):
-    import datasets
-
-    write_images(tmp_path, num_each=2)
-    config = {"name": "folders", "data_dir": tmp_path, "image_size": 32, "scaling": "none", "crop": "central", "shift": 4}
-    data = datasets.make(config, batch_size=3, seed=0)
-    first, again = (list(data.train.as_numpy_iterator()) for _ in range(2))
-    assert [len(labels) for _, labels in first] == [3, 1]
-    assert sorted(np.concatenate([labels for _, labels in first])) == [0, 0, 1, 1]
-    for image, label in zip(*map(np.concatenate, zip(*first, strict=True)), strict=True):
-        colors = np.unique(image.reshape(-1, 3), axis=0)
-        # Black where the shift has left nothing, and the plain colour of the class.
-        assert len(colors) <= 2
-        assert np.argmax(colors[-1]) == (2, 0)[label]
-    assert not all(np.array_equal(one, two) for (one, _), (two, _) in zip(first, again, strict=True))
-    with pytest.raises(ValueError, match=r"There is no crop 'middle'"):
-        datasets.make(config | {"crop": "middle"}, batch_size=3, seed=0)
 
 
 def write_idx(folder):
