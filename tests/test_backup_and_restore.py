@@ -3,28 +3,12 @@
 import flax.linen as nn
 import numpy as np
 import pytest
+from crashes import Crash, CrashAt
 from keras_beside import data
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.data.stream import EpochStream
-
-
-class Crash(Exception):
-    pass
-
-
-class CrashAt(callbacks.Callback):
-    """Ends the run after a number of steps."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps -= 1
-        if self.steps == 0:
-            raise Crash
 
 
 class Noisy(nn.Module):

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import optax
 import pytest
+from crashes import Crash, CrashAt
 from reproducible_checks import compiled, devices, digests, images
 
 from tnt_jax import callbacks
@@ -13,23 +14,6 @@ class Net(nn.Module):
     def __call__(self, x, train):
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(x.shape[0], -1)))
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
-
-
-class Crash(Exception):
-    pass
-
-
-class CrashAfter(callbacks.Callback):
-    """Counts steps down and ends the run at 0."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps -= 1
-        if self.steps == 0:
-            raise Crash
 
 
 def run(*more):
@@ -46,8 +30,8 @@ def test_interrupted_on_8_and_2_devices_and_finished_on_4_equals_whole_on_1(tmp_
     # Backups after steps 2 and 4: the runs go on in the middle of the first and of the second epoch.
     for number, steps in ((8, 3), (2, 3)):
         with devices(number), pytest.raises(Crash):
-            run(callbacks.BackupAndRestore(tmp_path / "backup", 2), CrashAfter(steps))
-    counter = CrashAfter(100)
+            run(callbacks.BackupAndRestore(tmp_path / "backup", 2), CrashAt(steps))
+    counter = CrashAt(100)
     with devices(4):
         resumed = run(callbacks.BackupAndRestore(tmp_path / "backup", 2), counter)
     assert counter.steps == 95, "The last run does the last 5 of 9 steps."

@@ -100,6 +100,7 @@ class Trainer:
 
     @state.setter
     def state(self, state: TrainState | None) -> None:
+        """Replaces everything that training changes."""
         assert self.owner is None, "The state belongs to the owner."
         self._state = state
 
