@@ -133,6 +133,37 @@ def test_added_losses_on_full_batches(use_ranks, num_ranks):
     np.testing.assert_allclose(values, expected.evaluate(x, y, batch_size=24, verbose=0), rtol=TOLERANCE)
 
 
+class AddsInOneMode(keras.layers.Layer):
+    """Adds a loss in training or in inference only."""
+
+    def __init__(self, loss, training):
+        super().__init__()
+        self.loss = loss
+        self.when = training
+
+    def call(self, x, training=False):
+        if training == self.when:
+            self.add_loss(self.loss)
+        return x
+
+
+def test_an_added_loss_may_have_the_id_of_another_layers_last_one(use_ranks):
+    use_ranks(2)
+    loss = ops.convert_to_tensor(0.5)
+    x, y = make_data(24)
+    plain, adding = (
+        tnt.Model(functional(keras.layers.Dense(4), *layers))
+        for layers in ((), (AddsInOneMode(loss, False), AddsInOneMode(loss, True)))
+    )
+    losses = []
+    for model in (plain, adding):
+        model.compile(**settings(keras.optimizers.SGD(0.1)))
+        model.set_weights([np.ones_like(weight) for weight in model.get_weights()])
+        model.fit(x, y, batch_size=24, verbose=0)
+        losses.append(model.evaluate(x, y, batch_size=24, verbose=0)[0])
+    np.testing.assert_allclose(losses[1], losses[0] + 0.5, rtol=TOLERANCE)
+
+
 def regularized_by_layers():
     return functional(keras.layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l1l2"))
 

@@ -152,6 +152,8 @@ class KerasAdapter:
         variables = [*self.module.variables, *(v for metric in self._metrics() for v in metric.variables)]
         mapping = [(v, values[id(v)]) for v in variables]
         flags = {"training": train} if self._takes_training else {}
+        # Layers know their losses by `id`, and one that is not called yet takes away another's whose id its last loss had.
+        self.module._clear_losses()
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             outputs = self.module.call(inputs, **flags)
             losses = list(self.module.losses)
