@@ -21,11 +21,14 @@ def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp
     first, again = (list(data.train.as_numpy_iterator()) for _ in range(2))
     assert [len(labels) for _, labels in first] == [3, 1]
     assert sorted(np.concatenate([labels for _, labels in first])) == [0, 0, 1, 1]
-    for image, label in zip(*map(np.concatenate, zip(*first, strict=True)), strict=True):
+    num_shifted = 0
+    for image, label in zip(*map(np.concatenate, zip(*first, *again, strict=True)), strict=True):
         colors = np.unique(image.reshape(-1, 3), axis=0)
+        num_shifted += len(colors) == 2
         # Black where the shift has left nothing, and the plain colour of the class.
         assert len(colors) <= 2
         assert np.argmax(colors[-1]) == (2, 0)[label]
+    assert num_shifted > 4
     assert not all(np.array_equal(one, two) for (one, _), (two, _) in zip(first, again, strict=True))
     with pytest.raises(ValueError, match=r"There is no crop 'middle'"):
         datasets.make(config | {"crop": "middle"}, batch_size=3, seed=0)

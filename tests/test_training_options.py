@@ -192,6 +192,7 @@ def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
     assert len(seen.losses) == 7
     # A record comes once for each handler between the logger and the root.
     assert len({id(record) for record in caplog.records if "Steps run one by one" in record.message}) == 1
+    assert not hasattr(model._trainer._train_steps, "lower"), "No program of several steps is compiled."
     jax.tree.map(np.testing.assert_array_equal, model.variables, expected.variables)
     assert history == expected_history
 
