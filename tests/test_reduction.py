@@ -149,7 +149,7 @@ def test_hosts_are_summed_first():
 
 
 def test_the_platform_decides_what_was_not_chosen():
-    assert default_reduction("cpu", 8) == Reduction(0)
+    assert default_reduction("cpu", 8) == Reduction(4 * 2**20)
     assert default_reduction("gpu", 8) == Reduction(8 * 2**20, chained=True)
     assert default_reduction("gpu", 512) == Reduction(100 * 2**20, chained=True)
     # On middling clusters the compiler's grouping is better for many bytes.

@@ -29,14 +29,6 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=mesh.size > 1)
 
 
-def psum(tree: Any) -> Any:
-    """Returns the sum over the ranks, inside `shard_map`.
-
-    XLA's CPU compiler keeps the collective of a single rank, which copies all gradients; here one rank keeps what it has.
-    """
-    return tree if jax.lax.axis_size(DATA_AXIS) == 1 else jax.lax.psum(tree, DATA_AXIS)
-
-
 def all_gather_invariant(x: jax.Array) -> jax.Array:
     """Returns the parts of all ranks one behind the other, marked as the same on every rank, inside `shard_map`."""
     from jax._src.lax import parallel  # Older versions have no public way to it: their all_gather marks its result as varying.

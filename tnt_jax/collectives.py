@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tnt_jax import _jax
+from tnt_jax.all_reduce import psum
 from tnt_jax.hlo import Collective, read_collectives, read_planned, split_programs
 from tnt_jax.runtime import Runtime, barrier, init
 
@@ -28,15 +29,15 @@ def average_model_state(tree: Any, share: jax.Array | None) -> Any:
         TypeError: If a leaf that is not floating differs between ranks.
     """
 
-    def average(path: Any, leaf: jax.Array) -> jax.Array:
-        if not _jax.is_varying(leaf):
-            return leaf
-        check_can_be_averaged(path, leaf)
-        if share is None:
-            return jax.lax.pmean(leaf, _jax.DATA_AXIS)
-        return _jax.psum(leaf * share.astype(leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(average, tree)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    varying = [index for index, leaf in enumerate(leaves) if _jax.is_varying(leaf)]
+    for index in varying:
+        check_can_be_averaged(*paths_and_leaves[index])
+    own = [leaves[index] if share is None else leaves[index] * share.astype(leaves[index].dtype) for index in varying]
+    for index, total in zip(varying, psum(own), strict=True):
+        leaves[index] = total / jax.lax.axis_size(_jax.DATA_AXIS) if share is None else total
+    return structure.unflatten(leaves)
 
 
 def check_can_be_averaged(path: Any, leaf: jax.Array) -> None:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
+from tnt_jax.all_reduce import flatten, psum, split_like
 from tnt_jax.settings import Settings
 
 # What modelled H100s were fastest with, see docs/performance.md: between hosts a sum takes long whatever its size.
 _HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
 _RANKS_OF_A_HOST = 8
+_CPU_BUCKET_BYTES = 4 * 2**20
 # Up to so many ranks, and from so many bytes of gradients on, the compiler's own groups were modelled as better than ours: Transformer-big
 # and -base, but not ResNet-50 with its 98 MiB.
 _MOST_RANKS_FOR_XLA, _XLA_BYTES = 64, 200 * 2**20
@@ -29,7 +31,7 @@ class Reduction:
 
     Attributes:
         threshold: Bytes from which a bucket is full; 0 gives each array a bucket of its own; `"xla"` leaves it to the compiler which
-            arrays travel together, and when.
+            arrays travel together, and when. Between processes on CPUs the small arrays of a bucket travel as one array.
         chained: Whether a bucket is one array that waits for the bucket before. It keeps the compiler from merging buckets and from
             sending first layers first, and costs a copy.
         compression: `"bfloat16"` sends 16 bits for each 32-bit gradient and makes up for the rounding in the next step; or None.
@@ -64,8 +66,8 @@ def default_reduction(platform: str, num_ranks: int) -> Reduction:
         num_ranks: Ranks of the job.
     """
     if platform == "cpu":
-        # XLA merges all on CPU whatever it is given, and a copy there costs more than it saves.
-        return Reduction()
+        # XLA merges all on CPU whatever it is given; what the size does is to bound the arrays into which small ones are copied.
+        return Reduction(_CPU_BUCKET_BYTES)
     if num_ranks <= _RANKS_OF_A_HOST:
         return Reduction(_HOST_BUCKET_BYTES, chained=True)
     xla_bytes = _XLA_BYTES if num_ranks <= _MOST_RANKS_FOR_XLA else None
@@ -175,12 +177,12 @@ def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | No
     def total(flat: jax.Array) -> jax.Array:
         if reduction.ranks_per_host > 1:
             return _sum_by_hosts(flat, reduction.ranks_per_host)
-        return _jax.psum(flat)
+        return psum(flat)
 
     def total_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
         if reduction.chained or reduction.ranks_per_host > 1:
             return split_like(total(flatten(arrays)), arrays)
-        return _jax.psum(arrays)
+        return psum(arrays, join_small=False if reduction.threshold == "xla" else None)
 
     return in_buckets(total_of_bucket, tree, reduction, order=order)
 
@@ -209,7 +211,7 @@ def sum_compressed(tree: Any, residual: Any, reduction: Reduction, *, order: Seq
         kept = [residuals[index] for index in indices]
         if arrays[0].dtype != jnp.float32:
             left.update(zip(indices, kept, strict=True))
-            return _jax.psum(arrays)
+            return psum(arrays)
         total, rest = _sum_in_bfloat16(flatten(arrays) + flatten(kept))
         left.update(zip(indices, split_like(rest, arrays), strict=True))
         return split_like(total, arrays)
@@ -244,20 +246,6 @@ def in_buckets(
         results.update(zip(indices, totals, strict=True))
         before = totals[-1]
     return jax.tree.unflatten(structure, [results[index] for index in range(len(leaves))])
-
-
-def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns arrays of one dtype as one, `[total size]`."""
-    return arrays[0].reshape(-1) if len(arrays) == 1 else jnp.concatenate([x.reshape(-1) for x in arrays])
-
-
-def split_like(flat: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the parts of `flat`, `[total size]`, in the shapes of `arrays`."""
-    parts, start = [], 0
-    for x in arrays:
-        parts.append(flat[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return parts
 
 
 def _sum_in_bfloat16(values: jax.Array) -> tuple[jax.Array, jax.Array]:

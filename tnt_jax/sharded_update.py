@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.all_reduce import psum
 from tnt_jax.reduction import Reduction, in_buckets
 
 
@@ -51,7 +52,7 @@ def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
         dims = [shard_dim(x.shape, num_ranks) for x in arrays]
         results: dict[int, jax.Array] = {}
         whole = [index for index, dim in enumerate(dims) if dim is None]
-        results.update(zip(whole, _jax.psum([arrays[index] for index in whole]), strict=True))
+        results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
         cut = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
         if cut:
             rows = [jnp.moveaxis(arrays[index], dim, 0).reshape(num_ranks, -1) for index, dim in cut]

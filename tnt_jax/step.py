@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.accumulation import accumulate
 from tnt_jax.adapters.base import Applied
+from tnt_jax.all_reduce import psum
 from tnt_jax.backward_order import in_front, trace_grads
 from tnt_jax.collectives import average_model_state
 from tnt_jax.log import logger
@@ -245,7 +246,7 @@ def _train_step(
             params, opt_state = update(grads, state.params, state.opt_state)
             carried = (opt_state, None)
         else:
-            numbers = _jax.psum(local.numbers)
+            numbers = psum(local.numbers)
             if accumulation_steps == 1:
                 params, carried = reduce_and_update(local.grads, state.params, carried)
             else:
@@ -280,7 +281,7 @@ def _sharded_step(
 
     def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
         local = _differentiate(parts, state, batch, mesh.size)
-        loss, losses, increments = _jax.psum(local.numbers)
+        loss, losses, increments = psum(local.numbers)
         model_state = average_model_state(local.model_state, _share(batch))
         grads = scatter(local.grads, reduction, order=local.order)
         return grads, model_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
@@ -305,7 +306,7 @@ def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
         losses = [divide(term) for term in measured.terms]
         local_loss = sum(losses, start=measured.penalty / mesh.size)
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
-        loss, losses, increments = _jax.psum(numbers)
+        loss, losses, increments = psum(numbers)
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
     specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
@@ -327,7 +328,7 @@ def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
     def measure(params: Any, model_state: Any, batch: Batch) -> Any:
         measured = parts.measure(params, model_state, batch, key=None, train=False)
         numbers = _jax.make_varying(([divide(term) for term in measured.terms], measured.increments))
-        return _jax.psum(numbers)
+        return psum(numbers)
 
     mapped = _jax.shard_map(measure, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_REPLICATED)
     losses, increments = jax.eval_shape(mapped, state.params, state.model_state, batch)
@@ -352,7 +353,7 @@ def add_sums(sums: Any, loss: jax.Array, losses: list[jax.Array], increments: An
 def divide(term: LossTerm) -> jax.Array:
     """Returns this rank's part of a loss term: the local total over the global count, 0 where that is 0, inside `shard_map`."""
     # psum of a Python number is a multiplication, so a count that is known costs no communication.
-    return quotient(term, None if term.count is None else _jax.psum(term.count))
+    return quotient(term, None if term.count is None else psum(term.count))
 
 
 def quotient(term: LossTerm, count: jax.Array | float | None) -> jax.Array:
@@ -371,8 +372,8 @@ def num_local_rows(batch: Batch) -> int:
 def num_real_rows(batch: Batch) -> jax.Array | float:
     """Returns the real rows of the global batch, inside `shard_map`."""
     if batch.mask is None:
-        return _jax.psum(float(num_local_rows(batch)))
-    return _jax.psum(jnp.sum(batch.mask))
+        return psum(float(num_local_rows(batch)))
+    return psum(jnp.sum(batch.mask))
 
 
 def _warn_of_few_rows(model_state: Any, num_rows: int) -> None:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.adapters.keras_layers import layers_of_a_rank
 from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
 from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.all_reduce import psum
 from tnt_jax.log import logger
 from tnt_jax.random_rows import batch_key
 
@@ -188,7 +188,7 @@ class KerasAdapter:
     def _increments(self, values: dict[int, Any], mask: jax.Array | None, num_rows: int) -> list[list[jax.Array]]:
         """Returns what this rank adds to the variables of the layers' metrics; means weigh ranks by their real rows."""
         real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
-        share = real / _jax.psum(real)
+        share = real / psum(real)
         factors = [share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()]
         return [
             [jnp.asarray(values[id(v)]) * factor for v in metric.variables]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
+from tnt_jax.all_reduce import psum
 
 Kind = Literal["mean", "sum"]
 
@@ -46,7 +47,7 @@ def penalty_of(losses: list[jax.Array], kinds: tuple[Kind, ...], mask: jax.Array
             factor = jnp.asarray(1.0)
         elif mask is not None:
             real = jnp.sum(mask)
-            factor = real / num_rows if kind == "sum" else real / _jax.psum(real) * num_ranks
+            factor = real / num_rows if kind == "sum" else real / psum(real) * num_ranks
         else:
             factor = 1.0
         penalty += jnp.sum(loss.astype(jnp.float32)) * factor * (num_ranks if kind == "sum" else 1)

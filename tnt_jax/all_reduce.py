@@ -1,0 +1,61 @@
+"""Sums over the ranks, where each costs as little as it can."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+
+# Below this size the copy into a common array costs less than a sum of its own between processes on CPUs, see docs/performance.md.
+_SMALL_BYTES = 2**20
+
+
+def psum(tree: Any, *, join_small: bool | None = None) -> Any:
+    """Returns the sum over the ranks, inside `shard_map`.
+
+    XLA's CPU compiler keeps the collective of a single rank, which copies all gradients; here one rank keeps what it has.
+
+    Args:
+        tree: Arrays that vary over the ranks, and numbers that do not.
+        join_small: Whether arrays of less than 1 MiB and of one dtype are summed as one; by default between processes on CPUs, where
+            each sum waits, up to milliseconds, for a thread of another process to wake up.
+    """
+    if jax.lax.axis_size(_jax.DATA_AXIS) == 1:
+        return tree
+    if not (_has_slow_starts() if join_small is None else join_small):
+        return jax.lax.psum(tree, _jax.DATA_AXIS)
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[Any, list[int]] = {}
+    for index, x in enumerate(leaves):
+        # A number that is no array is the same on every rank and is not sent.
+        is_small = isinstance(x, jax.Array) and x.size * x.dtype.itemsize < _SMALL_BYTES
+        groups.setdefault(x.dtype if is_small else index, []).append(index)
+    results: dict[int, Any] = {}
+    for indices in groups.values():
+        arrays = [leaves[index] for index in indices]
+        if len(arrays) == 1:
+            totals = jax.lax.psum(arrays, _jax.DATA_AXIS)
+        else:
+            totals = split_like(jax.lax.psum(flatten(arrays), _jax.DATA_AXIS), arrays)
+        results.update(zip(indices, totals, strict=True))
+    return jax.tree.unflatten(structure, [results[index] for index in range(len(leaves))])
+
+
+def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns arrays of one dtype as one, `[total size]`."""
+    return arrays[0].reshape(-1) if len(arrays) == 1 else jnp.concatenate([x.reshape(-1) for x in arrays])
+
+
+def split_like(flat: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the parts of `flat`, `[total size]`, in the shapes of `arrays`."""
+    parts, start = [], 0
+    for x in arrays:
+        parts.append(flat[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return parts
+
+
+def _has_slow_starts() -> bool:
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
