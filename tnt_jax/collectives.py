@@ -28,7 +28,6 @@ def average_model_state(tree: Any, share: jax.Array | None) -> Any:
     Raises:
         TypeError: If a leaf that is not floating differs between ranks.
     """
-
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths_and_leaves]
     varying = [index for index, leaf in enumerate(leaves) if _jax.is_varying(leaf)]
