@@ -54,8 +54,13 @@ def sparse_categorical_crossentropy(
         labels = jnp.where(valid, labels, 0)
         # Selected here as well as below, so that a NaN at an ignored position does not reach the gradient.
         y_pred = jnp.where(jnp.expand_dims(valid, axis), y_pred, 1)
-    one_hot = jax.nn.one_hot(labels, y_pred.shape[axis], axis=axis, dtype=y_pred.dtype)
-    values = categorical_crossentropy(one_hot, y_pred, from_logits, axis=axis)
+    if from_logits:
+        is_class = (labels >= 0) & (labels < y_pred.shape[axis])
+        values = optax.softmax_cross_entropy_with_integer_labels(y_pred, jnp.where(is_class, labels, 0), axis=axis)
+        values = jnp.where(is_class, values, 0)
+    else:
+        one_hot = jax.nn.one_hot(labels, y_pred.shape[axis], axis=axis, dtype=y_pred.dtype)
+        values = categorical_crossentropy(one_hot, y_pred, axis=axis)
     return values if ignore_class is None else jnp.where(valid, values, 0)
 
 
