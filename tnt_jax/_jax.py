@@ -4,13 +4,14 @@ The rest of the package calls JAX through its documented API and these few funct
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 DATA_AXIS = "data"
 
@@ -84,7 +85,34 @@ def convolves(jitted: Any, *args: Any) -> bool:
     return any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jitted.trace(*args).jaxpr.jaxpr))
 
 
-def deterministic_options(mesh: Mesh) -> dict[str, bool]:
+def convolution_options(mesh: Mesh) -> dict[str, Any]:
+    """Returns the compiler options by which programs convolve faster on the devices of `mesh`; none change what is computed."""
+    return _without_ynn_convolutions() if mesh.devices.flat[0].platform == "cpu" else {}
+
+
+@lru_cache
+def _without_ynn_convolutions() -> dict[str, Any]:
+    # XLA hands wide convolutions on CPUs to YNNPACK, which is slower there than Eigen (benchmarks/convolutions.py). The option
+    # names the kinds of operations that are left to it: the default without convolutions.
+    kinds = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+    options: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": kinds}
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(jax.local_devices(backend="cpu")[0]))
+    try:
+        jax.jit(lambda x: x).lower(number).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        # An experimental option goes when its time has come.
+        if "xla_cpu_experimental_ynn_fusion_type" not in str(error):
+            raise
+        return {}
+    return options
+
+
+def unjitted(jitted: Any) -> Callable:
+    """Returns the function behind `jax.jit`: a program with compiler options cannot be called within another."""
+    return jitted.__wrapped__
+
+
+def deterministic_options(mesh: Mesh) -> dict[str, Any]:
     """Returns the compiler options by which a program gives the same bits in every run on the devices of `mesh`."""
     # It implies xla_gpu_exclude_nondeterministic_ops, and chooses kernels by rule instead of by measuring them.
     return {"xla_gpu_deterministic_ops": True} if mesh.devices.flat[0].platform in ("gpu", "cuda") else {}

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tnt_jax import _jax
 from tnt_jax.data.sources import HostBatch
 
 # A program that lasts this long hides what the host spends on starting it, which is well below a millisecond.
@@ -72,12 +73,13 @@ def scanned(step: Callable, sharding: NamedSharding) -> Callable:
     """Returns the jitted function `(params, model_state, sums, batches) -> sums`: an evaluation step for each stacked batch.
 
     Args:
-        step: The function `(params, model_state, sums, batch) -> sums`.
+        step: The jitted function `(params, model_state, sums, batch) -> sums`.
         sharding: Of the stacked batches `[steps, rows, ...]`.
     """
+    within = _jax.unjitted(step)
 
     def steps(params: Any, model_state: Any, sums: Any, batches: Any) -> Any:
-        return jax.lax.scan(lambda sums, batch: (step(params, model_state, sums, batch), None), sums, batches)[0]
+        return jax.lax.scan(lambda sums, batch: (within(params, model_state, sums, batch), None), sums, batches)[0]
 
     return jax.jit(steps, in_shardings=(None, None, None, sharding))
 
@@ -86,12 +88,13 @@ def mapped(step: Callable, sharding: NamedSharding) -> Callable:
     """Returns the jitted function `(params, model_state, inputs) -> outputs`: a prediction step for each of some stacked inputs.
 
     Args:
-        step: The function `(params, model_state, inputs) -> outputs`.
+        step: The jitted function `(params, model_state, inputs) -> outputs`.
         sharding: Of stacked inputs and outputs `[steps, rows, ...]`.
     """
+    within = _jax.unjitted(step)
 
     def steps(params: Any, model_state: Any, inputs: Any) -> Any:
-        return jax.lax.map(lambda x: step(params, model_state, x), inputs)
+        return jax.lax.map(lambda x: within(params, model_state, x), inputs)
 
     return jax.jit(steps, in_shardings=(None, None, sharding), out_shardings=sharding)
 

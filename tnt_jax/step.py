@@ -151,10 +151,10 @@ def make_train_step(
             in the step that updates.
     """
     if reduction.shard_optimizer_state:
-        return jax.jit(_sharded_step(parts, optimizer, mesh, reduction, accumulation_steps), donate_argnums=0)
+        return _compiled(_sharded_step(parts, optimizer, mesh, reduction, accumulation_steps), mesh, donate_argnums=0)
     step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps)
     mapped = _jax.shard_map(step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED))
-    return jax.jit(mapped, donate_argnums=0)
+    return _compiled(mapped, mesh, donate_argnums=0)
 
 
 def make_train_steps(
@@ -176,9 +176,13 @@ def make_train_steps(
         return jax.lax.scan(lambda carry, batch: (step(*carry, batch), None), (state, sums), batches)[0]
 
     if reduction.shard_optimizer_state:
-        return jax.jit(steps, donate_argnums=0)
+        return _compiled(steps, mesh, donate_argnums=0)
     mapped = _jax.shard_map(steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED))
-    return jax.jit(mapped, donate_argnums=0)
+    return _compiled(mapped, mesh, donate_argnums=0)
+
+
+def _compiled(function: Callable, mesh: Mesh, *, donate_argnums: int | tuple[int, ...] = ()) -> Callable:
+    return jax.jit(function, donate_argnums=donate_argnums, compiler_options=_jax.convolution_options(mesh))
 
 
 class _Local(NamedTuple):
@@ -310,7 +314,7 @@ def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
     specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
-    return jax.jit(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED))
+    return _compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
 
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
@@ -319,7 +323,7 @@ def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
     def step(params: Any, model_state: Any, inputs: Any) -> Any:
         return _jax.make_varying(apply(params, model_state, inputs, key=None, train=False, mask=None).outputs)
 
-    return jax.jit(_jax.shard_map(step, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_BY_ROW))
+    return _compiled(_jax.shard_map(step, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_BY_ROW), mesh)
 
 
 def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:

@@ -58,6 +58,7 @@ def test_cpu_process_in_full():
             "TF_NUM_INTRAOP_THREADS": "8",
             "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
             "PJRT_NPROC": "8",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "1",
             "TNT_LAUNCHED_AT": "12.500",
@@ -179,6 +180,7 @@ def test_cores_are_divided_fairly(num_cores, num_processes, expected):
 
 def test_what_the_user_set_is_left_alone():
     environ = {"OMP_NUM_THREADS": "3", "JAX_COMPILATION_CACHE_DIR": "/cache", "TNT_LOG_LEVEL": "INFO", "PJRT_NPROC": "9"}
+    environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=0"
     (process,) = plan([host()], options(use_gpus=False), environ=environ)
     assert not environ.keys() & process.environment.keys()
     assert plan([host(is_remote=True)], options(use_gpus=False), environ=environ)[0].environment.items() >= environ.items()

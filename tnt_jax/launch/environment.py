@@ -7,7 +7,9 @@ from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 
-_CARRIED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
+_CARRIED_NAMES = (
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "GLIBC_TUNABLES",
+)  # fmt: skip
 _CARRIED_PREFIXES = ("TNT_", "XLA_", "JAX_", "TF_", "NCCL_", "KERAS_", "PYTHON", "PJRT_", "OMP_", "tf_")
 _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
@@ -99,7 +101,7 @@ def _defaults(
         "PYTHONFAULTHANDLER": "1",
         **{name: str(threads) for name in _THREADS_OF_LIBRARIES},
         **_cache(facts, options),
-        **(_cpu_threads(threads, num_cpu_devices) if num_cpu_devices else {}),
+        **({**_cpu_threads(threads, num_cpu_devices), **_huge_pages()} if num_cpu_devices else {}),
     }
     return {name: value for name, value in defaults.items() if not environ.get(name)}
 
@@ -129,6 +131,11 @@ def _cpu_threads(threads: int, num_devices: int) -> dict[str, str]:
     # XLA's thread pool must have twice as many threads as devices: with fewer, an all-reduce of which some devices wait for
     # others that have not been started can stop for ever.
     return {"PJRT_NPROC": str(max(threads, 2 * num_devices))}
+
+
+def _huge_pages() -> dict[str, str]:
+    # XLA gets the memory of each step anew from glibc, and the kernel clears it page by page (benchmarks/convolutions.py).
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _cpu_devices(num_devices: int) -> dict[str, str]:
