@@ -27,7 +27,8 @@ from typing import Any
 
 WIDTH, LAYERS = 936, 8  # 28 MB of float32 gradients.
 SUMS = ("xla", "ring", "torch")
-STEPS = ("alone", "xla", "xla bfloat16", "ring", "torch ddp 4 MB", "torch ddp 25 MB")
+LINK_STEPS = ("link", "beside", "from first gradient", "ring", "ring deferred")  # See benchmarks/ring_steps.py.
+STEPS = ("alone", *LINK_STEPS, "xla", "xla bfloat16", "torch ddp 4 MB", "torch ddp 25 MB")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,9 +43,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", nargs="*", choices=STEPS, default=STEPS, help="contenders of the steps (default: all)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a process in a step (default: 256)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
-    parser.add_argument(
-        "--lanes", type=int, default=2, help="rings that a step uses in turn, so that the link never idles (default: 2)"
-    )
     parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("WHAT", "PROCESS"), help=argparse.SUPPRESS)
@@ -53,6 +51,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def address_of(args: argparse.Namespace, process: int, port: int) -> tuple[str, int]:
     return args.address.format(number=process + 1), args.port + port
+
+
+def link_bytes(processes: int) -> int:
+    """Returns the bytes that a process must send so that all have the sum of the gradients."""
+    return 2 * (processes - 1) * LAYERS * WIDTH**2 * 4 // processes
 
 
 # ---- Contenders: each returns what runs one round, and is built on every process.
@@ -67,13 +70,12 @@ def join_jax(args: argparse.Namespace, process: int) -> Any:
     return jax
 
 
-def make_ring(args: argparse.Namespace, process: int, lane: int = 0) -> Any:
-    from ring import Ring
+def connect(args: argparse.Namespace, process: int) -> tuple[socket.socket, socket.socket]:
+    from ring import connect_neighbours
 
-    first = 1 + lane * args.processes
-    listener = socket.create_server(("0.0.0.0", args.port + first + process))
-    addresses = [address_of(args, other, first + other) for other in range(args.processes)]
-    return Ring.connect(process, addresses, listener=listener)
+    listener = socket.create_server(("0.0.0.0", args.port + 1 + process))
+    addresses = [address_of(args, other, 1 + other) for other in range(args.processes)]
+    return connect_neighbours(process, addresses, listener=listener, timeout_s=300)
 
 
 def join_torch(args: argparse.Namespace, process: int) -> Any:
@@ -106,8 +108,9 @@ def sum_xla(args: argparse.Namespace, process: int) -> Callable[[int], Callable[
 
 def sum_ring(args: argparse.Namespace, process: int) -> Callable[[int], Callable[[], Any]]:
     import numpy as np
+    from ring import Ring
 
-    ring = make_ring(args, process)
+    ring = Ring(process, args.processes, *connect(args, process))
 
     def prepare(size: int) -> Callable[[], Any]:
         array = np.ones(size, np.float32)
@@ -136,7 +139,6 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     from tnt_jax.backward_order import trace_grads
     from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
 
-    rings = [make_ring(args, process, lane) for lane in range(args.lanes)] if exchange == "ring" else []
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.03 for _ in range(LAYERS)]
     rows = np.ones((args.batch_size, WIDTH), np.float32)
@@ -149,31 +151,29 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     def update(params: Any, grads: Any) -> Any:
         return [param - 0.01 * grad for param, grad in zip(params, grads, strict=True)]
 
-    if exchange in ("alone", "ring"):
+    if exchange in ("alone", *LINK_STEPS):
+        return step_with_callbacks(args, process, exchange, loss, jax.device_put(params), jax.device_put(rows))
+    mesh = _jax.make_data_mesh(jax.devices())
 
-        @jax.jit
-        def step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
-            _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), params)
-            return update(params, sum_by_rings(rings, grads, order) if rings else grads), rest
+    def local_step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
+        varying = _jax.make_varying(params)
+        _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), varying)
+        if exchange == "xla":
+            return update(params, sum_over_ranks(grads, Reduction(), order=order)), rest
+        own = [leaf[0] for leaf in rest]
+        grads, own = sum_compressed(grads, own, Reduction(0, compression="bfloat16"), order=order)
+        return update(params, grads), [leaf[None] for leaf in own]
 
-        state = (jax.device_put(params), None, jax.device_put(rows))
-    else:
-        mesh = _jax.make_data_mesh(jax.devices())
+    specs = (P(), P("data"), P("data"))
+    step = jax.jit(_jax.shard_map(local_step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data"))))
+    rest = [np.zeros((args.processes, WIDTH, WIDTH), np.float32) for _ in params]
+    everybody = np.ones((args.processes * args.batch_size, WIDTH), np.float32)
+    state = (_jax.replicate(params, mesh), *_jax.shard_rows((rest, everybody), mesh))
+    return repeat(jax, step, state)
 
-        def local_step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
-            varying = _jax.make_varying(params)
-            _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), varying)
-            if exchange == "xla":
-                return update(params, sum_over_ranks(grads, Reduction(), order=order)), rest
-            own = [leaf[0] for leaf in rest]
-            grads, own = sum_compressed(grads, own, Reduction(0, compression="bfloat16"), order=order)
-            return update(params, grads), [leaf[None] for leaf in own]
 
-        specs = (P(), P("data"), P("data"))
-        step = jax.jit(_jax.shard_map(local_step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data"))))
-        rest = [np.zeros((args.processes, WIDTH, WIDTH), np.float32) for _ in params]
-        everybody = np.ones((args.processes * args.batch_size, WIDTH), np.float32)
-        state = (_jax.replicate(params, mesh), *_jax.shard_rows((rest, everybody), mesh))
+def repeat(jax: Any, step: Callable[[Any, Any, Any], Any], state: Any) -> Callable[[], None]:
+    """Returns what runs a step on what the one before returned."""
     held = [state]
 
     def run() -> None:
@@ -184,30 +184,27 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     return run
 
 
-def sum_by_rings(rings: list[Any], grads: Any, order: list[int]) -> Any:
-    """Returns the sums of gradients over processes, inside a jitted program of one device; each starts when it is finished."""
+def step_with_callbacks(
+    args: argparse.Namespace, process: int, exchange: str, loss: Any, params: Any, x: Any
+) -> Callable[[], Any]:
+    """Returns a step of one process alone, which does what `exchange` says in callbacks or beside itself."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import io_callback
+    import ring_steps
+    from ring import Ring
 
-    leaves, structure = jax.tree.flatten(grads)
-    tickets: dict[int, Any] = {}
-    token = jax.ShapeDtypeStruct((), jnp.int32)
+    tickets: list[Any] = [None] * LAYERS
+    sockets = None if exchange == "alone" else connect(args, process)
+    ring = Ring(process, args.processes, *sockets) if sockets and exchange.startswith("ring") else None
+    link = ring_steps.Link(*sockets, link_bytes(args.processes)) if sockets and ring is None else None
 
-    def start(index: int, grad: Any, _: Any) -> Any:
-        ring = rings[index % len(rings)]
-        tickets[index] = ring, ring.start(np.asarray(grad))
-        return np.int32(index)
+    @jax.jit
+    def step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
+        return ring_steps.step(exchange, loss, params, x, ring=ring, link=link, tickets=tickets)
 
-    def wait(_: Any) -> list[Any]:
-        return [ring.wait(ticket) for ring, ticket in (tickets.pop(index) for index in range(len(leaves)))]
-
-    before = jnp.int32(0)
-    for index in order:
-        # Each start waits for the one before, so that all processes start in one order.
-        before = io_callback(lambda grad, before, index=index: start(index, grad, before), token, leaves[index], before)
-    return structure.unflatten(io_callback(wait, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], before))
+    run = repeat(jax, step, (params, None, x))
+    if link is None:
+        return run
+    return ring_steps.beside(run if exchange != "link" else None, link, starts=exchange != "from first gradient")
 
 
 def step_torch(args: argparse.Namespace, process: int, bucket_mb: int) -> Callable[[], Any]:
@@ -295,8 +292,7 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
         name = what.removeprefix("step:")
         print(f"{name:22} {statistics.median(milliseconds):10.1f} {min(milliseconds):8.1f} {max(milliseconds):8.1f}")
     if args.rate_gbit:
-        share = 2 * (args.processes - 1) / args.processes
-        print(f"link alone, {args.rate_gbit:g} Gbit/s: {share * LAYERS * WIDTH**2 * 4 * 8 / args.rate_gbit / 1e6:.1f} ms a step")
+        print(f"link alone, {args.rate_gbit:g} Gbit/s: {link_bytes(args.processes) * 8 / args.rate_gbit / 1e6:.1f} ms a step")
 
 
 def main() -> None:
