@@ -39,8 +39,10 @@ def all_gather_invariant(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, DATA_AXIS, axis=0, tiled=True, to="invarying")
 
 
-def local_parts(x: jax.Array) -> list[jax.Array]:
+def local_parts(x: jax.Array) -> Sequence[jax.Array]:
     """Returns what each device of this process, in the order of the mesh, holds of `x`, as arrays of one device each."""
+    if _PARTS in vars(x):
+        return vars(x)[_PARTS]
     # The public addressable_shards makes an object with an index for each device, which takes longer than the step of a small model.
     return list(x._arrays)  # type: ignore[attr-defined]
 
@@ -51,10 +53,14 @@ def from_local_parts(parts: Sequence[jax.Array], shape: tuple[int, ...], shardin
     if kind not in _avals:
         _avals[kind] = jax.make_array_from_single_device_arrays(shape, sharding, list(parts)).aval
     # The public function looks at every part again, which takes longer than to start the programs of a small model.
-    return type(parts[0])(_avals[kind], sharding, list(parts), committed=True, _skip_checks=True)  # type: ignore[call-arg]
+    whole = type(parts[0])(_avals[kind], sharding, list(parts), committed=True, _skip_checks=True)  # type: ignore[call-arg]
+    # To take it apart again takes as long.
+    setattr(whole, _PARTS, parts)
+    return whole
 
 
 _avals: dict[Any, Any] = {}
+_PARTS = "_tnt_jax_parts"
 
 
 def check_local(function: Callable, *args: Any, advice: str) -> None:

@@ -5,7 +5,7 @@ with other fusions and so with other roundings. These programs cannot communicat
 afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,6 +84,6 @@ def join(parts: list[Any], mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.tree.map(whole, *parts)
 
 
-def _parts(x: Any, number: int) -> list[Any]:
+def _parts(x: Any, number: int) -> Sequence[Any]:
     assert isinstance(x, (jax.Array, int, float)), f"Arrays must be placed on the devices first, but one is a {type(x).__name__}."
     return _jax.local_parts(x) if isinstance(x, jax.Array) else [x] * number

@@ -21,6 +21,7 @@ from tnt_jax.accumulation import accumulate
 from tnt_jax.collectives import check_can_be_averaged
 from tnt_jax.device_program import BY_RANK, REPLICATED, Programs, device_program, join, split
 from tnt_jax.log import logger
+from tnt_jax.packed import Packed
 from tnt_jax.random_rows import row_key, step_key
 from tnt_jax.state import TrainState
 from tnt_jax.step import Apply, Batch, Measured, Parts, add_sums, num_local_rows, quotient
@@ -107,8 +108,8 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def conclude(state: TrainState, sums: Any, measured: Any, same: Any, rows: jax.Array) -> tuple[TrainState, Any]:
-        grads, (loss, losses, increments), averaged = _only_entries(measured)
+    def conclude(state: TrainState, sums: Any, measured: Packed, same: Any, rows: jax.Array) -> tuple[TrainState, Any]:
+        grads, (loss, losses, increments), averaged = measured.unpack()
         if accumulation_steps == 1:
             params, opt_state = update(grads, state.params, state.opt_state)
             accumulated = None
@@ -149,8 +150,8 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
         measured = _measure(parts, model, chunk, index)
         return (_loss(measured, counts, ranks.count), _losses(measured, counts), measured.increments), None
 
-    def conclude(sums: Any, measured: Any, same: None, rows: jax.Array) -> Any:
-        loss, losses, increments = _only_entries(measured)
+    def conclude(sums: Any, measured: Packed, same: None, rows: jax.Array) -> Any:
+        loss, losses, increments = measured.unpack()
         return add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
 
     sum_batch = _BatchSum(parts, measure, ranks)
@@ -174,7 +175,7 @@ class _BatchSum:
     def __init__(self, parts: Parts, measure: Callable, ranks: VirtualRanks) -> None:
         def work(chunk: Batch, index: jax.Array, model: _Model, counts: _Counts) -> tuple[Any, Any]:
             sums, same = measure(chunk, index, _with_step_key(model), jax.tree.map(jnp.squeeze, counts))
-            return _jax.make_varying(_as_entries(sums)), same
+            return _jax.make_varying(Packed.of(sums)), same
 
         specs = (BY_RANK, REPLICATED, REPLICATED, REPLICATED)
         self._program = device_program(work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED))
@@ -262,10 +263,6 @@ def _shapes(tree: Any) -> Any:
 
 def _as_entries(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
-
-
-def _only_entries(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _with_step_key(model: _Model) -> _Model:
