@@ -12,6 +12,7 @@ On hosts with rate-limited links, a command prefix places the processes:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -129,7 +130,7 @@ def sum_torch(args: argparse.Namespace, process: int) -> Callable[[int], Callabl
     return prepare
 
 
-def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[[], Any]:
+def step_jax(args: argparse.Namespace, process: int, exchange: str, leaving: contextlib.ExitStack) -> Callable[[], Any]:
     jax = join_jax(args, process)
     import jax.numpy as jnp
     import numpy as np
@@ -152,7 +153,7 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
         return [param - 0.01 * grad for param, grad in zip(params, grads, strict=True)]
 
     if exchange in ("alone", *LINK_STEPS):
-        return step_with_callbacks(args, process, exchange, loss, jax.device_put(params), jax.device_put(rows))
+        return step_without_xla(args, process, exchange, loss, params, rows, leaving)
     mesh = _jax.make_data_mesh(jax.devices())
 
     def local_step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
@@ -184,27 +185,39 @@ def repeat(jax: Any, step: Callable[[Any, Any, Any], Any], state: Any) -> Callab
     return run
 
 
-def step_with_callbacks(
-    args: argparse.Namespace, process: int, exchange: str, loss: Any, params: Any, x: Any
+def step_without_xla(
+    args: argparse.Namespace, process: int, exchange: str, loss: Any, params: Any, rows: Any, leaving: contextlib.ExitStack
 ) -> Callable[[], Any]:
-    """Returns a step of one process alone, which does what `exchange` says in callbacks or beside itself."""
-    import jax
+    """Returns a step whose bytes, if any, do not travel by XLA."""
     import ring_steps
     from ring import Ring
 
+    if exchange == "alone":
+        return step_with_callbacks(exchange, loss, params, rows)
+    sockets = connect(args, process)
+    if not exchange.startswith("ring"):
+        link = ring_steps.Link(*sockets, link_bytes(args.processes))
+        run = step_with_callbacks(exchange, loss, params, rows, link=link)
+        return ring_steps.beside(run if exchange != "link" else None, link, starts=exchange != "from first gradient")
+    ring = Ring(process, args.processes, *sockets)
+    leaving.callback(ring.close)  # Sums may still be on their way.
+    return step_with_callbacks(exchange, loss, params, rows, ring=ring)
+
+
+def step_with_callbacks(
+    exchange: str, loss: Any, params: Any, x: Any, *, ring: Any = None, link: Any = None
+) -> Callable[[], Any]:
+    """Returns a step of one process alone, which does what `exchange` says in callbacks."""
+    import jax
+    import ring_steps
+
     tickets: list[Any] = [None] * LAYERS
-    sockets = None if exchange == "alone" else connect(args, process)
-    ring = Ring(process, args.processes, *sockets) if sockets and exchange.startswith("ring") else None
-    link = ring_steps.Link(*sockets, link_bytes(args.processes)) if sockets and ring is None else None
 
     @jax.jit
     def step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
         return ring_steps.step(exchange, loss, params, x, ring=ring, link=link, tickets=tickets)
 
-    run = repeat(jax, step, (params, None, x))
-    if link is None:
-        return run
-    return ring_steps.beside(run if exchange != "link" else None, link, starts=exchange != "from first gradient")
+    return repeat(jax, step, (jax.device_put(params), None, jax.device_put(x)))
 
 
 def step_torch(args: argparse.Namespace, process: int, bucket_mb: int) -> Callable[[], Any]:
@@ -235,13 +248,14 @@ def step_torch(args: argparse.Namespace, process: int, bucket_mb: int) -> Callab
 def work(args: argparse.Namespace, what: str, process: int) -> None:
     """Measures one contender on one process; process 0 prints seconds as JSON."""
     kind, _, name = what.partition(":")
-    if kind == "sum":
-        prepare = {"xla": sum_xla, "ring": sum_ring, "torch": sum_torch}[name](args, process)
-        results = {size: measure(prepare(size * 256), args.rounds) for size in args.sizes_kb}
-    else:
-        is_torch = name.startswith("torch")
-        run = step_torch(args, process, int(name.split()[2])) if is_torch else step_jax(args, process, name)
-        results = measure(run, args.rounds)
+    with contextlib.ExitStack() as leaving:
+        if kind == "sum":
+            prepare = {"xla": sum_xla, "ring": sum_ring, "torch": sum_torch}[name](args, process)
+            results = {size: measure(prepare(size * 256), args.rounds) for size in args.sizes_kb}
+        else:
+            is_torch = name.startswith("torch")
+            run = step_torch(args, process, int(name.split()[2])) if is_torch else step_jax(args, process, name, leaving)
+            results = measure(run, args.rounds)
     if process == 0:
         print("RESULT " + json.dumps(results), flush=True)
     # Leaving in order takes seconds and measures nothing.

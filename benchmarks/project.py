@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 from allreduce import LAYERS, WIDTH
 
 BACKWARD_SHARE = 2 / 3  # Backpropagation computes two gradients for each product of the forward pass.
-TCP_PAYLOAD_SHARE = (
-    1448 / 1514
-)  # What a frame of Ethernet holds between the headers of IPv4 and TCP with timestamps, and its own.
+# What a frame of Ethernet holds between its own header, those of IPv4 and TCP, and the time stamps.
+TCP_PAYLOAD_SHARE = 1448 / 1514
 # Contenders of benchmarks/allreduce.py: the number of equal buckets, and whether they travel during backpropagation. PyTorch closes a
 # bucket once it holds the 4 or 25 MiB asked for: two layers of 3.5 MB, or all.
 CHECKED = {"xla": (1, False), "ring": (LAYERS, True), "torch ddp 4 MB": (LAYERS // 2, True), "torch ddp 25 MB": (1, True)}
