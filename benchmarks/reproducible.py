@@ -2,7 +2,7 @@
 
     python benchmarks/reproducible.py --output benchmarks/results/reproducible.json
 
-Each number of devices runs in a process of its own, with the same pool of threads. The two kinds of steps take turns; a time is that
+Each number of devices runs in a process of its own, with the same pool of threads and with huge pages, as the launcher starts it. The two kinds of steps take turns; a time is that
 of one step on a batch that is on the devices already. The global batch is the same everywhere. Processor time is that of all threads
 and hardly depends on what else the machine does. Memory is what the compiler plans for one device: state, batch, gradients, and what
 the programs need besides.
@@ -138,7 +138,8 @@ def measure(name, repeats):
 def run_on(devices, name, repeats, cache):
     env = {
         **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PJRT_NPROC": str(2 * VIRTUAL_RANKS), "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PJRT_NPROC": str(2 * VIRTUAL_RANKS), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }  # fmt: skip
     command = [sys.executable, __file__, "--inside", name, "--repeats", str(repeats)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
