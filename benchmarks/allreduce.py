@@ -2,7 +2,8 @@
 
 Sums: XLA's all-reduce (Gloo), the ring of `benchmarks/ring.py`, and PyTorch's Gloo, for sizes from 1 kB on, in GB/s of array per second.
 Steps: an MLP with 28 MB of gradients, whose sums XLA, the ring (started from the program as soon as a gradient is finished) or
-PyTorch's DistributedDataParallel exchange. A step without any exchange tells how much of it was hidden.
+PyTorch's DistributedDataParallel exchange. A step without any exchange tells how much of it was hidden, and others how fast a step
+could be at best (`benchmarks/ring_steps.py`).
 
     python benchmarks/allreduce.py --processes 2 --output benchmarks/results/allreduce_local.json
 
