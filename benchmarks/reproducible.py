@@ -2,10 +2,11 @@
 
     python benchmarks/reproducible.py --output benchmarks/results/reproducible.json
 
-Each number of devices runs in a process of its own, with the same pool of threads and with huge pages, as the launcher starts it. The two kinds of steps take turns; a time is that
-of one step on a batch that is on the devices already. The global batch is the same everywhere. Processor time is that of all threads
-and hardly depends on what else the machine does. Memory is what the compiler plans for one device: state, batch, gradients, and what
-the programs need besides.
+Each number of devices runs in a process of its own, with the same pool of threads and with huge pages, as the launcher starts it. The
+two kinds of steps take turns; a time is that of one step on a batch that is on the devices already. The global batch is the same
+everywhere. Processor time is that of all threads and hardly depends on what else the machine does. Memory is what the compiler plans
+for one device: state, batch, gradients, and what the programs need besides. After that the stages of reproducible steps are timed,
+each waiting for the one before: the chunks, the sums over devices, and the update.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def pixels(generator, *shape):
 
 
 def prepare(module, data, *, reproducible):
-    """Returns a function that runs a training step to its end, and the bytes of a device."""
+    """Returns a function that runs a training step to its end, one that times its stages, and the bytes of a device."""
     import jax
     import optax
 
@@ -81,7 +82,35 @@ def prepare(module, data, *, reproducible):
 
     compiled = trainer.lower_train_step(host_batch).compile()
     memory = reproducible_memory(compiled, trainer, batch) if reproducible else planned(compiled, with_arguments=True)
-    return step, memory
+    return step, lambda: time_stages(trainer, sums, batch), memory
+
+
+def time_stages(trainer, sums, batch):
+    """Returns the milliseconds, wall and processor, of each stage of a reproducible step that waits for the stage before."""
+    import jax
+
+    from tnt_jax.reproducible import _model
+
+    times = {}
+
+    def timed(name, function, *args):
+        start = time.perf_counter(), time.process_time()
+        result = jax.block_until_ready(function(*args))
+        times[name] = (time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3
+        return result
+
+    def sum_over_devices(sums):
+        for add in adds:
+            sums = add(sums)
+        return sums
+
+    step, ranks = trainer._train_step, trainer.virtual_ranks
+    adds, ranks._add_ranks = ranks._add_ranks, []
+    measured, *others = timed("chunks", step.sum_batch, _model(trainer.state), batch)
+    ranks._add_ranks = adds
+    measured = timed("sums", sum_over_devices, measured)
+    trainer.state, _ = timed("update", step.last, trainer.state, sums, measured, *others)
+    return times
 
 
 def planned(program, *, with_arguments):
@@ -118,7 +147,7 @@ def measure(name, repeats):
     prepared = {kind: prepare(module, data, reproducible=kind == "reproducible") for kind in KINDS}
     times = {kind: [] for kind in KINDS}
     for _ in range(repeats):
-        for kind, (step, _) in prepared.items():
+        for kind, (step, *_) in prepared.items():
             start = time.perf_counter(), time.process_time()
             step()
             times[kind].append(((time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3))
@@ -127,11 +156,14 @@ def measure(name, repeats):
         wall, processor = zip(*values, strict=True)
         low, median, high = statistics.quantiles(wall, n=4)
         row |= {f"{kind}_ms": round(median, 3), f"{kind}_quartiles_ms": [round(low, 3), round(high, 3)]}
-        row |= {f"{kind}_processor_ms": round(statistics.median(processor), 3), f"{kind}_mb": round(prepared[kind][1] / 1e6, 2)}
+        row |= {f"{kind}_processor_ms": round(statistics.median(processor), 3), f"{kind}_mb": round(prepared[kind][-1] / 1e6, 2)}
     ratios = {
         "ratio": row["reproducible_ms"] / row["fast_ms"],
         "processor_ratio": row["reproducible_processor_ms"] / row["fast_processor_ms"],
     }
+    stages = [prepared["reproducible"][1]() for _ in range(repeats)]
+    for position, clock in enumerate(("ms", "processor_ms")):
+        row[f"stages_{clock}"] = {key: round(statistics.median(x[key][position] for x in stages), 3) for key in stages[0]}
     return row | {key: round(value, 2) for key, value in ratios.items()}
 
 
