@@ -23,5 +23,8 @@ def train(num_processes, results):
 @pytest.mark.slow
 def test_any_number_of_processes_gives_the_same_bits(tmp_path):
     alone = train(1, tmp_path / "alone")
+    assert alone["threads"] == "8", (
+        "The size of the pool must follow from 4 virtual ranks, not from the launcher's division of cores."
+    )
     for num_processes in (2, 4):
         assert train(num_processes, tmp_path / str(num_processes)) == alone, f"{num_processes} processes differ from one"

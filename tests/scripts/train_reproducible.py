@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main():
         "history": history,
         "state": digest((state.params, state.model_state, state.opt_state)),
         "outputs": digest(outputs),
+        "threads": os.environ["PJRT_NPROC"],
     }
     if tnt.is_master_rank():
         Path(sys.argv[1]).write_text(json.dumps(results))
