@@ -3,6 +3,7 @@
 The rest of the package calls JAX through its documented API and these few functions.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -93,7 +94,17 @@ def convolves(jitted: Any, *args: Any) -> bool:
 
 def convolution_options(mesh: Mesh) -> dict[str, Any]:
     """Returns the compiler options by which programs convolve faster on the devices of `mesh`; none change what is computed."""
-    return _without_ynn_convolutions() if mesh.devices.flat[0].platform == "cpu" else {}
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    # YNNPACK's convolutions keep hardly more than one core busy; on one core they are the faster ones.
+    has_more_cores = mesh.devices.flat[0].platform == "cpu" and _num_cores() > len(devices)
+    return _without_ynn_convolutions() if has_more_cores else {}
+
+
+def _num_cores() -> int:
+    """Returns the processor cores that this process may use; the launcher writes its share to `OMP_NUM_THREADS`."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = os.environ.get("OMP_NUM_THREADS", "")
+    return min(allowed, int(share)) if share.isdigit() else allowed
 
 
 @lru_cache
