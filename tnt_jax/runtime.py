@@ -21,6 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
+from tnt_jax.host_memory import keep_freed_memory
 from tnt_jax.launch.clusters import Job, detect_job
 from tnt_jax.log import configure_logging, logger
 from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
@@ -91,6 +92,8 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
         configure_logging(settings, rank=jax.process_index(), is_master=jax.process_index() == 0)
         _runtime = Runtime(_jax.make_data_mesh(_choose_devices(devices)), settings)
         configure_logging(settings, rank=_runtime.local_ranks[0], is_master=jax.process_index() == 0)
+        if _runtime.platform == "cpu":
+            keep_freed_memory(os.environ)
         logger.info(
             "%d rank(s) on %s in %d process(es) on %s.",
             _runtime.num_ranks, _runtime.platform, jax.process_count(), socket.gethostname(),
