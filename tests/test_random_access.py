@@ -217,3 +217,16 @@ def test_distribution_is_logged(caplog):
 def test_generators_of_neighbours_are_independent():
     draws = {fetch.example_generator(1, epoch, index).random() for epoch in range(5) for index in range(200)}
     assert len(draws) == 1000
+
+
+@pytest.mark.parametrize(("chosen", "seed"), [(None, 42), (7, 7)])
+def test_the_order_without_a_seed_is_that_of_set_seed(caplog, monkeypatch, chosen, seed):
+    monkeypatch.setattr("tnt_jax.seeding._seed", chosen)
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        source, expected = (
+            RandomAccessSource(RandomAccess(Squares(21), batch_size=8, shuffle=True, seed=given), Place(1))
+            for given in (None, seed)
+        )
+    assert caplog.text.count(f"order from seed {seed}.") == 2
+    for batch, wanted in zip(source.batches(1), expected.batches(1), strict=True):
+        np.testing.assert_array_equal(batch.data[0], wanted.data[0])

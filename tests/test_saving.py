@@ -251,6 +251,19 @@ def test_clone_and_json():
     assert json.loads(model.to_json())["module"]["linen"][0] == "tnt_jax.models.cnn:CNN"
 
 
+def test_a_saved_model_sums_as_before(tmp_path):
+    model = tnt.Model(nn.Dense(3), seed=1, fusion_threshold=64, shard_optimizer_state=True)
+    model.compile("adam", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fit(model)
+    model.save(tmp_path / "run")
+    loaded = tnt.models.load_model(tmp_path / "run")
+    assert loaded.options == model.options
+    assert loaded._trainer.reduction == model._trainer.reduction
+    assert loaded._trainer.reduction.shard_optimizer_state
+    assert tnt.models.clone_model(tnt.Model(nn.Dense(3), reproducible=True, virtual_ranks=4)).options["virtual_ranks"] == 4
+    assert fit(loaded, initial_epoch=2, epochs=3).history == fit(model, initial_epoch=2, epochs=3).history
+
+
 def test_setting_the_learning_rate_compiles_nothing():
     model = make_model()
     assert model.optimizer.learning_rate == pytest.approx(0.05)

@@ -17,6 +17,7 @@ from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.report import describe_sizes, last_padded_rows
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.log import logger
+from tnt_jax.seeding import seed_or_default
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RandomAccess:
             `__getitems__`, several examples are fetched by one call.
         batch_size: Rows of the global batch; None to have it from `tnt_micro_batch_size`.
         shuffle: Whether each epoch visits the examples in an order of its own, computed from `(seed, epoch)`.
-        seed: Seed of the order and of the generators given to `transform`.
+        seed: Seed of the order and of the generators given to `transform`; by default that of the last `tnt_jax.set_seed`, or 42.
         drop_remainder: Whether an incomplete last batch is dropped.
         transform: Called as `transform(example, generator)` in the workers. The NumPy generator depends on `(seed, epoch, index)`
             alone, so that random augmentation gives the same pixels on any number of processes.
@@ -42,7 +43,7 @@ class RandomAccess:
     dataset: Dataset
     batch_size: int | None = None
     shuffle: bool = False
-    seed: int = 42
+    seed: int | None = None
     drop_remainder: bool = False
     transform: Callable[[Any, np.random.Generator], Any] | None = None
     num_workers: int = 0
@@ -88,14 +89,15 @@ class RandomAccessSource:
         self.num_examples: int | None = min(size, self.num_batches * self.global_batch_size)
         self.num_skipped = 0
         self._spec, self._place = spec, place
-        recipe = Recipe(spec.dataset, spec.transform, spec.seed, spec.on_error)
+        self._seed = seed_or_default(spec.seed, default=42)
+        recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
         sizes = describe_sizes(
             place,
             global_batch_size=self.global_batch_size,
             num_batches=self.num_batches,
             num_padded_rows=last_padded_rows(self.num_examples, self.global_batch_size, place.num_ranks),
-            seed=spec.seed if spec.shuffle else None,
+            seed=self._seed if spec.shuffle else None,
         )
         logger.info("%s Each process fetches its own rows only.", sizes)
 
@@ -115,7 +117,7 @@ class RandomAccessSource:
 
     def _index_batches(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
         spec = self._spec
-        order = Permutation(len(spec.dataset), seed=spec.seed, epoch=epoch) if spec.shuffle else np.asarray
+        order = Permutation(len(spec.dataset), seed=self._seed, epoch=epoch) if spec.shuffle else np.asarray
         assert self.num_batches is not None
         assert self.global_batch_size is not None
         for batch in range(start_batch, self.num_batches):

@@ -61,6 +61,8 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         stop_training: Set it to True in a callback to end training after the current step.
         rows_in_batch: Real rows of the global batch in the current step.
         epoch_sums: Sums behind the logs of the epoch so far, on the devices.
+        options: The arguments that a saved or cloned model is made with: those of this one without module, variables and
+            `ranks_per_host`.
 
     Raises:
         TypeError: If `module` is of no known kind.
@@ -99,6 +101,11 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         self._reduction_choices = {
             "threshold_kb": fusion_threshold, "compression": gradient_compression, "ranks_per_host": ranks_per_host,
             "shard_optimizer_state": shard_optimizer_state,
+        }  # fmt: skip
+        # All but ranks_per_host, which belongs to the machine.
+        self.options: dict[str, Any] = {
+            "seed": self._seed, **self._options, "fusion_threshold": fusion_threshold, "gradient_compression": gradient_compression,
+            "shard_optimizer_state": shard_optimizer_state, "reproducible": reproducible, "virtual_ranks": virtual_ranks,
         }  # fmt: skip
         self._adapter = wrap(module, variables=variables, **self._options)
         self._lazy_trainer: Trainer | None = None

@@ -59,9 +59,8 @@ class SavingMixin:
     module: Any
     _adapter: Adapter
     _trainer: Trainer
-    _seed: int
+    options: dict[str, Any]
     _is_fitting: bool
-    _options: dict[str, Any]
     _given: Mapping[str, Any] | None
     _optimizer: Any
     _transformation: Any
@@ -199,11 +198,6 @@ class SavingMixin:
             ValueError: If the module cannot be described.
         """
         return json.dumps(self.get_config())
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that the model was made with, besides module and variables."""
-        return {"seed": self._seed, **self._options}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replaces every part of the training state that `arrays` hold, by path; before `build` as soon as the model is built.
