@@ -229,4 +229,4 @@ def test_the_order_without_a_seed_is_that_of_set_seed(caplog, monkeypatch, chose
         )
     assert caplog.text.count(f"order from seed {seed}.") == 2
     for batch, wanted in zip(source.batches(1), expected.batches(1), strict=True):
-        np.testing.assert_array_equal(batch.data[0], wanted.data[0])
+        np.testing.assert_equal(batch.data, wanted.data)
