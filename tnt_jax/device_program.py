@@ -51,8 +51,8 @@ def device_program(function: Callable, mesh: Mesh, *, in_specs: Any, out_specs: 
         donate: Positions of arguments whose memory the results may use.
     """
     mapped = jax.shard_map(function, mesh=_ALONE, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-    options = {**_jax.convolution_options(mesh), **_jax.deterministic_options(mesh)}
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
+    # No options that follow from the number of devices or cores: other libraries give other bits.
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=_jax.deterministic_options(mesh))
 
 
 def split(tree: Any, mesh: Mesh) -> list[Any]:
