@@ -93,7 +93,7 @@ def convolves(jitted: Any, *args: Any) -> bool:
 
 
 def convolution_options(mesh: Mesh) -> dict[str, Any]:
-    """Returns the compiler options by which programs convolve faster on the devices of `mesh`; none change what is computed."""
+    """Returns the compiler options by which programs convolve faster on the devices of `mesh`; results differ by rounding."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     # YNNPACK's convolutions keep hardly more than one core busy; on one core they are the faster ones.
     has_more_cores = mesh.devices.flat[0].platform == "cpu" and _num_cores() > len(devices)

@@ -27,13 +27,8 @@ def psum(tree: Any, *, join_small: bool | None = None) -> Any:
     if not (_has_slow_starts() if join_small is None else join_small):
         return jax.lax.psum(tree, _jax.DATA_AXIS)
     leaves, structure = jax.tree.flatten(tree)
-    groups: dict[Any, list[int]] = {}
-    for index, x in enumerate(leaves):
-        # A number that is no array is the same on every rank and is not sent.
-        is_small = isinstance(x, jax.Array) and x.size * x.dtype.itemsize < _SMALL_BYTES
-        groups.setdefault(x.dtype if is_small else index, []).append(index)
     results: dict[int, Any] = {}
-    for indices in groups.values():
+    for indices in groups_of_small(leaves, _SMALL_BYTES):
         arrays = [leaves[index] for index in indices]
         if len(arrays) == 1:
             totals = jax.lax.psum(arrays, _jax.DATA_AXIS)
@@ -43,13 +38,22 @@ def psum(tree: Any, *, join_small: bool | None = None) -> Any:
     return jax.tree.unflatten(structure, [results[index] for index in range(len(leaves))])
 
 
+def groups_of_small(arrays: Sequence[Any], limit: int) -> list[list[int]]:
+    """Returns positions of arrays, those of one dtype and fewer than `limit` bytes together; others, and plain numbers, alone."""
+    groups: dict[Any, list[int]] = {}
+    for index, x in enumerate(arrays):
+        is_small = hasattr(x, "dtype") and x.size * x.dtype.itemsize < limit
+        groups.setdefault(x.dtype if is_small else index, []).append(index)
+    return list(groups.values())
+
+
 def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns arrays of one dtype as one, `[total size]`."""
     return arrays[0].reshape(-1) if len(arrays) == 1 else jnp.concatenate([x.reshape(-1) for x in arrays])
 
 
-def split_like(flat: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the parts of `flat`, `[total size]`, in the shapes of `arrays`."""
+def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns the parts of `flat`, `[total size]`, in the shapes of `arrays`, of which nothing else is used."""
     parts, start = [], 0
     for x in arrays:
         parts.append(flat[start : start + x.size].reshape(x.shape))
