@@ -29,8 +29,8 @@ from typing import Any
 
 WIDTH, LAYERS = 936, 8  # 28 MB of float32 gradients.
 SUMS = ("xla", "ring", "torch")
-LINK_STEPS = ("link", "beside", "from first gradient", "ring", "ring deferred")  # See benchmarks/ring_steps.py.
-STEPS = ("alone", *LINK_STEPS, "xla", "xla bfloat16", "torch ddp 4 MB", "torch ddp 25 MB")
+LINK_STEPS = ("link", "beside", "from first gradient", "ring deferred")  # See benchmarks/ring_steps.py.
+STEPS = ("alone", *LINK_STEPS, "ring", "xla", "xla bfloat16", "torch ddp 4 MB", "torch ddp 25 MB")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,11 +73,11 @@ def join_jax(args: argparse.Namespace, process: int) -> Any:
 
 
 def connect(args: argparse.Namespace, process: int) -> tuple[socket.socket, socket.socket]:
-    from ring import connect_neighbours
+    from tnt_jax.ring_connection import Door, connect_neighbours
 
     listener = socket.create_server(("0.0.0.0", args.port + 1 + process))
-    addresses = [address_of(args, other, 1 + other) for other in range(args.processes)]
-    return connect_neighbours(process, addresses, listener=listener, timeout_s=300)
+    doors = [Door(*address_of(args, other, 1 + other), secret="") for other in range(args.processes)]
+    return connect_neighbours(process, doors, listener=listener, timeout_s=300)
 
 
 def join_torch(args: argparse.Namespace, process: int) -> Any:
@@ -110,13 +110,14 @@ def sum_xla(args: argparse.Namespace, process: int) -> Callable[[int], Callable[
 
 def sum_ring(args: argparse.Namespace, process: int) -> Callable[[int], Callable[[], Any]]:
     import numpy as np
-    from ring import Ring
+
+    from tnt_jax.ring import Ring
 
     ring = Ring(process, args.processes, *connect(args, process))
 
     def prepare(size: int) -> Callable[[], Any]:
         array = np.ones(size, np.float32)
-        return lambda: ring.wait(ring.start(array))
+        return lambda: ring.wait(ring.start([array]))
 
     return prepare
 
@@ -139,7 +140,7 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str, leaving: con
 
     from tnt_jax import _jax
     from tnt_jax.backward_order import trace_grads
-    from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
+    from tnt_jax.reduction import Reduction, default_reduction, sum_compressed, sum_over_ranks
 
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.03 for _ in range(LAYERS)]
@@ -160,8 +161,9 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str, leaving: con
     def local_step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
         varying = _jax.make_varying(params)
         _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), varying)
-        if exchange == "xla":
-            return update(params, sum_over_ranks(grads, Reduction(), order=order)), rest
+        if exchange in ("xla", "ring"):
+            reduction = Reduction() if exchange == "xla" else default_reduction("cpu", args.processes, args.processes)
+            return update(params, sum_over_ranks(grads, reduction, order=order)), rest
         own = [leaf[0] for leaf in rest]
         grads, own = sum_compressed(grads, own, Reduction(0, compression="bfloat16"), order=order)
         return update(params, grads), [leaf[None] for leaf in own]
@@ -191,7 +193,8 @@ def step_without_xla(
 ) -> Callable[[], Any]:
     """Returns a step whose bytes, if any, do not travel by XLA."""
     import ring_steps
-    from ring import Ring
+
+    from tnt_jax.ring import Ring
 
     if exchange == "alone":
         return step_with_callbacks(exchange, loss, params, rows)

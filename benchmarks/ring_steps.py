@@ -5,7 +5,6 @@ Contenders of `benchmarks/allreduce.py`, all the same network and the same bytes
 - `beside`: the bytes travel from the start of the step on. What sending takes from the processor.
 - `from first gradient`: the bytes travel from the moment on at which the first gradient exists, and nothing is added up. No step whose
   weights are complete when it ends can be faster than sending from there on.
-- `ring`: a callback starts the sum of a gradient when it is finished; weights are complete when the step ends.
 - `ring deferred`: the step ends when all sums have started. The next one waits for a layer's sum, and updates its weights, right before the
   layer is used, and the sums of first layers overtake those of last layers (Jayarajan et al. 2019, arXiv:1905.03960). It computes the
   same numbers, one step later; a last call would have to complete the weights.
@@ -17,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from ring import Ring
+
+from tnt_jax.ring import Ring
 
 LEARNING_RATE = 0.01
 
@@ -85,13 +85,10 @@ def step(
 
     from tnt_jax.backward_order import trace_grads
 
-    if exchange == "ring deferred" and ring is not None:
-        grads, updated = jax.grad(lambda params: deferred_loss(ring, tickets, params, x), has_aux=True)(params)
-        return updated, start_sums(ring, tickets, grads, range(len(params))[::-1], first_is_urgent=True)
-    _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), params)
     if ring is not None:
-        started = start_sums(ring, tickets, grads, order, first_is_urgent=False)
-        return update_in_order(ring, tickets, params, order, started), started
+        grads, updated = jax.grad(lambda params: deferred_loss(ring, tickets, params, x), has_aux=True)(params)
+        return updated, start_sums(ring, tickets, grads)
+    _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), params)
     started = start_at_first_gradient(link, grads, order) if link is not None and exchange == "from first gradient" else None
     return [param - LEARNING_RATE * grad for param, grad in zip(params, grads, strict=True)], started
 
@@ -108,17 +105,17 @@ def start_at_first_gradient(link: Link, grads: Sequence[Any], order: Sequence[in
     return io_callback(start, jax.ShapeDtypeStruct((), np.int32), grads[order[0]])
 
 
-def start_sums(ring: Ring, tickets: list[Any], grads: Sequence[Any], order: Sequence[int], *, first_is_urgent: bool) -> Any:
+def start_sums(ring: Ring, tickets: list[Any], grads: Sequence[Any]) -> Any:
     """Starts the sum of each gradient when it is finished, inside a jitted program; returns what is there when all have started."""
     import jax
     from jax.experimental import io_callback
 
     def start(index: int, grad: Any) -> Any:
-        tickets[index] = ring.start(np.asarray(grad), priority=-index if first_is_urgent else 0)
+        tickets[index] = ring.start([np.asarray(grad)], priority=-index)
         return np.int32(index)
 
     before = np.int32(0)
-    for index in order:
+    for index in reversed(range(len(grads))):
         # Each start waits for the one before, so that all processes start in one order.
         begin = io_callback(
             lambda grad, _, index=index: start(index, grad), jax.ShapeDtypeStruct((), np.int32), grads[index], before
@@ -134,19 +131,9 @@ def wait_for_sum(ring: Ring, tickets: list[Any], index: int, like: Any, after: A
 
     def wait(_: Any) -> Any:
         ticket, tickets[index] = tickets[index], None
-        return np.zeros(like.shape, like.dtype) if ticket is None else ring.wait(ticket)
+        return np.zeros(like.shape, like.dtype) if ticket is None else ring.wait(ticket)[0]
 
     return io_callback(wait, jax.ShapeDtypeStruct(like.shape, like.dtype), after)
-
-
-def update_in_order(ring: Ring, tickets: list[Any], params: Sequence[Any], order: Sequence[int], after: Any) -> list[Any]:
-    """Returns updated weights: each sum is waited for alone, so that updates run while later sums travel."""
-    updated = list(params)
-    for index in order:
-        total = wait_for_sum(ring, tickets, index, params[index], after)
-        updated[index] = params[index] - LEARNING_RATE * total
-        after = updated[index][0, 0]
-    return updated
 
 
 def deferred_loss(ring: Ring, tickets: list[Any], params: Sequence[Any], x: Any) -> tuple[Any, list[Any]]:

@@ -39,6 +39,24 @@ def test_collectives_are_read_with_their_places():
     ]
 
 
+def test_sums_of_the_ring_last_from_their_start_to_what_waits_for_them():
+    text = """\
+HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %first = (s32[]) custom-call(%a), operand_layout_constraints={s32[], s32[], f32[8]{0}}, metadata={op_name="x/ring_start/io"}
+  %fusion = f32[8]{0} fusion(%a), kind=kLoop, calls=%f
+  %last = (s32[]) custom-call(%a), operand_layout_constraints={s32[], s32[], f32[2]{0}}, metadata={op_name="x/ring_start/io"}
+  %one = (s32[], f32[8]{0}) custom-call(%a), operand_layout_constraints={s32[], s32[]}, metadata={op_name="x/ring_wait/io"}
+  ROOT %other = (s32[], f32[2]{0}) custom-call(%a), operand_layout_constraints={s32[], s32[]}, metadata={op_name="x/ring_wait/io"}
+}
+"""
+    assert read_collectives(text)[0] == [
+        Collective("ring-sum", 32, True, 0.0, 1.0, 0.0),
+        Collective("ring-sum", 8, False, 1.0, 1.0, 0.0),
+    ]
+
+
 def test_a_program_without_a_schedule_is_refused():
     with pytest.raises(ValueError, match="Only a scheduled program"):
         read_collectives(PROGRAM.replace("is_scheduled=true", "x=1"))

@@ -27,9 +27,9 @@ def launch(num_processes, *command, flags=(), timeout_s=240, **extra):
     )
 
 
-def train(num_processes, recipe, folder):
+def train(num_processes, recipe, folder, **options):
     folder.mkdir()
-    result = launch(num_processes, SCRIPTS / "train_parity.py", json.dumps(recipe), folder)
+    result = launch(num_processes, SCRIPTS / "train_parity.py", json.dumps(recipe), folder, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return [dict(np.load(file)) for file in sorted(folder.iterdir())], result.stdout
 
@@ -48,6 +48,27 @@ def test_processes_equal_one(num_processes, source, tmp_path):
         for name, value in result.items():
             np.testing.assert_allclose(value, alone[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert screen.count("Epoch 2/2") == 1, "Only the master prints."
+
+
+@pytest.mark.slow
+def test_processes_of_two_devices_that_accumulate_equal_one(tmp_path):
+    recipe = {"num_examples": 31, "size": 9, "source": "arrays", "accumulation": 2}
+    (alone,), _ = train(0, recipe, tmp_path / "alone")
+    together, _ = train(2, {**recipe, "devices": 2}, tmp_path / "together")
+    for result in together:
+        assert result["size"] == 4
+        for name in alone.keys() - {"rank", "size"}:
+            np.testing.assert_allclose(result[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_the_ring_gives_the_bits_of_sums_by_xla(tmp_path):
+    # Statistics of each rank's own rows, which the ranks average.
+    recipe = {"num_examples": 31, "size": 9, "source": "arrays", "axis_name": None}
+    ring, _ = train(2, recipe, tmp_path / "ring")
+    xla, _ = train(2, recipe, tmp_path / "xla", TNT_FUSION_THRESHOLD="xla")
+    for own, other in zip(ring, xla, strict=True):
+        for name, value in own.items():
+            np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
 def test_an_exception_on_one_rank_ends_the_others_and_passes_its_code_on(tmp_path):

@@ -1,6 +1,6 @@
 """Sums over the ranks, where each costs as little as it can."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +27,26 @@ def psum(tree: Any, *, join_small: bool | None = None) -> Any:
     if not (_has_slow_starts() if join_small is None else join_small):
         return jax.lax.psum(tree, _jax.DATA_AXIS)
     leaves, structure = jax.tree.flatten(tree)
-    results: dict[int, Any] = {}
-    for indices in groups_of_small(leaves, _SMALL_BYTES):
-        arrays = [leaves[index] for index in indices]
-        if len(arrays) == 1:
-            totals = jax.lax.psum(arrays, _jax.DATA_AXIS)
-        else:
-            totals = split_like(jax.lax.psum(flatten(arrays), _jax.DATA_AXIS), arrays)
-        results.update(zip(indices, totals, strict=True))
-    return jax.tree.unflatten(structure, [results[index] for index in range(len(leaves))])
+    joined, take_apart = join_small_ones(leaves)
+    return structure.unflatten(take_apart(jax.lax.psum(joined, _jax.DATA_AXIS)))
+
+
+def join_small_ones(arrays: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Returns arrays, those of less than 1 MiB and of one dtype as one, and what takes such a list apart again.
+
+    Args:
+        arrays: Arrays and plain numbers.
+    """
+    places = groups_of_small(arrays, _SMALL_BYTES)
+    groups = [[arrays[index] for index in indices] for indices in places]
+
+    def take_apart(joined: Sequence[Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+        for indices, group, whole in zip(places, groups, joined, strict=True):
+            results.update(zip(indices, [whole] if len(group) == 1 else split_like(whole, group), strict=True))
+        return [results[index] for index in range(len(arrays))]
+
+    return [group[0] if len(group) == 1 else flatten(group) for group in groups], take_apart
 
 
 def groups_of_small(arrays: Sequence[Any], limit: int) -> list[list[int]]:

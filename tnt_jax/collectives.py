@@ -28,15 +28,34 @@ def average_model_state(tree: Any, share: jax.Array | None) -> Any:
     Raises:
         TypeError: If a leaf that is not floating differs between ranks.
     """
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [leaf for _, leaf in paths_and_leaves]
-    varying = [index for index, leaf in enumerate(leaves) if _jax.is_varying(leaf)]
-    for index in varying:
-        check_can_be_averaged(*paths_and_leaves[index])
-    own = [leaves[index] if share is None else leaves[index] * share.astype(leaves[index].dtype) for index in varying]
-    for index, total in zip(varying, psum(own), strict=True):
-        leaves[index] = total / jax.lax.axis_size(_jax.DATA_AXIS) if share is None else total
-    return structure.unflatten(leaves)
+    return with_averages(tree, psum(parts_of_averages(tree, share)), share)
+
+
+def parts_of_averages(tree: Any, share: jax.Array | None) -> list[jax.Array]:
+    """Returns what this rank adds to the averages of `average_model_state`, for those leaves that differ between ranks."""
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    varying = [(path, leaf) for path, leaf in paths_and_leaves if _jax.is_varying(leaf)]
+    for path, leaf in varying:
+        check_can_be_averaged(path, leaf)
+    return [leaf if share is None else leaf * share.astype(leaf.dtype) for _, leaf in varying]
+
+
+def with_averages(tree: Any, totals: list[jax.Array], share: jax.Array | None) -> Any:
+    """Returns model state whose leaves that differ between ranks are replaced by their averages.
+
+    Args:
+        tree: Model state after a step.
+        totals: Sums over ranks of `parts_of_averages`.
+        share: As in `average_model_state`.
+    """
+    num_ranks, remaining = jax.lax.axis_size(_jax.DATA_AXIS), iter(totals)
+
+    def average(leaf: jax.Array) -> jax.Array:
+        if not _jax.is_varying(leaf):
+            return leaf
+        return next(remaining) / num_ranks if share is None else next(remaining)
+
+    return jax.tree.map(average, tree)
 
 
 def check_can_be_averaged(path: Any, leaf: jax.Array) -> None:

@@ -27,11 +27,15 @@ _TITLE = "// Program: "
 _KERNELS = ("fusion", "custom-call", "dot", "convolution", "reduce", "copy", "sort", "scatter", "concatenate", "while", "call")
 
 
+# Scopes in which `overlap.py` calls the ring, and the name under which its sums are listed.
+RING_START, RING_WAIT, RING_SUM = "ring_start", "ring_wait", "ring-sum"
+
+
 class Collective(NamedTuple):
     """One collective of a schedule; places are shares of the kernels, from 0 to 1.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`; `ring-sum` for a sum by callbacks between CPUs.
         nbytes: Bytes of the result.
         is_asynchronous: Whether anything is scheduled between its start and its end.
         start: Place of the start.
@@ -66,7 +70,13 @@ def read_planned(text: str) -> list[tuple[str, int]]:
     """
     names = "|".join(kind.replace("-", "_") for kind in _COLLECTIVES)
     found = re.findall(rf'"stablehlo\.({names})".*?{_SHAPES}', text, flags=re.DOTALL)
-    return [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
+    # What waits for a sum of the ring takes two numbers and returns one before the arrays.
+    number = r"tensor<i32>"
+    waits = re.findall(
+        rf"@xla_ffi_python_cpu_callback\(.*: \({number}, {number}\) -> \({number}, (.*)\)$", text, flags=re.MULTILINE
+    )
+    planned = [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
+    return [*planned, *((RING_SUM, _num_tensor_bytes(shapes)) for shapes in waits)]
 
 
 def read_collectives(text: str) -> tuple[list[Collective], int]:
@@ -84,12 +94,16 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
     # An asynchronous collective may be wrapped into a computation that a generic start calls.
     wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
-    kernels, backward = 0, []
+    kernels, backward, ring_ends = 0, [], []
     for name, shape, operation, rest in filter(None, map(_parse, computations[""])):
         kind = _kind(operation, rest, wrapped)
         if kind is not None and operation.endswith("-done"):
             continue
-        if kind is not None:
+        if operation == "custom-call" and f"/{RING_START}/" in rest:
+            found.append((name, RING_SUM, _num_operand_bytes(rest), True, kernels))
+        elif operation == "custom-call" and f"/{RING_WAIT}/" in rest:
+            ring_ends.append(kernels)
+        elif kind is not None:
             is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
             found.append((name, kind, _num_bytes(kind, shape), is_synchronous, kernels))
         elif operation in _KERNELS:
@@ -97,11 +111,19 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
             if "transpose(jvp" in rest:
                 backward.append(kernels)
     ends = _ends(computations[""], [name for name, *_ in found], wrapped)
+    # Sums are waited for in the order in which they start.
+    ends.update(zip([name for name, kind, *_ in found if kind == RING_SUM], ring_ends, strict=True))
     last = max(backward, default=0) / max(kernels, 1)
-    return [
-        Collective(kind, size, not is_synchronous, start / max(kernels, 1), ends.get(name, start) / max(kernels, 1), last)
-        for name, kind, size, is_synchronous, start in found
-    ], len(backward)
+
+    def place(kernels_before: int) -> float:
+        return kernels_before / max(kernels, 1)
+
+    collectives = []
+    for name, kind, size, is_synchronous, start in found:
+        done = ends.get(name, start)
+        is_asynchronous = done > start if kind == RING_SUM else not is_synchronous
+        collectives.append(Collective(kind, size, is_asynchronous, place(start), place(done), last))
+    return collectives, len(backward)
 
 
 def _num_tensor_bytes(shapes: str) -> int:
@@ -155,6 +177,12 @@ def _num_bytes(kind: str, shape: str) -> int:
     sizes = [_NUM_BYTES.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x) for dtype, dims in arrays]
     # The start of a pair other than an all-reduce has operands and results side by side.
     return max(sizes, default=0) if kind != "all-reduce" else sum(sizes)
+
+
+def _num_operand_bytes(rest: str) -> int:
+    """Returns the bytes of the operands of a custom call, but for the two numbers in front."""
+    layouts = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", rest)
+    return sum(_num_bytes("", shape) for shape in re.findall(r"\w+\[[\d,]*\]", layouts[1])[2:]) if layouts else 0
 
 
 def _ends(lines: list[str], names: list[str], wrapped: dict[str, str | None]) -> dict[str, int]:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tnt_jax import _jax, collectives, reproducible, sharded_update
+from tnt_jax import _jax, collectives, overlap, reproducible, sharded_update
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_placer, place_of
 from tnt_jax.data.sources import HostBatch
@@ -68,7 +68,9 @@ class Trainer:
         virtual_ranks: int | None = None,
     ) -> None:
         self.adapter, self.runtime, self.owner = adapter, runtime, owner
-        self.reduction = default_reduction(runtime.platform, runtime.num_ranks) if reduction is None else reduction
+        if reduction is None:
+            reduction = default_reduction(runtime.platform, runtime.num_ranks, jax.process_count())
+        self.reduction = reduction
         self._state: TrainState | None = None
         self._seed = seed
         self._stacked = NamedSharding(runtime.mesh, PartitionSpec(None, _jax.DATA_AXIS))
@@ -142,6 +144,8 @@ class Trainer:
         mesh = self.runtime.mesh
         self._parts, self._zeros, self._train_steps = parts, {}, None
         if self.virtual_ranks is None:
+            if self.reduction.by_ring:
+                overlap.connect(self.runtime)
             arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
             self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
             self._make_train_steps = partial(make_train_steps, parts, optimizer, mesh, **arguments)

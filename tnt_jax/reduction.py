@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.all_reduce import flatten, psum, split_like
+from tnt_jax.all_reduce import flatten, join_small_ones, psum, split_like
+from tnt_jax.overlap import connect, sum_in_background
 from tnt_jax.settings import Settings
 
 # What modelled H100s were fastest with, see docs/performance.md: between hosts a sum takes long whatever its size.
 _HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
 _RANKS_OF_A_HOST = 8
-_CPU_BUCKET_BYTES = 4 * 2**20
+_CPU_BUCKET_BYTES = 2 * 2**20
 # Up to so many ranks, and from so many bytes of gradients on, the compiler's own groups were modelled as better than ours: Transformer-big
 # and -base, but not ResNet-50 with its 98 MiB.
 _MOST_RANKS_FOR_XLA, _XLA_BYTES = 64, 200 * 2**20
@@ -31,13 +32,14 @@ class Reduction:
 
     Attributes:
         threshold: Bytes from which a bucket is full; 0 gives each array a bucket of its own; `"xla"` leaves it to the compiler which
-            arrays travel together, and when. Between processes on CPUs the small arrays of a bucket travel as one array.
+            arrays travel together, and when.
         chained: Whether a bucket is one array that waits for the bucket before. It keeps the compiler from merging buckets and from
             sending first layers first, and costs a copy.
         compression: `"bfloat16"` sends 16 bits for each 32-bit gradient and makes up for the rounding in the next step; or None.
         ranks_per_host: Ranks that are summed first, being neighbours on one host, before hosts exchange the parts; 1 for no such stage.
         shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only.
         xla_bytes: Bytes of gradients from which all is left to the compiler, as with the threshold `"xla"`; None for never.
+        by_ring: Whether buckets are summed by a ring of our own between processes, while the program computes; on CPUs only.
     """
 
     threshold: Threshold = 0
@@ -46,6 +48,7 @@ class Reduction:
     ranks_per_host: int = 1
     shard_optimizer_state: bool = False
     xla_bytes: int | None = None
+    by_ring: bool = False
 
     def settled(self, nbytes: int) -> "Reduction":
         """Returns what this reduction is for so many bytes of gradients."""
@@ -58,16 +61,16 @@ class Reduction:
         return self.compression is not None
 
 
-def default_reduction(platform: str, num_ranks: int) -> Reduction:
+def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> Reduction:
     """Returns the plain reduction that is best on given devices.
 
     Args:
         platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
         num_ranks: Ranks of the job.
+        num_processes: Processes of the job.
     """
     if platform == "cpu":
-        # XLA merges all on CPU whatever it is given; what the size does is to bound the arrays into which small ones are copied.
-        return Reduction(_CPU_BUCKET_BYTES)
+        return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1)
     if num_ranks <= _RANKS_OF_A_HOST:
         return Reduction(_HOST_BUCKET_BYTES, chained=True)
     xla_bytes = _XLA_BYTES if num_ranks <= _MOST_RANKS_FOR_XLA else None
@@ -75,13 +78,20 @@ def default_reduction(platform: str, num_ranks: int) -> Reduction:
 
 
 def choose_reduction(
-    platform: str, num_ranks: int, *, settings: Settings, threshold_kb: Threshold | None = None, **choices: Any
+    platform: str,
+    num_ranks: int,
+    num_processes: int = 1,
+    *,
+    settings: Settings,
+    threshold_kb: Threshold | None = None,
+    **choices: Any,
 ) -> Reduction:
     """Returns the reduction for what a user chose, the best one of the platform where they chose nothing.
 
     Args:
         platform: Platform of the devices.
         num_ranks: Ranks of the job.
+        num_processes: Processes of the job.
         settings: What the environment says.
         threshold_kb: kB from which a bucket is full, or `"xla"`; None for what the environment says, else the platform's default.
         choices: Other attributes of `Reduction`.
@@ -89,10 +99,10 @@ def choose_reduction(
     Raises:
         ValueError: If a value is invalid, or two choices exclude one another.
     """
-    reduction = replace(default_reduction(platform, num_ranks), **choices)
+    reduction = replace(default_reduction(platform, num_ranks, num_processes), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
     if threshold_kb == "xla":
-        reduction = replace(reduction, threshold="xla", chained=False, xla_bytes=None)
+        reduction = replace(reduction, threshold="xla", chained=False, xla_bytes=None, by_ring=False)
     elif threshold_kb is not None:
         if isinstance(threshold_kb, (bool, str)) or threshold_kb < 0:
             raise ValueError(f"fusion_threshold must be a number of kB of at least 0, or 'xla', but is {threshold_kb!r}.")
@@ -111,7 +121,7 @@ def choose_reduction(
     }
     chosen = [name for name, is_chosen in special.items() if is_chosen]
     if chosen:
-        reduction = replace(reduction, xla_bytes=None)
+        reduction = replace(reduction, xla_bytes=None, by_ring=False)
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude one another: each is another way to sum gradients. Choose one.")
     if chosen and reduction.threshold == "xla":
@@ -164,15 +174,19 @@ def plan(leaves: Sequence[Any], threshold: Threshold) -> list[list[int]]:
     return plan_buckets(sizes, threshold, kinds=[x.dtype for x in leaves])
 
 
-def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | None = None) -> Any:
+def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | None = None, after: Any = ()) -> Any:
     """Returns the sum of `tree` over the ranks, to the last bit that of 32-bit additions in an order of the collective's choice.
 
     Args:
         tree: Arrays that vary over the ranks, usually gradients.
         reduction: How; its compression is ignored.
         order: Indices of the leaves, those in front that are ready first; the order of the tree by default.
+        after: What XLA sums besides, before or within what computes `tree`. A ring starts once it is there: processes whose
+            programs exchange by two ways in different orders would wait for each other for ever.
     """
     reduction = reduction.settled(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    if reduction.by_ring:
+        return _sum_by_ring(tree, reduction, order, after)
 
     def total(flat: jax.Array) -> jax.Array:
         if reduction.ranks_per_host > 1:
@@ -185,6 +199,24 @@ def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | No
         return psum(arrays, join_small=False if reduction.threshold == "xla" else None)
 
     return in_buckets(total_of_bucket, tree, reduction, order=order)
+
+
+def _sum_by_ring(tree: Any, reduction: Reduction, order: Sequence[int] | None, after: Any) -> Any:
+    """Returns the sum of `tree` over the ranks by our own ring; half precision is widened for it, as XLA does on CPUs."""
+    leaves, structure = jax.tree.flatten(tree)
+    order = range(len(leaves)) if order is None else order
+    buckets = [[order[position] for position in bucket] for bucket in plan([leaves[i] for i in order], reduction.threshold)]
+    # Each array costs the callbacks more than the copy of a small one.
+    joined = [join_small_ones([_widen(leaves[index]) for index in bucket]) for bucket in buckets]
+    totals = sum_in_background(connect(), [arrays for arrays, _ in joined], after=jax.tree.leaves(after))
+    results: dict[int, Any] = {}
+    for bucket, (_, take_apart), summed in zip(buckets, joined, totals, strict=True):
+        results.update(zip(bucket, take_apart(summed), strict=True))
+    return structure.unflatten([results[index].astype(leaf.dtype) for index, leaf in enumerate(leaves)])
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def sum_compressed(tree: Any, residual: Any, reduction: Reduction, *, order: Sequence[int]) -> tuple[Any, Any]:

@@ -256,7 +256,7 @@ def _check_host_names(job: Job, *, timeout_s: int) -> None:
     """Raises the same error on every process if hosts of the job resolve their own name to a loopback address."""
     # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x is out of the others' reach.
     client = _jax.coordination_client()
-    client.key_value_set(f"{_HOST_KEY}/{job.process_id}", f"{_machine()} {socket.gethostname()} {_own_address()}")
+    client.key_value_set(f"{_HOST_KEY}/{job.process_id}", f"{_machine()} {socket.gethostname()} {own_address() or 'unresolved'}")
     keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
     hosts = sorted({tuple(client.blocking_key_value_get(key, timeout_s * 1000).split(" ")) for key in keys})
     looped = [f"{name} ({address})" for _, name, address in hosts if address.startswith("127.") or address == "::1"]
@@ -273,11 +273,12 @@ def _machine() -> str:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _own_address() -> str:
+def own_address() -> str | None:
+    """Returns the address of the machine's own name, under which the other hosts of a job reach it; None if it has none."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        return "unresolved"
+        return None
 
 
 def _cpu_collectives_are_needed() -> bool:

@@ -18,7 +18,7 @@ from tnt_jax.accumulation import accumulate
 from tnt_jax.adapters.base import Applied
 from tnt_jax.all_reduce import psum
 from tnt_jax.backward_order import in_front, trace_grads
-from tnt_jax.collectives import average_model_state
+from tnt_jax.collectives import average_model_state, parts_of_averages, with_averages
 from tnt_jax.log import logger
 from tnt_jax.random_rows import batch_key
 from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
@@ -229,12 +229,13 @@ def _train_step(
         return optax.apply_updates(params, updates), opt_state
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        local = _differentiate(parts, state, batch, mesh.size)
+        local, share = _differentiate(parts, state, batch, mesh.size), _share(batch)
+        own_averages = parts_of_averages(local.model_state, share)
 
         def reduce_and_update(grads: Any, params: Any, carried: Any) -> tuple[Any, Any]:
             opt_state, residual = carried
             if residual is None:
-                grads = sum_over_ranks(grads, reduction, order=local.order)
+                grads = sum_over_ranks(grads, reduction, order=local.order, after=(numbers, averages))
             else:
                 own = jax.tree.map(lambda x: x[0], residual)
                 grads, own = sum_compressed(grads, own, reduction, order=local.order)
@@ -245,12 +246,15 @@ def _train_step(
         accumulated, carried = None, (state.opt_state, state.residual)
         if accumulation_steps == 1 and state.residual is None:
             # The loss and the metrics travel in the first bucket: they are ready before any gradient.
-            order = in_front(local.numbers, local.order)
-            numbers, grads = sum_over_ranks((local.numbers, local.grads), reduction, order=order)
+            ahead = (local.numbers, own_averages if reduction.by_ring else [])
+            summed = (num_real_rows(batch), [x for x in jax.tree.leaves(local.model_state) if not _jax.is_varying(x)])
+            order = in_front(ahead, local.order)
+            (numbers, averages), grads = sum_over_ranks((ahead, local.grads), reduction, order=order, after=summed)
+            averages = averages if reduction.by_ring else psum(own_averages)
             params, opt_state = update(grads, state.params, state.opt_state)
             carried = (opt_state, None)
         else:
-            numbers = psum(local.numbers)
+            numbers, averages = psum(local.numbers), psum(own_averages)
             if accumulation_steps == 1:
                 params, carried = reduce_and_update(local.grads, state.params, carried)
             else:
@@ -262,7 +266,7 @@ def _train_step(
             state,
             step=state.step + 1,
             params=params,
-            model_state=average_model_state(local.model_state, _share(batch)),
+            model_state=with_averages(local.model_state, averages, share),
             opt_state=carried[0],
             accumulated=accumulated,
             residual=carried[1],

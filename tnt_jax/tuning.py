@@ -81,7 +81,7 @@ def list_ways(trainer: Trainer, *, by_argument: bool, accumulation_steps: int) -
     option = "Model(fusion_threshold={!r})" if by_argument else "--fusion-threshold {}"
 
     def choose(**choices: Any) -> Reduction:
-        return choose_reduction(platform, num_ranks, settings=Settings(), **choices)
+        return choose_reduction(platform, num_ranks, jax.process_count(), settings=Settings(), **choices)
 
     ways = [Way(option.format(kb), choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")]
     ways.append(Way('Model(gradient_compression="bfloat16")', choose(compression="bfloat16"), is_exact=False))

@@ -16,10 +16,12 @@ import tnt_jax as tnt
 
 def main():
     recipe = json.loads(sys.argv[1])
+    jax.config.update("jax_num_cpu_devices", recipe.get("devices", 1))
     x, y, weight = make_data(recipe["num_examples"])
-    model = tnt.Model(Net(batch_norm=True, dropout=0.3, axis_name="data"), seed=4)
+    model = tnt.Model(Net(batch_norm=True, dropout=0.3, axis_name=recipe.get("axis_name", "data")), seed=4)
+    every = recipe.get("accumulation", 1)
     model.compile(
-        optax.sgd(0.1, momentum=0.9),
+        optax.sgd(0.1, momentum=0.9) if every == 1 else tnt.optimizers.SGD(0.1, gradient_accumulation_steps=every),
         loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         weighted_metrics=["accuracy"],

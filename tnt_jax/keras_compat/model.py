@@ -372,7 +372,8 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
     def _trainer(self) -> Trainer:
         if self._lazy_trainer is None:
             place = runtime.init()
-            reduction = choose_reduction(place.platform, place.num_ranks, settings=place.settings, **self._reduction_choices)
+            here = (place.platform, place.num_ranks, runtime.get_process_count())
+            reduction = choose_reduction(*here, settings=place.settings, **self._reduction_choices)
             self._lazy_trainer = Trainer(
                 self._adapter, place, seed=self._seed, reduction=reduction, virtual_ranks=self._virtual_ranks
             )

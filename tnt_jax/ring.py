@@ -3,64 +3,73 @@
 XLA's collectives on CPUs stop the program until they are done. A ring sums in threads, so that the gradients of late layers travel
 while those of early layers are computed:
 
-    ring = Ring.connect(process, addresses)
-    ticket = ring.start(gradient)       # returns at once
+    ring = Ring(process, num_processes, *connect_neighbours(...))
+    ticket = ring.start([gradient, other])       # returns at once
     ...
-    total = ring.wait(ticket)
+    total, other_total = ring.wait(ticket)
 
 Every process must start the same arrays in the same order. Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002: each process
 sends 2 (n - 1) / n times the bytes of an array, which is the least possible. Arrays travel in pieces, each a small ring sum, and a
-piece says what it belongs to: those of an array with a higher priority overtake others that wait to be sent (Jayarajan et al. 2019,
+piece says what it belongs to: those of a start with a higher priority overtake others that wait to be sent (Jayarajan et al. 2019,
 arXiv:1905.03960).
 """
 
 import contextlib
 import heapq
 import itertools
+import math
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
-_RETRY_S = 0.05
 _PIECE_BYTES = 512 * 1024  # Of one message; 4 ms at 1 Gbit/s, the longest that a more urgent array waits.
 _UNSENT_BYTES = 128 * 1024  # In the system's buffer, where nothing can overtake.
-_HEADER = struct.Struct("!IIII")
+_HEADER = struct.Struct("!QIII")
 
 
 class Message(NamedTuple):
-    """What tells a process what to do with the bytes that follow: the number of the array, of its piece, the hop, the bytes."""
+    """What tells a process what to do with the bytes that follow: the number of the sum, of its piece, the hop, the bytes."""
 
-    array: int
+    number: int
     piece: int
     hop: int
     nbytes: int
 
 
 class Sum:
-    """One array on its way.
+    """Arrays on their way.
 
     Attributes:
-        array: The own values, then the sum.
-        ticket: Fulfilled with the array.
+        values: The own values of all arrays, one behind the other, then the sums.
+        arrays: Views of `values` in the shapes of the arrays.
+        ticket: Fulfilled with `arrays`.
         priority: What is sent first; the highest.
-        pieces: The array in pieces, each in as many segments as there are processes.
+        pieces: The values in pieces, each in as many segments as there are processes.
         missing: Messages that have not come.
     """
 
-    def __init__(self, array: np.ndarray, priority: float, num_processes: int) -> None:
-        self.array, self.priority = array, priority
+    def __init__(self, arrays: Sequence[np.ndarray], priority: float, num_processes: int) -> None:
+        self.values = np.concatenate([np.ravel(array) for array in arrays])
+        ends = np.cumsum([np.size(array) for array in arrays])[:-1]
+        self.arrays = [part.reshape(np.shape(x)) for part, x in zip(np.split(self.values, ends), arrays, strict=True)]
         self.ticket: Future = Future()
-        values = array.reshape(-1)
-        num_pieces = -(-values.nbytes // (_PIECE_BYTES * num_processes))
-        pieces = np.array_split(values, num_pieces) if num_pieces else []
+        self.priority = priority
+        num_pieces = math.ceil(self.values.nbytes / (_PIECE_BYTES * num_processes))
+        pieces = np.array_split(self.values, num_pieces) if num_pieces else []
         self.pieces = [np.array_split(piece, num_processes) for piece in pieces]
         self.missing = len(self.pieces) * 2 * (num_processes - 1)
+
+    def fulfil(self) -> None:
+        """Hands the sums over; they cannot be written to, as parts of them may still be sent."""
+        self.values.flags.writeable = False
+        for array in self.arrays:
+            array.flags.writeable = False
+        self.ticket.set_result(self.arrays)
 
 
 class Ring:
@@ -91,37 +100,20 @@ class Ring:
         for thread in self._threads:
             thread.start()
 
-    @classmethod
-    def connect(
-        cls, process: int, addresses: Sequence[tuple[str, int]], *, listener: socket.socket, timeout_s: float = 300
-    ) -> "Ring":
-        """Returns a ring once both neighbours are connected; every process must call it.
+    def start(self, arrays: Sequence[np.ndarray], *, priority: float = 0) -> Future:
+        """Begins the sums of arrays over all processes, and returns what `wait` takes. The arrays may be changed afterwards.
 
         Args:
-            process: Number of this process.
-            addresses: Host and port at which each process listens.
-            listener: This process's listening socket.
-            timeout_s: Seconds to wait for the neighbours.
-
-        Raises:
-            TimeoutError: If a neighbour is not there in time.
+            arrays: Arrays of one type that can be added, in the same shapes on every process; at least one.
+            priority: What has a higher one is sent before other arrays that wait; what has the same, in the order of the starts.
         """
-        return cls(process, len(addresses), *connect_neighbours(process, addresses, listener=listener, timeout_s=timeout_s))
-
-    def start(self, array: np.ndarray, *, priority: float = 0) -> Future:
-        """Begins the sum of an array over all processes, and returns what `wait` takes. The array may be changed afterwards.
-
-        Args:
-            array: Any shape, the same on every process, of a type that can be added.
-            priority: Arrays with a higher one are sent before others that wait; those of one priority in the order of their starts.
-        """
-        own = Sum(np.array(array, order="C"), priority, self._num_processes)
+        own = Sum(arrays, priority, self._num_processes)
         with self._changed:
             number = next(self._count)
             if self._error is not None:
                 own.ticket.set_exception(self._error)
             elif own.missing == 0:
-                own.ticket.set_result(own.array)
+                own.fulfil()
             else:
                 self._open[number] = own
                 for index, segments in enumerate(own.pieces):
@@ -132,8 +124,8 @@ class Ring:
                 self._take(own, message, values)
         return own.ticket
 
-    def wait(self, ticket: Future) -> np.ndarray:
-        """Returns the sum, the same to the last bit on every process. It cannot be written to, as parts of it may still be sent.
+    def wait(self, ticket: Future) -> list[np.ndarray]:
+        """Returns the sums, the same to the last bit on every process; they cannot be written to.
 
         Raises:
             ConnectionError: If a neighbour has gone.
@@ -170,7 +162,7 @@ class Ring:
             return heapq.heappop(self._outbox)[-2:]
 
     def _put(self, own: Sum, message: Message, values: np.ndarray) -> None:
-        heapq.heappush(self._outbox, (-own.priority, message.array, next(self._order), message, values))
+        heapq.heappush(self._outbox, (-own.priority, message.number, next(self._order), message, values))
         self._changed.notify_all()
 
     def _receive(self) -> None:
@@ -179,7 +171,7 @@ class Ring:
             while True:
                 _receive_into(self._previous, header)
                 message = Message(*_HEADER.unpack(header.data))
-                own = self._open.get(message.array)
+                own = self._open.get(message.number)
                 if own is None:
                     self._receive_early(message)
                 elif message.hop < self._num_processes - 1:
@@ -196,9 +188,9 @@ class Ring:
         values = np.empty(message.nbytes, np.uint8)
         _receive_into(self._previous, values)
         with self._changed:
-            own = self._open.get(message.array)
+            own = self._open.get(message.number)
             if own is None:
-                self._early.setdefault(message.array, []).append((message, values))
+                self._early.setdefault(message.number, []).append((message, values))
         if own is not None:
             self._take(own, message, values)
 
@@ -217,9 +209,8 @@ class Ring:
                 self._put(own, message._replace(hop=message.hop + 1), segment)
             own.missing -= 1
             if own.missing == 0:
-                del self._open[message.array]
-                own.array.flags.writeable = False
-                own.ticket.set_result(own.array)
+                del self._open[message.number]
+                own.fulfil()
                 self._changed.notify_all()
 
     def _fail(self, error: OSError) -> None:
@@ -240,37 +231,6 @@ class Ring:
         for connection in (self._next, self._previous):
             with contextlib.suppress(OSError):  # The neighbour may have gone already.
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def connect_neighbours(
-    process: int, addresses: Sequence[tuple[str, int]], *, listener: socket.socket, timeout_s: float
-) -> tuple[socket.socket, socket.socket]:
-    """Returns connections to the process after this one and from the one before."""
-    following = addresses[(process + 1) % len(addresses)]
-    deadline = time.monotonic() + timeout_s
-    to_next = _dial(following, deadline)
-    listener.settimeout(max(deadline - time.monotonic(), _RETRY_S))
-    try:
-        from_previous = listener.accept()[0]
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"Process {process} waited {timeout_s:g} s for process {(process - 1) % len(addresses)} to connect. "
-            "Check that it was started and that this host's ports can be reached from it."
-        ) from error
-    from_previous.settimeout(None)
-    return to_next, from_previous
-
-
-def _dial(address: tuple[str, int], deadline: float) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(address, timeout=None)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"No process answers at {address[0]}:{address[1]}: {error}. Check that it was started."
-                ) from error
-            time.sleep(_RETRY_S)
 
 
 def _receive_into(connection: socket.socket, buffer: np.ndarray) -> None:

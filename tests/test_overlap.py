@@ -1,0 +1,71 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_ring import make_rings
+
+from tnt_jax import _jax
+from tnt_jax.hlo import read_collectives, read_planned
+from tnt_jax.overlap import Exchange, sum_in_background
+
+SHAPES = [(3, 5), (), (700,), (0, 2)]
+
+
+def program(exchange, num_devices, *, rounds=1):
+    """Returns a jitted function that sums buckets over virtual devices, and again, `rounds` times."""
+    mesh = _jax.make_data_mesh(jax.devices()[:num_devices])
+
+    def total(arrays):
+        own = [x[0] for x in arrays]
+
+        def step(own, _):
+            (first, second), (third, last) = sum_in_background(exchange, [own[:2], own[2:]], after=[jnp.float32(1)])
+            return _jax.make_varying([first, second, third, last]), None
+
+        summed, _ = jax.lax.scan(step, own, None, length=rounds)
+        return [x[None] for x in summed]
+
+    return jax.jit(_jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_the_sum_of_a_program_is_that_of_its_ranks(num_devices):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(num_devices, *shape)).astype(np.float32) for shape in SHAPES]
+    (ring,) = make_rings(1)
+    total = program(Exchange(ring, num_devices), num_devices)
+    for _ in range(3):
+        for found, own in zip(total(arrays), arrays, strict=True):
+            for row in found:
+                np.testing.assert_allclose(row, own.astype(np.float64).sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_repeat_within_a_program():
+    (ring,) = make_rings(1)
+    arrays = [np.ones((2, *shape), np.float32) for shape in SHAPES]
+    for found in program(Exchange(ring, 2), 2, rounds=5)(arrays):
+        assert np.all(found == 2**5)
+
+
+def test_the_error_of_a_lost_neighbour_reaches_the_program():
+    first, second = make_rings(2)
+    second.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lost a neighbour"):
+        jax.block_until_ready(program(Exchange(first, 1), 1)([np.ones((1, *shape), np.float32) for shape in SHAPES]))
+    first.close()
+
+
+def test_the_sums_of_a_program_are_listed():
+    (ring,) = make_rings(1)
+    mesh = _jax.make_data_mesh(jax.devices()[:1])
+
+    def total(first, second):
+        ((one,), (other,)) = sum_in_background(Exchange(ring, 1), [[first + 1], [second @ second]])
+        return one, other
+
+    mapped = jax.jit(_jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    lowered = mapped.lower(np.ones((3, 5), np.float32), np.ones((70, 70), np.float32))
+    assert read_planned(lowered.as_text()) == [("ring-sum", 60), ("ring-sum", 19600)]
+    compiled, _ = read_collectives(lowered.compile().as_text())
+    assert [(x.kind, x.nbytes) for x in compiled] == [("ring-sum", 60), ("ring-sum", 19600)]
