@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,10 @@ def network_of_xla(batch):
     import jax
     import numpy as np
     import optax
-    from kept_inputs import keep_inputs
     from scaling_models import load
 
+    from tnt_jax.backward_order import trace_grads
+    from tnt_jax.kept_inputs import keep_inputs
     from tnt_jax.models.resnet_cifar import resnet20
 
     (x,), y = load("resnet20", real=False, num_rows=batch)
@@ -145,16 +147,17 @@ def network_of_xla(batch):
         outputs, changed = module.apply({"params": params, **variables}, x, train=True, mutable=[*variables])
         return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean(), changed
 
-    def step(params, x, y):
-        (loss, changed), grads = jax.value_and_grad(loss_of, has_aux=True)(params, x, y)
+    def step(params, x, y, *, rewrite=None):
+        differentiated = jax.value_and_grad(lambda params: loss_of(params, x, y), has_aux=True)
+        (loss, changed), grads, _ = trace_grads(differentiated, params, rewrite=rewrite)
         return loss, changed, jax.tree.map(lambda param, grad: param - np.float32(0.1) * grad, params, grads)
 
     def run(compiled):
         return lambda: jax.block_until_ready(compiled(params, x, y))
 
     def step_with_kept_inputs(params, x, y):
-        one = jax.numpy.where(y[0] < 0, 2.0, 1.0)
-        return keep_inputs(lambda params: step(params, x, y), one)(params)
+        # A label serves as number of the step: it is not negative, and the compiler does not know that.
+        return step(params, x, y, rewrite=partial(keep_inputs, step=y[0]))
 
     programs = {}
     chosen: tuple[tuple[str, dict[str, Any]], ...] = (("XLA", {}), ("without YNNPACK", WITHOUT_YNN))

@@ -1,79 +1,140 @@
-"""Keeps XLA's CPU compiler from computing inputs of convolutions again for the gradients of kernels.
+"""Steps of training on CPUs with and without kept inputs of convolutions (see `tnt_jax/kept_inputs.py`).
 
-The gradient of a kernel is a convolution of the transposed input. XLA fuses that transposition with whatever computes the input, in
-a residual network a chain of blocks, and so runs the chain again for each kernel, in the order of the transposed array; barriers do
-not stop it. It computes nothing twice that it takes for expensive, as it does a division. So inputs are divided by a number that is
-1 without the compiler's knowledge, and both convolutions take the quotient: x / 1 is x.
+`Model.fit` trains networks on random images with SGD with momentum on one device, both ways in turns in one process; each way's peak
+of resident memory is the median of processes of its own, which find their programs compiled.
+
+    python benchmarks/kept_inputs.py --output benchmarks/results/kept_inputs.json
 """
 
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import jax
-from jax import lax
-from jax.extend import core
+WAYS = {"as it is": False, "kept inputs": True}
+# Model, rows of a step, cores.
+CASES = [("resnet20", 64, 1), ("resnet20", 64, 2), ("cnn", 64, 1), ("resnet50", 8, 1)]
+STEPS = 3
 
 
-def keep_inputs(function: Callable[[Any], Any], one: jax.Array) -> Callable[[Any], Any]:
-    """Returns a function with the results of `function(params)`, whose program keeps inputs of convolutions.
-
-    Convolutions within loops, conditions and functions that are called stay as they are.
-
-    Args:
-        function: From parameters to gradients and anything else.
-        one: 1, computed from an argument of the program; a constant would be simplified away.
-    """
-
-    def kept(params: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(params)
-        outputs = core.jaxpr_as_fun(_divide_inputs(traced, one))(*jax.tree.leaves(params), one)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
-    return kept
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=sorted({case[0] for case in CASES}), default=["resnet20", "cnn", "resnet50"])
+    add("--rounds", type=int, default=7, help="timed rounds of each way, of three steps each (default: %(default)s)")
+    add("--processes", type=int, default=3, help="processes that tell each way's peak of memory (default: %(default)s)")
+    add("--output", type=Path, help="JSON file for the results")
+    add("--inside", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
-def _divide_inputs(traced: Any, one: jax.Array) -> Any:
-    """Returns a program that takes `one` as a last argument and divides by it what forward and kernel's convolution share."""
-    divisor = jax.make_jaxpr(lambda x: x)(one).jaxpr.invars[0]
-    shared, quotients, equations = _shared_inputs(traced.jaxpr), {}, []
-    for equation in traced.jaxpr.eqns:
-        if _is_convolution(equation) and equation.invars[0] in shared:
-            x = equation.invars[0]
-            if x not in quotients:
-                division, quotients[x] = _division(x, divisor, one)
-                equations += division
-            equation = equation.replace(invars=[quotients[x], *equation.invars[1:]])
-        equations.append(equation)
-    jaxpr = traced.jaxpr.replace(invars=[*traced.jaxpr.invars, divisor], eqns=equations)
-    return core.ClosedJaxpr(jaxpr, traced.consts)
+def make_run(model: str, batch: int, *, is_kept: bool) -> Callable[[], Any]:
+    """Returns a function that trains for an epoch of three steps, and has done so once."""
+    import optax
+    from scaling_models import load, make_flax
+
+    import tnt_jax as tnt
+    from tnt_jax import kept_inputs, step
+    from tnt_jax.models.cnn import CNN
+
+    # What training calls; it is traced, once, by the first epoch.
+    step.keep_inputs = kept_inputs.keep_inputs if is_kept else lambda traced, step: traced
+    (x,), y = load("resnet20" if model == "cnn" else model, real=False, num_rows=STEPS * batch)
+    net = tnt.Model(CNN() if model == "cnn" else make_flax(model), seed=0)
+    net.compile(optax.sgd(0.01, momentum=0.9), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def run() -> Any:
+        return net.fit(x, y, batch_size=batch, shuffle=False, verbose=0).history["loss"]
+
+    run()
+    return run
 
 
-def _shared_inputs(jaxpr: Any) -> set[Any]:
-    """Returns computed first operands of convolutions with batch and features in one order and of others with the reverse."""
-    made = {variable for equation in jaxpr.eqns for variable in equation.outvars}
-    orders: dict[Any, set[tuple[int, int]]] = {}
-    for equation in filter(_is_convolution, jaxpr.eqns):
-        if equation.invars[0] in made:
-            batch, features = equation.params["dimension_numbers"].lhs_spec[:2]
-            orders.setdefault(equation.invars[0], set()).add((batch, features))
-    return {x for x, found in orders.items() if any((features, batch) in found for batch, features in found)}
+def measure_inside(model: str, batch: int, rounds: int, ways: list[str]) -> dict[str, Any]:
+    """Returns for each way the milliseconds of a step in each round, its losses, and the peak of memory so far."""
+    import tnt_jax as tnt
+
+    tnt.init(devices=range(1))
+    runs = {way: make_run(model, batch, is_kept=WAYS[way]) for way in ways}
+    times, losses = {way: [] for way in ways}, {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in runs.items():
+            start = time.perf_counter()
+            losses[way] += run()
+            times[way].append((time.perf_counter() - start) / STEPS * 1e3)
+    return {"ms": times, "losses": losses, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
 
 
-def _division(x: Any, divisor: Any, one: jax.Array) -> tuple[list[Any], Any]:
-    """Returns equations that divide a variable, and the variable of the quotient."""
-
-    def divide(x: jax.Array, one: jax.Array) -> jax.Array:
-        # The barrier goes late enough that the compiler does not multiply by 1 / one instead.
-        return lax.div(x, lax.optimization_barrier(lax.broadcast(one.astype(x.dtype), x.shape)))
-
-    traced = jax.make_jaxpr(divide)(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype), one).jaxpr
-    known = dict(zip(traced.invars, (x, divisor), strict=True))
-    equations = [
-        equation.replace(invars=[v if isinstance(v, core.Literal) else known.get(v, v) for v in equation.invars])
-        for equation in traced.eqns
-    ]
-    return equations, traced.outvars[0]
+def run_inside(model: str, batch: int, cores: int, rounds: int, ways: list[str], cache: str) -> dict[str, Any]:
+    """Returns what `measure_inside` returns in a process of its own, on its cores, with a folder for compiled programs."""
+    environment = {
+        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "OMP_NUM_THREADS": str(cores), "PJRT_NPROC": str(max(cores, 2)),
+        "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }  # fmt: skip
+    command = ["taskset", "-c", f"0-{cores - 1}", sys.executable, __file__, "--inside", json.dumps([model, batch, rounds, ways])]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _is_convolution(equation: Any) -> bool:
-    return equation.primitive.name == "conv_general_dilated" and isinstance(equation.invars[0], core.Var)
+def measure(model: str, batch: int, cores: int, rounds: int, processes: int) -> dict[str, Any]:
+    ways = {}
+    with tempfile.TemporaryDirectory() as cache:
+        timed = run_inside(model, batch, cores, rounds, [*WAYS], cache)
+        for way, times in timed["ms"].items():
+            peaks = sorted(round(run_inside(model, batch, cores, 2, [way], cache)["peak_mb"]) for _ in range(processes))
+            ms = {"ms": round(statistics.median(times), 1), "range_ms": [round(min(times), 1), round(max(times), 1)]}
+            ways[way] = {**ms, "peak_mb": statistics.median(peaks), "range_peak_mb": [peaks[0], peaks[-1]]}
+    same = timed["losses"]["as it is"] == timed["losses"]["kept inputs"]
+    return {"model": model, "batch": batch, "cores": cores, "same_losses": same, "ways": ways}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    titles = ["model", "batch", "cores", *(f"{way}, {unit}" for unit in ("ms", "peak MB") for way in WAYS), "same losses"]
+    lines = [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
+    for row in rows:
+        ways = row["ways"].values()
+        times = ["{} ({} to {})".format(way["ms"], *way["range_ms"]) for way in ways]
+        peaks = " | ".join("{} ({} to {})".format(way["peak_mb"], *way["range_peak_mb"]) for way in ways)
+        same = "yes" if row["same_losses"] else "no"
+        lines.append(f"| {row['model']} | {row['batch']} | {row['cores']} | {times[0]} | {times[1]} | {peaks} | {same} |")
+    return "\n".join(lines)
+
+
+def about(args: argparse.Namespace, load: float) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    return {
+        "command": " ".join(["python", *sys.argv]), "commit": commit, "processor": models[0] if models else platform.machine(),
+        "rounds": args.rounds, "processes": args.processes, "steps_per_round": STEPS, "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
+        "load_before": round(load, 1), "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
+    }  # fmt: skip
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.inside:
+        print(json.dumps(measure_inside(*json.loads(args.inside))))
+        return
+    load = os.getloadavg()[0]
+    rows = [measure(*case, args.rounds, args.processes) for case in CASES if case[0] in args.models]
+    print(markdown(rows))
+    if args.output:
+        args.output.write_text(json.dumps({"about": about(args, load), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,11 @@
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from kept_inputs import keep_inputs
 
 import tnt_jax as tnt
 from tnt_jax import _jax
@@ -65,43 +62,3 @@ def test_options_are_for_cpus_with_more_cores_than_devices(platform, cores, is_c
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
     devices = [SimpleNamespace(platform=platform, process_index=0)] * 2
     assert bool(_jax.convolution_options(SimpleNamespace(devices=np.array(devices)))) == is_chosen  # pyright: ignore[reportArgumentType]
-
-
-class Residual(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(3):
-            x = nn.relu(x + nn.Conv(x.shape[-1], (3, 3))(x))
-        return nn.Conv(4, (3, 3), strides=2)(x)
-
-
-def kernel_gradients(dtype=jnp.float32):
-    x = jnp.asarray(X[..., :4], dtype)
-    params = Residual().init(jax.random.key(0), x)
-
-    def objective(params):
-        outputs: Any = Residual().apply(params, x)
-        return jnp.sum(jnp.square(outputs)).astype(jnp.float32)
-
-    def grads_of(params, one=None):
-        grads = jax.grad(objective)
-        return (grads if one is None else keep_inputs(grads, one))(params)
-
-    return grads_of, params
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_kept_inputs_change_no_gradient(dtype):
-    grads_of, params = kernel_gradients(dtype)
-    expected = grads_of(params)
-    jax.tree.map(np.testing.assert_array_equal, grads_of(params, jnp.float32(1)), expected)
-    # What is divided by is in use: inputs twice as small make other gradients.
-    half = grads_of(params, jnp.float32(2))
-    assert not np.array_equal(half["params"]["Conv_1"]["kernel"], expected["params"]["Conv_1"]["kernel"])
-
-
-def test_each_computed_input_is_divided_once_and_given_ones_not_at_all():
-    grads_of, params = kernel_gradients()
-    names = [equation.primitive.name for equation in jax.make_jaxpr(grads_of)(params, jnp.float32(1)).jaxpr.eqns]
-    # Four convolutions, of which the first has an input that nothing computes.
-    assert names.count("div") == 3

@@ -13,7 +13,8 @@ LEVELS = {
     "__init__": 0, "_jax": 0, "hlo": 0, "host_memory": 0, "log": 0, "models": 0, "settings": 0, "seeding": 0, "launch": 0,
     "ring": 0, "ring_connection": 0,
     "runtime": 1, "all_reduce": 1,
-    "link_probe": 2, "overlap": 2, "data": 2, "collectives": 2, "random_rows": 2, "backward_order": 2, "adapters": 3,
+    "link_probe": 2, "overlap": 2, "data": 2, "collectives": 2, "random_rows": 2, "backward_order": 2, "kept_inputs": 2,
+    "adapters": 3,
     "state": 3, "reduction": 3, "accumulation": 3, "sharded_update": 3, "virtual_ranks": 3, "packed": 3, "device_program": 3,
     "step": 4, "execution": 4, "reproducible": 5, "loop": 6, "tuning": 7, "checkpoint": 7, "keras_compat": 8,
 }  # fmt: skip

@@ -14,7 +14,9 @@ from jax.extend import core
 _Place = tuple[int, ...]
 
 
-def trace_grads(function: Callable[[Any], tuple[Any, Any]], params: Any) -> tuple[Any, Any, list[int]]:
+def trace_grads(
+    function: Callable[[Any], tuple[Any, Any]], params: Any, *, rewrite: Callable[[Any], Any] | None = None
+) -> tuple[Any, Any, list[int]]:
     """Returns what `function(params)` returns, and the order in which its gradients are finished.
 
     The function is traced once.
@@ -22,11 +24,15 @@ def trace_grads(function: Callable[[Any], tuple[Any, Any]], params: Any) -> tupl
     Args:
         function: From parameters to a pair whose second item are gradients, such as `jax.value_and_grad(...)`.
         params: Parameters.
+        rewrite: From the traced `jax.extend.core.ClosedJaxpr` to the one to run, which has the same arguments and results; None runs
+            the traced one.
 
     Returns:
         Both items of the pair, and the indices of the leaves of the gradients, the leaf that is finished first in front.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(params)
+    if rewrite is not None:
+        traced = rewrite(traced)
     outputs = core.jaxpr_as_fun(traced)(*jax.tree.leaves(params))
     others, grads = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
     places = output_places(traced.jaxpr)[len(jax.tree.leaves(others)) :]

@@ -5,6 +5,7 @@ A step is built once from pure functions (`StepParts`) and compiled once for eac
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from tnt_jax.adapters.base import Applied
 from tnt_jax.all_reduce import psum
 from tnt_jax.backward_order import in_front, trace_grads
 from tnt_jax.collectives import average_model_state, parts_of_averages, with_averages
+from tnt_jax.kept_inputs import keep_inputs
 from tnt_jax.log import logger
 from tnt_jax.random_rows import batch_key
 from tnt_jax.reduction import Reduction, sum_compressed, sum_over_ranks
@@ -201,18 +203,19 @@ class _Local(NamedTuple):
     order: list[int]
 
 
-def _differentiate(parts: Parts, state: TrainState, batch: Batch, num_ranks: int) -> _Local:
+def _differentiate(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> _Local:
     """Returns loss, metrics and gradients of this rank's rows, inside `shard_map`."""
     key = batch_key(state.key, state.step, num_local_rows(batch))
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         measured = parts.measure(params, state.model_state, batch, key=key, train=True)
         losses = [divide(term) for term in measured.terms]
-        loss = _jax.make_varying(jnp.asarray(sum(losses, start=measured.penalty / num_ranks), jnp.float32))
+        loss = _jax.make_varying(jnp.asarray(sum(losses, start=measured.penalty / mesh.size), jnp.float32))
         return loss, (_jax.make_varying((loss, losses, measured.increments)), measured.model_state)
 
     differentiated = jax.value_and_grad(objective, has_aux=True)
-    (_, (numbers, model_state)), grads, order = trace_grads(differentiated, _jax.make_varying(state.params))
+    rewrite = partial(keep_inputs, step=state.step) if mesh.devices.flat[0].platform == "cpu" else None
+    (_, (numbers, model_state)), grads, order = trace_grads(differentiated, _jax.make_varying(state.params), rewrite=rewrite)
     if parts not in _TRACED:  # Later traces are those of last batches, which may well be small.
         _TRACED.add(parts)
         _warn_of_few_rows(model_state, num_local_rows(batch))
@@ -229,7 +232,7 @@ def _train_step(
         return optax.apply_updates(params, updates), opt_state
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        local, share = _differentiate(parts, state, batch, mesh.size), _share(batch)
+        local, share = _differentiate(parts, state, batch, mesh), _share(batch)
         own_averages = parts_of_averages(local.model_state, share)
 
         def reduce_and_update(grads: Any, params: Any, carried: Any) -> tuple[Any, Any]:
@@ -288,7 +291,7 @@ def _sharded_step(
         )
 
     def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        local = _differentiate(parts, state, batch, mesh.size)
+        local = _differentiate(parts, state, batch, mesh)
         loss, losses, increments = psum(local.numbers)
         model_state = average_model_state(local.model_state, _share(batch))
         grads = scatter(local.grads, reduction, order=local.order)
