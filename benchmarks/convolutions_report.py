@@ -71,7 +71,7 @@ def draw(results, path):
             axis.bar(places, [row["results"][contender]["gflop_per_s"] for row in rows], 0.2, label=contender)
         axis.axhline(peak_of(results), color="black", linewidth=1, label="product of 1024 x 1024")
         axis.set_ylabel(f"{name}\nGFLOP/s")
-    axes[0].legend(ncols=len(shown) + 1, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(shown) + 1, fontsize=8)
     axes[-1].set_xticks(range(len(rows)), [row["layer"].replace(", ", "\n").replace(" ", "\n", 1) for row in rows], fontsize=6)
     figure.savefig(path, dpi=110)
     plt.close(figure)
