@@ -34,15 +34,8 @@ _TRACED: "WeakSet[Parts]" = WeakSet()
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
-_STATE = TrainState(
-    step=_REPLICATED,
-    params=_REPLICATED,
-    model_state=_REPLICATED,
-    opt_state=_REPLICATED,
-    key=_REPLICATED,
-    accumulated=_BY_ROW,
-    residual=_BY_ROW,
-)
+# All is replicated but what each rank keeps of its own gradients.
+_STATE = TrainState(*[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW)
 
 
 class Batch(NamedTuple):
