@@ -27,7 +27,7 @@ from typing import Any
 
 from scaling_models import SIZES
 
-CONTENDERS = ("tnt_jax", "tnt_jax, no buckets", "PyTorch DDP", "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel")
+CONTENDERS = ("tnt_jax", "tnt_jax, XLA's sums", "PyTorch DDP", "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel")
 # Who can drive several virtual devices in one process.
 ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
 KINDS = ("processes", "virtual devices")
@@ -110,8 +110,8 @@ def environment_of(task: dict[str, Any], process: int, addresses: list[str]) -> 
         "CUDA_VISIBLE_DEVICES": "-1",
         "KERAS_BACKEND": "tensorflow" if task["contender"].startswith("TensorFlow") else "jax",
     }
-    if task["contender"] == "tnt_jax, no buckets":
-        chosen["TNT_FUSION_THRESHOLD"] = "0"
+    if task["contender"] == "tnt_jax, XLA's sums":
+        chosen["TNT_FUSION_THRESHOLD"] = "xla"
     if task["contender"].startswith("tnt_jax") and task["processes"] > 1:
         chosen |= {
             "TNT_COORDINATOR_ADDRESS": addresses[0],

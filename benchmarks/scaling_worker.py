@@ -113,7 +113,7 @@ def run_keras(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[]
 
 CONTENDERS = {
     "tnt_jax": run_tnt,
-    "tnt_jax, no buckets": run_tnt,
+    "tnt_jax, XLA's sums": run_tnt,
     "PyTorch DDP": run_torch,
     "TensorFlow MultiWorkerMirrored": run_tensorflow,
     "Keras 3 DataParallel": run_keras,
