@@ -1,7 +1,8 @@
 """What one arena of glibc for all threads costs and saves on CPUs: steps of `fit`, and input pipelines.
 
-glibc gives each thread an arena of its own, in heaps of 64 MB: a block that is larger comes from the system and goes back to it, also
-where freed memory is kept. One arena for all threads has no such limit, but its threads wait for one another, and a process grows. "synchronous" lets the main thread, whose arena has no limit either, run the steps. Every measurement is a process of its
+glibc gives each thread an arena of its own, in heaps of 64 MB: a block that is larger comes from the system and goes back to it,
+also where freed memory is kept. One arena for all threads has no such limit, but its threads wait for one another, and a process
+grows. "synchronous" lets the main thread, whose arena has no limit either, run the steps. Every measurement is a process of its
 own, which calls `tnt_jax.init`, as training does; the variants take turns.
 
     TNT_JAX_DATA=... python benchmarks/arenas.py --cases transformer_tiny,32 pillow --cores 2 --output benchmarks/results/arenas.json
