@@ -58,6 +58,18 @@ def test_a_lost_neighbour_is_an_error_of_the_sum():
     first.close()
 
 
+def test_sums_that_differ_between_processes_are_refused_on_all():
+    first, second = make_rings(2)
+    tickets = [first.start([np.ones(10)]), second.start([np.ones(14)])]
+    messages = []
+    for ring, ticket in zip((first, second), tickets, strict=True):
+        with pytest.raises(ConnectionError, match="ring of 2") as caught:
+            ring.wait(ticket)
+        messages.append(str(caught.value))
+        ring.close()
+    assert any("every process must start the same arrays" in message for message in messages)
+
+
 def test_a_missing_process_is_named():
     listener, door = open_door("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as closed:

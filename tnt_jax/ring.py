@@ -119,9 +119,11 @@ class Ring:
                 for index, segments in enumerate(own.pieces):
                     self._put(own, Message(number, index, 0, segments[self._process].nbytes), segments[self._process])
             early = self._early.pop(number, [])
-        if not own.ticket.done():
+        try:
             for message, values in early:
                 self._take(own, message, values)
+        except ValueError as error:
+            self._fail(error)
         return own.ticket
 
     def wait(self, ticket: Future) -> list[np.ndarray]:
@@ -150,7 +152,7 @@ class Ring:
                 message, values = item
                 self._next.sendall(_HEADER.pack(*message), getattr(socket, "MSG_MORE", 0))
                 self._next.sendall(_bytes_of(values))
-        except OSError as error:
+        except Exception as error:  # Whatever it is, sums must not wait for ever.
             self._fail(error)
 
     def _next_message(self) -> tuple[Message, np.ndarray] | None:
@@ -180,7 +182,7 @@ class Ring:
                 else:
                     _receive_into(self._previous, self._segment(own, message))
                     self._take(own, message)
-        except OSError as error:
+        except Exception as error:  # Whatever it is, sums must not wait for ever.
             self._fail(error)
 
     def _receive_early(self, message: Message) -> None:
@@ -195,7 +197,15 @@ class Ring:
             self._take(own, message, values)
 
     def _segment(self, own: Sum, message: Message) -> np.ndarray:
-        return own.pieces[message.piece][(self._process - message.hop - 1) % self._num_processes]
+        """Returns the segment that a message belongs to."""
+        segments = own.pieces[message.piece] if message.piece < len(own.pieces) else []
+        segment = segments[(self._process - message.hop - 1) % self._num_processes] if segments else None
+        if segment is None or segment.nbytes != message.nbytes:
+            raise ValueError(
+                f"sum {message.number} has {own.values.nbytes} bytes here and another size on another process; every process must "
+                "start the same arrays in the same order"
+            )
+        return segment
 
     def _take(self, own: Sum, message: Message, received: np.ndarray | None = None) -> None:
         """Adds values of the process before to the own, or takes note of a finished segment, and passes the segment on."""
@@ -213,13 +223,12 @@ class Ring:
                 own.fulfil()
                 self._changed.notify_all()
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             if self._closing or self._error is not None:
                 return
-            self._error = ConnectionError(
-                f"Process {self._process} lost a neighbour in the ring of {self._num_processes}: {error}"
-            )
+            trouble = "lost a neighbour in" if isinstance(error, OSError) else "failed in"
+            self._error = ConnectionError(f"Process {self._process} {trouble} the ring of {self._num_processes}: {error}")
             self._error.__cause__ = error
             for own in self._open.values():
                 own.ticket.set_exception(self._error)
