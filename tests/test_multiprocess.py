@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,33 @@ def test_averaged_weights_that_lie_in_parts_are_those_that_every_process_keeps(t
     result = launch(2, script, flags=["--output-on-all-devices"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("equal") == 2
+
+
+def test_a_killed_process_ends_the_others_without_the_launcher(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile('sgd', loss='mse')\n"
+        "class Tell(tnt.callbacks.Callback):\n"
+        "    def on_epoch_end(self, epoch, logs=None): print('epoch', epoch, flush=True)\n"
+        "model.fit(np.zeros((64, 3), 'f4'), np.zeros((64, 1), 'f4'), batch_size=4, epochs=100000, callbacks=[Tell()], verbose=0)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(TNT_COORDINATOR_ADDRESS=address, TNT_NUM_PROCESSES="2", TNT_PROCESS_ID=str(process)),
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    try:
+        assert "epoch 0\n" in iter(started[0].stdout.readline, "")
+        started[1].kill()
+        _, errors = started[0].communicate(timeout=100)
+    finally:
+        for process in started:
+            process.kill()
+    assert started[0].returncode != 0
+    assert "lost a neighbour in the ring of 2" in errors
