@@ -106,6 +106,8 @@ def environment_of(task: dict[str, Any], process: int, addresses: list[str]) -> 
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "PJRT_NPROC": str(max(num_devices if num_devices == 1 else 2 * num_devices, 2)),
         "OMP_NUM_THREADS": str(num_devices),
+        # Huge pages, as the launcher asks for.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "CUDA_VISIBLE_DEVICES": "-1",
         "KERAS_BACKEND": "tensorflow" if task["contender"].startswith("TensorFlow") else "jax",

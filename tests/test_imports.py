@@ -11,7 +11,7 @@ PACKAGE = Path(tnt_jax.__file__).parent
 # A room may import the rooms of lower or equal level; rooms that stand alone are checked by name.
 LEVELS = {
     "__init__": 0, "_jax": 0, "hlo": 0, "host_memory": 0, "log": 0, "models": 0, "settings": 0, "seeding": 0, "launch": 0,
-    "ring": 0, "ring_connection": 0,
+    "ring": 0, "ring_connection": 0, "host_call": 0,
     "runtime": 1, "all_reduce": 1,
     "link_probe": 2, "overlap": 2, "data": 2, "collectives": 2, "random_rows": 2, "backward_order": 2, "kept_inputs": 2,
     "adapters": 3,

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,3 +73,25 @@ def test_the_sums_of_a_program_are_listed():
     assert read_planned(lowered.as_text()) == [("ring-sum", 60), ("ring-sum", 19600)]
     compiled, _ = read_collectives(lowered.compile().as_text())
     assert [(x.kind, x.nbytes) for x in compiled] == [("ring-sum", 60), ("ring-sum", 19600)]
+
+
+def test_calls_of_large_arrays_need_no_thread_of_their_own():
+    # JAX's own callbacks wait for ever here: they copy large arrays in the one thread that waits for them.
+    code = (
+        "import jax, jax.numpy as jnp, numpy as np\n"
+        "from tnt_jax.host_call import host_call\n"
+        "def step(x):\n"
+        "    parts = jnp.concatenate([x, jnp.ones(3)])[3:]\n"
+        "    return host_call(lambda x: [x + 1], [jax.ShapeDtypeStruct(x.shape, x.dtype)], parts)[0]\n"
+        "step, x = jax.jit(step), jnp.zeros(2_000_001)\n"
+        "for _ in range(100): x = step(x)\n"
+        "print(float(x[0]))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PJRT_NPROC": "1", "XLA_FLAGS": ""},
+    )
+    assert found.stdout == "100.0\n", found.stderr

@@ -1,6 +1,6 @@
 """Every JAX call whose name or signature differs between the supported versions, or is not public.
 
-The rest of the package calls JAX through its documented API and these few functions.
+The rest of the package, but for `host_call.py`, calls JAX through its documented API and these few functions.
 """
 
 import os

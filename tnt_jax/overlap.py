@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
 from tnt_jax import _jax
 from tnt_jax.hlo import RING_START, RING_WAIT
+from tnt_jax.host_call import host_call
 from tnt_jax.ring import Ring
 from tnt_jax.ring_connection import Door, connect_neighbours, open_door
 from tnt_jax.runtime import Runtime, init, own_address
@@ -27,6 +27,7 @@ _KEY = "tnt_jax/ring"
 # A process may read and prepare its data for long before it needs the others.
 _FIRST_MEETING_S = 3600
 _CONNECT_S = 60
+_NUMBER = jax.ShapeDtypeStruct((), np.int32)
 _slots = itertools.count()
 
 
@@ -156,18 +157,17 @@ def _number_of(arrays: Sequence[Any]) -> jax.Array:
 
 
 def _start(exchange: Exchange, slot: int, rank: Any, before: Any, arrays: Sequence[jax.Array]) -> Any:
-    def start(rank: Any, before: Any, *arrays: Any) -> Any:
+    def start(rank: np.ndarray, before: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         exchange.start(slot, rank, arrays)
-        return np.int32(0)
+        return [np.zeros((), np.int32)]
 
     with jax.named_scope(RING_START):
-        return io_callback(start, jax.ShapeDtypeStruct((), np.int32), rank, before, *arrays)
+        return host_call(start, [_NUMBER], rank, before, *arrays)[0]
 
 
 def _wait(exchange: Exchange, slot: int, rank: Any, before: Any, arrays: Sequence[jax.Array]) -> Any:
-    def wait(rank: Any, before: Any) -> Any:
-        return [np.int32(0), *exchange.wait(slot, rank)]
+    def wait(rank: np.ndarray, before: np.ndarray) -> list[np.ndarray]:
+        return [np.zeros((), np.int32), *exchange.wait(slot, rank)]
 
-    shapes = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)]
     with jax.named_scope(RING_WAIT):
-        return io_callback(wait, shapes, rank, before)
+        return host_call(wait, [_NUMBER, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)], rank, before)
