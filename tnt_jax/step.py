@@ -225,13 +225,16 @@ def _train_step(
         return optax.apply_updates(params, updates), opt_state
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
-        local, share = _differentiate(parts, state, batch, mesh), _share(batch)
+        local, rows = _differentiate(parts, state, batch, mesh), num_real_rows(batch)
+        share = _share(batch, rows)
         own_averages = parts_of_averages(local.model_state, share)
+        # What XLA may have summed; it comes before the ring on every process.
+        by_xla = (rows, [x for x in jax.tree.leaves(local.model_state) if not _jax.is_varying(x)])
 
         def reduce_and_update(grads: Any, params: Any, carried: Any) -> tuple[Any, Any]:
             opt_state, residual = carried
             if residual is None:
-                grads = sum_over_ranks(grads, reduction, order=local.order, after=(numbers, averages))
+                grads = sum_over_ranks(grads, reduction, order=local.order, after=(numbers, averages, by_xla))
             else:
                 own = jax.tree.map(lambda x: x[0], residual)
                 grads, own = sum_compressed(grads, own, reduction, order=local.order)
@@ -243,9 +246,8 @@ def _train_step(
         if accumulation_steps == 1 and state.residual is None:
             # The loss and the metrics travel in the first bucket: they are ready before any gradient.
             ahead = (local.numbers, own_averages if reduction.by_ring else [])
-            summed = (num_real_rows(batch), [x for x in jax.tree.leaves(local.model_state) if not _jax.is_varying(x)])
             order = in_front(ahead, local.order)
-            (numbers, averages), grads = sum_over_ranks((ahead, local.grads), reduction, order=order, after=summed)
+            (numbers, averages), grads = sum_over_ranks((ahead, local.grads), reduction, order=order, after=by_xla)
             averages = averages if reduction.by_ring else psum(own_averages)
             params, opt_state = update(grads, state.params, state.opt_state)
             carried = (opt_state, None)
@@ -268,7 +270,7 @@ def _train_step(
             residual=carried[1],
         )
         loss, losses, increments = numbers
-        return new_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
+        return new_state, add_sums(sums, loss, losses, increments, rows)
 
     return step
 
@@ -286,9 +288,10 @@ def _sharded_step(
     def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
         local = _differentiate(parts, state, batch, mesh)
         loss, losses, increments = psum(local.numbers)
-        model_state = average_model_state(local.model_state, _share(batch))
+        rows = num_real_rows(batch)
+        model_state = average_model_state(local.model_state, _share(batch, rows))
         grads = scatter(local.grads, reduction, order=local.order)
-        return grads, model_state, add_sums(sums, loss, losses, increments, num_real_rows(batch))
+        return grads, model_state, add_sums(sums, loss, losses, increments, rows)
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         in_parts = jax.tree.map(lambda x: shard_spec(x.shape, mesh.size), state.params)
@@ -390,5 +393,6 @@ def _warn_of_few_rows(model_state: Any, num_rows: int) -> None:
         )  # fmt: skip
 
 
-def _share(batch: Batch) -> jax.Array | None:
-    return None if batch.mask is None else jnp.sum(batch.mask) / num_real_rows(batch)
+def _share(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
+    """Returns this rank's part of the `rows` real rows of the global batch; None where all ranks have as many."""
+    return None if batch.mask is None else jnp.sum(batch.mask) / rows
