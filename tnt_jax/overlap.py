@@ -76,8 +76,11 @@ class Exchange:
             # In the order of the ranks, so that the sum is the same in every run.
             parts = [entry.parts[rank] for rank in sorted(entry.parts)]
             entry.parts = {}
-            local = [functools.reduce(np.add, arrays) for arrays in zip(*parts, strict=True)]
-            entry.ticket.set_result(self._ring.start(local))
+            try:
+                entry.ticket.set_result(self._ring.start([functools.reduce(np.add, arrays) for arrays in zip(*parts, strict=True)]))
+            except Exception as error:
+                entry.ticket.set_exception(error)  # For the ranks that wait already.
+                raise
 
     def wait(self, slot: int, rank: Any) -> list[np.ndarray]:
         """Returns the sums of a bucket.
