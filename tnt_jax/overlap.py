@@ -77,7 +77,9 @@ class Exchange:
             parts = [entry.parts[rank] for rank in sorted(entry.parts)]
             entry.parts = {}
             try:
-                entry.ticket.set_result(self._ring.start([functools.reduce(np.add, arrays) for arrays in zip(*parts, strict=True)]))
+                entry.ticket.set_result(
+                    self._ring.start([functools.reduce(np.add, arrays) for arrays in zip(*parts, strict=True)])
+                )
             except Exception as error:
                 entry.ticket.set_exception(error)  # For the ranks that wait already.
                 raise
