@@ -107,9 +107,7 @@ def make_torch(model: str, image_channels: int) -> Any:
     from torch import nn
 
     if model == "resnet50":
-        import torchvision  # pyright: ignore[reportMissingImports]
-
-        return torchvision.models.resnet50()
+        return _torch_resnet50()
     if model == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
@@ -143,6 +141,38 @@ def make_torch(model: str, image_channels: int) -> Any:
     blocks = [Block(before, width) for before, width in zip([16, *widths], widths, strict=False)]
     stem = [nn.Conv2d(image_channels, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def _torch_resnet50() -> Any:
+    """Returns ResNet-50 with the stride in the 3x3 convolutions, 25,557,032 parameters, as torchvision's."""
+    import torch
+    from torch import nn
+
+    def convolve(before: int, width: int, size: int, stride: int = 1) -> list[Any]:
+        return [nn.Conv2d(before, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)]
+
+    class Bottleneck(nn.Module):
+        def __init__(self, before: int, width: int, stride: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                *convolve(before, width, 1),
+                nn.ReLU(),
+                *convolve(width, width, 3, stride),
+                nn.ReLU(),
+                *convolve(width, 4 * width, 1),
+            )
+            self.shortcut = nn.Identity() if before == 4 * width else nn.Sequential(*convolve(before, 4 * width, 1, stride))
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.body(x) + self.shortcut(x))
+
+    blocks, before = [], 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for index in range(count):
+            blocks.append(Bottleneck(before, width, 2 if index == 0 and width > 64 else 1))
+            before = 4 * width
+    stem = [*convolve(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
 
 def make_keras(model: str, shape: Sequence[int]) -> Any:
