@@ -62,11 +62,11 @@ def test_ways_have_one_threshold_above_the_size_of_the_gradients(two_ranks):
     model.build((None, 1024))  # 4100 kB
     ways = list_ways(model._trainer, by_argument=False, accumulation_steps=1)
     assert [way.setting for way in ways] == [
-        "what it uses", "--fusion-threshold 0", "--fusion-threshold 1024", "--fusion-threshold 8192", "--fusion-threshold xla",
-        'Model(gradient_compression="bfloat16")', "Model(shard_optimizer_state=True)",
+        "what it uses", "--fusion-threshold 0", "--fusion-threshold 1024", "--fusion-threshold 4096", "--fusion-threshold 8192",
+        "--fusion-threshold xla", 'Model(gradient_compression="bfloat16")', "Model(shard_optimizer_state=True)",
     ]  # fmt: skip
-    assert [way.reduction.threshold for way in ways[1:5]] == [0, 2**20, 2**23, "xla"]
-    assert [way.is_exact for way in ways] == [True] * 5 + [False, True]
+    assert [way.reduction.threshold for way in ways[1:6]] == [0, 2**20, 2**22, 2**23, "xla"]
+    assert [way.is_exact for way in ways] == [True] * 6 + [False, True]
     settings = [way.setting for way in list_ways(model._trainer, by_argument=True, accumulation_steps=2)]
     assert {"Model(fusion_threshold=1024)", "Model(fusion_threshold='xla')"} <= set(settings)
     assert "Model(shard_optimizer_state=True)" not in settings, "It does not go with accumulation."
