@@ -15,6 +15,7 @@ from tnt_jax import overlap, reduction
 from tnt_jax.keras_compat import model as model_module
 
 NUM_RANKS = 4
+_CALL = "@xla_ffi_python_cpu_callback"
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def by_ring(use_ranks, monkeypatch):
         (ring,) = make_rings(1)
         exchange = overlap.Exchange(ring, NUM_RANKS)
         for module in (overlap, reduction):
-            monkeypatch.setattr(module, "connect", lambda *_: exchange)
+            monkeypatch.setattr(module, "connect", lambda: exchange)
         choose = model_module.choose_reduction
         monkeypatch.setattr(
             model_module, "choose_reduction", lambda *args, **choices: replace(choose(*args, **choices), by_ring=True)
@@ -66,6 +67,10 @@ def test_half_precision_is_summed_in_single_precision(by_ring):
     by_ring()
     found = train(None, precision="bfloat16")
     jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=2e-2, atol=2e-2), found, expected)
+    x, y, _ = make_data(7)
+    calls = [line for line in make_model(None, precision="bfloat16").lowered_text(x, y, 9).splitlines() if _CALL in line]
+    assert calls
+    assert not any("bf16" in call for call in calls)
 
 
 @pytest.mark.parametrize("every", [None, 2])
@@ -75,7 +80,7 @@ def test_what_xla_sums_comes_before_the_ring(by_ring, every):
     x, y, _ = make_data(7)
     text = make_model("data", tnt.optimizers.SGD(0.1, gradient_accumulation_steps=every)).lowered_text(x, y, 9)
     # The program is written down in the order of its trace.
-    kinds = re.findall(r"stablehlo\.all_reduce|@xla_ffi_python_cpu_callback", text)
+    kinds = re.findall(rf"stablehlo\.all_reduce|{_CALL}", text)
     assert kinds.count("stablehlo.all_reduce") > 1
-    first = kinds.index("@xla_ffi_python_cpu_callback")
+    first = kinds.index(_CALL)
     assert "stablehlo.all_reduce" not in kinds[first:]

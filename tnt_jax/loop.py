@@ -145,7 +145,7 @@ class Trainer:
         self._parts, self._zeros, self._train_steps = parts, {}, None
         if self.virtual_ranks is None:
             if self.reduction.by_ring:
-                overlap.connect(self.runtime)
+                overlap.connect()
             arguments = {"reduction": self.reduction, "accumulation_steps": accumulation_steps}
             self._train_step = make_train_step(parts, optimizer, mesh, **arguments)
             self._make_train_steps = partial(make_train_steps, parts, optimizer, mesh, **arguments)

@@ -105,16 +105,13 @@ class Exchange:
         return totals
 
 
-def connect(runtime: Runtime | None = None) -> Exchange:
+def connect() -> Exchange:
     """Returns the exchange of the job, once all its processes have come here for the first time.
-
-    Args:
-        runtime: The process's place in the job; that of `init()` by default.
 
     Raises:
         TimeoutError: If a neighbour cannot be reached.
     """
-    return _connect(init() if runtime is None else runtime)
+    return _connect(init())
 
 
 @functools.cache
