@@ -81,7 +81,7 @@ def test_a_missing_process_is_named():
 def test_strangers_are_not_let_in():
     listener, door = open_door("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
-        stranger = socket.create_connection(door[:2])
+        stranger = socket.create_connection(door[:2], timeout=5)
         stranger.sendall(bytes(16))
         connected = pool.submit(connect_neighbours, 0, [door], listener=listener, timeout_s=10)
         to_next, from_previous = connected.result()
