@@ -1,15 +1,18 @@
-"""Data-parallel training for Flax and Keras models: the global batch decides the mathematics, the devices only the speed.
+"""Data-parallel training for Flax and Keras models on any number of devices.
+
+The global batch decides the mathematics, the number of devices only the speed.
 
 ```python
 import tnt_jax as tnt
 
 model = tnt.Model(module)
-model.compile(optimizer="adam", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
 model.fit(dataset, epochs=3)
 ```
 
-The public names are listed in `__init__.pyi`; each is imported when it is first used, so that importing the package is cheap and
-the launcher never starts JAX.
+The public names are listed in `__init__.pyi`; each is imported on first use, so importing the
+package is cheap and the launcher never starts JAX.
 """
 
 import lazy_loader

@@ -1,7 +1,12 @@
-"""The logger `tnt_jax`: quiet on all processes but the master, with a rank prefix where several processes speak."""
+"""The logger `tnt_jax`: quiet on all processes but the master.
+
+Where several processes write, each line starts with a rank.
+"""
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from tnt_jax.settings import Settings
 
@@ -11,15 +16,20 @@ logger = logging.getLogger("tnt_jax")
 def configure_logging(settings: Settings, *, rank: int, is_master: bool) -> None:
     """Sets level, format and filter of the logger `tnt_jax` from the settings.
 
-    Only the master emits records, unless `TNT_LOG_ON_ALL_DEVICES` is set; then every line starts with the rank.
-    Calling it again replaces the handler that the last call installed.
+    Only the master emits records, unless `TNT_LOG_ON_ALL_DEVICES` is set; then every line starts
+    with the rank. Records with `extra={"on_every_process": True}` are emitted on any process. A
+    second call replaces the handler of the first.
     """
     for handler in [h for h in logger.handlers if isinstance(h, _Handler)]:
         logger.removeHandler(handler)
     prefix = f"[rank {rank}] " if settings.log_on_all_devices else ""
     handler = _Handler()
     handler.setFormatter(logging.Formatter(f"{prefix}[tnt_jax] %(levelname)s: %(message)s"))
-    handler.addFilter(lambda record: is_master or settings.log_on_all_devices)
+    handler.addFilter(
+        lambda record: (
+            is_master or settings.log_on_all_devices or getattr(record, "on_every_process", False)
+        )
+    )
     logger.addHandler(handler)
     logger.setLevel(settings.log_level)
     logger.propagate = False
@@ -29,4 +39,13 @@ class _Handler(logging.Handler):
     """Writes to whatever `sys.stderr` is at the time, which notebooks and tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with beside_bars():
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def beside_bars() -> Iterator[None]:
+    """Hides progress bars while something is written to `sys.stderr`, then redraws them."""
+    tqdm = sys.modules.get("tqdm")
+    with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr):
+        yield

@@ -6,28 +6,30 @@ import sys
 
 import numpy as np
 
+from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
-_seed: int | None = None
+# Of the last `set_seed` in this job, which may come before `init`.
+_seed = Slot[int | None](lambda: None)
 
 
 def set_seed(seed: int) -> None:
-    """Seeds Python's `random`, NumPy, TensorFlow and Keras where they are imported, and models that are made afterwards.
+    """Seeds Python's `random`, NumPy and, if imported, TensorFlow and Keras, and all later models.
 
-    A `tnt_jax.Model` without a seed of its own takes this one for fresh variables, dropout, and the order of shuffled arrays. Shuffles
-    and random operations of `tf.data` without a seed take it, too (42 if it is 0 or was not set). Call it on every process with the
-    same number, before making models and datasets, and again after importing TensorFlow or Keras.
+    A `tnt_jax.Model` without a seed of its own uses this seed for its initial variables, dropout
+    and the order of shuffled arrays. So do unseeded shuffles and random operations of `tf.data` (42
+    if the seed is 0 or was not set). Call this function with the same number on every process,
+    before you create models and datasets, and again after importing TensorFlow or Keras.
 
-    `PYTHONHASHSEED`, on which the order of Python sets depends, counts at the start of the interpreter only; the log says so where it
-    is not set.
+    The order of Python sets depends on `PYTHONHASHSEED`, which takes effect only at the start of
+    the interpreter; if it is not set, the log says so.
 
     Args:
-        seed: From 0 to 2**32 - 1, the range of NumPy's seeds.
+        seed: A number from 0 to 2**32 - 1, the range of NumPy's seeds.
 
     Raises:
         ValueError: If the seed is out of range.
     """
-    global _seed
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, but is {seed}.")
     seeded = ["random", "numpy", "tnt_jax"]
@@ -39,14 +41,16 @@ def set_seed(seed: int) -> None:
         seeded.append("tensorflow")
     random.seed(seed)
     np.random.seed(seed)
-    _seed = seed
+    _seed.set(seed)
     logger.info("Seeded %s with %d.", ", ".join(seeded), seed)
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
         logger.info(
-            "The order of Python sets differs between runs: set PYTHONHASHSEED before the start if your data depends on it."
+            "The order of Python sets differs between runs: set PYTHONHASHSEED before the start if "
+            "your data depends on it."
         )
 
 
 def seed_or_default(seed: int | None, *, default: int = 0) -> int:
     """Returns `seed`, or the one of the last `set_seed`, or `default`."""
-    return seed if seed is not None else _seed if _seed is not None else default
+    chosen = _seed.get() if seed is None else seed
+    return default if chosen is None else chosen

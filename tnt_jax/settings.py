@@ -1,7 +1,7 @@
 """Reads the `TNT_*` environment variables into one frozen, validated `Settings`.
 
-The launcher writes these variables and the runtime reads them. This module uses the standard library alone, so that the
-launcher can share it without importing JAX.
+The launcher writes these variables and the runtime reads them. This module uses the standard
+library alone, so that the launcher can share it without importing JAX.
 """
 
 import os
@@ -10,27 +10,41 @@ from dataclasses import dataclass
 from typing import Literal
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LOST_EXIT_CODE = 75
+"""Exit code of a process that cannot continue because another ended without leaving the job."""
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says about this process.
+    """The settings of this process, read from environment variables.
 
     Attributes:
-        coordinator_address: `host:port` of process 0 (`TNT_COORDINATOR_ADDRESS`), or None outside a TNT job.
-        num_processes: Processes of the job (`TNT_NUM_PROCESSES`).
+        coordinator_address: `host:port` of process 0 (`TNT_COORDINATOR_ADDRESS`), or None outside a
+            TNT job.
+        num_processes: Number of processes in the job (`TNT_NUM_PROCESSES`).
         process_id: Number of this process (`TNT_PROCESS_ID`), `0 <= process_id < num_processes`.
-        init_timeout_s: Seconds to wait for all processes at start (`TNT_INIT_TIMEOUT_S`); None for `default_init_timeout_s`.
-        heartbeat_timeout_s: Seconds after which a silent process counts as dead (`TNT_HEARTBEAT_TIMEOUT_S`).
+        init_timeout_s: Seconds to wait for all processes at start (`TNT_INIT_TIMEOUT_S`); None for
+            `default_init_timeout_s`.
+        heartbeat_timeout_s: Seconds after which a silent process counts as dead
+            (`TNT_HEARTBEAT_TIMEOUT_S`).
         log_level: Level of the logger `tnt_jax` (`TNT_LOG_LEVEL`).
-        log_on_all_devices: Whether every process logs, not the master alone (`TNT_LOG_ON_ALL_DEVICES`).
-        output_on_all_devices: Whether every process prints progress and summaries (`TNT_OUTPUT_ON_ALL_DEVICES`).
-        fusion_threshold_kb: kB from which a gradient bucket is full, 0 for one bucket per array, `"xla"` to leave it to the compiler
-            (`TNT_FUSION_THRESHOLD`); None for the default of the backend.
-        launched_at: Seconds since 1970 when the launcher was started (`TNT_LAUNCHED_AT`), for timing the start.
-        tune_steps: Steps of each trial if `fit` is to compare ways to sum gradients instead of training (`TNT_TUNE_STEPS`); or None.
+        log_on_all_devices: Whether every process logs, instead of the master alone
+            (`TNT_LOG_ON_ALL_DEVICES`).
+        output_on_all_devices: Whether every process prints progress and summaries
+            (`TNT_OUTPUT_ON_ALL_DEVICES`).
+        fusion_threshold_kb: KiB from which a gradient bucket is full, 0 for one bucket per array,
+            `"xla"` to leave it to the compiler (`TNT_FUSION_THRESHOLD`); None for the default of
+            the backend.
+        launched_at: Seconds since 1970 when the launcher was started (`TNT_LAUNCHED_AT`), to time
+            the start.
+        tune_steps: Steps per trial if `fit` compares ways to sum gradients instead of training
+            (`TNT_TUNE_STEPS`), otherwise None.
+        stall_warning_s: Seconds that a process waits for others before it warns and names them
+            (`TNT_STALL_WARNING_S`).
+        timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
     """
 
     coordinator_address: str | None = None
@@ -44,22 +58,28 @@ class Settings:
     fusion_threshold_kb: int | Literal["xla"] | None = None
     launched_at: float | None = None
     tune_steps: int | None = None
+    stall_warning_s: int = 60
+    timeline: str | None = None
 
 
 def default_init_timeout_s(num_processes: int) -> int:
-    """Returns the seconds that a process waits for the others at start: 45, and a quarter of a second for each process."""
+    """Returns the seconds that a process waits for the others at start.
+
+    It is 45 seconds plus a quarter of a second per process.
+    """
     return 45 + num_processes // 4
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Returns the settings that the environment states.
+    """Returns the settings in the environment.
 
     Args:
-        environ: Variables to read; the process's own by default.
+        environ: Variables to read; defaults to those of the process.
 
     Raises:
-        ValueError: If a variable has an invalid value, or if only some of `TNT_COORDINATOR_ADDRESS`,
-            `TNT_NUM_PROCESSES` and `TNT_PROCESS_ID` are set. The message lists the valid values.
+        ValueError: If a variable has an invalid value, or if only some of
+            `TNT_COORDINATOR_ADDRESS`, `TNT_NUM_PROCESSES` and `TNT_PROCESS_ID` are set. The message
+            lists the valid values.
     """
     env = os.environ if environ is None else environ
     settings = Settings(
@@ -67,12 +87,16 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         num_processes=_integer(env, "TNT_NUM_PROCESSES", at_least=1),
         process_id=_integer(env, "TNT_PROCESS_ID", at_least=0),
         init_timeout_s=_integer(env, "TNT_INIT_TIMEOUT_S", at_least=1),
-        heartbeat_timeout_s=_integer(env, "TNT_HEARTBEAT_TIMEOUT_S", at_least=1) or Settings.heartbeat_timeout_s,
+        heartbeat_timeout_s=_integer(env, "TNT_HEARTBEAT_TIMEOUT_S", at_least=1)
+        or Settings.heartbeat_timeout_s,
         log_level=_log_level(env),
         log_on_all_devices=_boolean(env, "TNT_LOG_ON_ALL_DEVICES"),
         output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
         fusion_threshold_kb=_threshold(env, "TNT_FUSION_THRESHOLD"),
         tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
+        stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
+        or Settings.stall_warning_s,
+        timeline=env.get("TNT_TIMELINE") or None,
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -88,13 +112,18 @@ def _check_job(settings: Settings) -> None:
     missing = [name for name, value in job.items() if value is None]
     if missing and len(missing) < len(job):
         raise ValueError(
-            f"TNT_COORDINATOR_ADDRESS, TNT_NUM_PROCESSES and TNT_PROCESS_ID must be set together, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Set all three, or none for one process."
+            "TNT_COORDINATOR_ADDRESS, TNT_NUM_PROCESSES and TNT_PROCESS_ID must be set together, "
+            f"but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Set all "
+            "three, or none for one process."
         )
-    if settings.process_id is not None and settings.num_processes is not None and settings.process_id >= settings.num_processes:
+    if (
+        settings.process_id is not None
+        and settings.num_processes is not None
+        and settings.process_id >= settings.num_processes
+    ):
         raise ValueError(
-            f"TNT_PROCESS_ID ({settings.process_id}) must be below TNT_NUM_PROCESSES ({settings.num_processes}). "
-            "Processes are numbered from 0."
+            f"TNT_PROCESS_ID ({settings.process_id}) must be below TNT_NUM_PROCESSES "
+            f"({settings.num_processes}). Processes are numbered from 0."
         )
 
 
@@ -104,7 +133,10 @@ def _address(env: Mapping[str, str], name: str) -> str | None:
         return None
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{name} must be host:port with a port from 1 to 65535, for instance node1:12345, but is {value!r}.")
+        raise ValueError(
+            f"{name} must be host:port with a port from 1 to 65535, for instance node1:12345, but "
+            f"is {value!r}."
+        )
     return value
 
 
@@ -120,8 +152,12 @@ def _integer(env: Mapping[str, str], name: str, *, at_least: int) -> int | None:
 def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None:
     value = (env.get(name) or "").strip()
     if value and value != "xla" and not value.isdigit():
-        raise ValueError(f"{name} must be a number of kB of at least 0, or xla, but is {env[name]!r}.")
-    return "xla" if value == "xla" else int(value) if value else None
+        raise ValueError(
+            f"{name} must be a number of KiB of at least 0, or xla, but is {env[name]!r}."
+        )
+    if value == "xla":
+        return "xla"
+    return int(value) if value else None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:
@@ -130,12 +166,18 @@ def _boolean(env: Mapping[str, str], name: str) -> bool:
         return True
     if value in _FALSE:
         return False
-    raise ValueError(f"{name} must be one of {', '.join(_TRUE)} or {', '.join(v for v in _FALSE if v)}, but is {env[name]!r}.")
+    raise ValueError(
+        f"{name} must be one of {', '.join(_TRUE)} or {', '.join(v for v in _FALSE if v)}, but is "
+        f"{env[name]!r}."
+    )
 
 
 def _log_level(env: Mapping[str, str]) -> str:
     value = (env.get("TNT_LOG_LEVEL") or Settings.log_level).upper()
     value = "WARNING" if value == "WARN" else value
     if value not in LOG_LEVELS:
-        raise ValueError(f"TNT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, but is {env['TNT_LOG_LEVEL']!r}.")
+        raise ValueError(
+            f"TNT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, but is "
+            f"{env['TNT_LOG_LEVEL']!r}."
+        )
     return value

@@ -1,4 +1,7 @@
-"""The only rooms that know a model library: each turns one kind of model into pure functions of arrays."""
+"""Turns models of each library into pure functions of arrays.
+
+These are the only modules that import a model library.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,7 @@ def wrap(
     frozen: Sequence[str],
     synchronize_batch_norm: bool,
 ) -> Adapter:
-    """Returns the adapter for a model, with what the user chose around it; see `tnt_jax.Model`.
+    """Returns the adapter for a model with the options of `tnt_jax.Model`.
 
     Raises:
         TypeError: If the kind of `module` is unknown, or `trainable` or `frozen` is a string.
@@ -26,34 +29,51 @@ def wrap(
     """
     for name, paths in (("trainable", trainable), ("frozen", frozen)):
         if isinstance(paths, str):
-            raise TypeError(f"{name} must be a sequence of paths, such as [{paths!r}], but is a string.")
-    adapter = adapter_for(module, variables=variables, synchronize_batch_norm=synchronize_batch_norm)
+            raise TypeError(
+                f"{name} must be a sequence of paths, such as [{paths!r}], but is a string."
+            )
+    adapter = adapter_for(
+        module, variables=variables, synchronize_batch_norm=synchronize_batch_norm
+    )
     if precision != "float32" and _kind_with_variables(module) == "Keras":
         raise ValueError(
-            f"precision={precision!r} is for Flax modules. A Keras model is built under a policy: call "
-            f"keras.config.set_dtype_policy({precision!r}) before its layers are made."
+            f"precision={precision!r} is for Flax modules. A Keras model is built under a policy: "
+            f"call keras.config.set_dtype_policy({precision!r}) before its layers are made."
         )
     adapter = with_precision(adapter, precision)
-    return adapter if trainable is None and not frozen else PartlyTrained(adapter, trainable=trainable, frozen=frozen)
+    return (
+        adapter
+        if trainable is None and not frozen
+        else PartlyTrained(adapter, trainable=trainable, frozen=frozen)
+    )
 
 
-def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None, synchronize_batch_norm: bool = False) -> Adapter:
-    """Returns the adapter for a model of any known kind.
+def adapter_for(
+    module: Any, *, variables: Mapping[str, Any] | None = None, synchronize_batch_norm: bool = False
+) -> Adapter:
+    """Returns the adapter for a model of any supported library.
 
     Args:
         module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend.
         variables: Variables to start from, for Linen modules, which hold none themselves.
-        synchronize_batch_norm: Whether a Keras model's batch normalisation takes its statistics over all ranks.
+        synchronize_batch_norm: Whether a Keras model's batch normalisation computes its statistics
+            over all ranks.
 
     Raises:
-        TypeError: If the kind of `module` is unknown, or if its class was passed instead of an object.
-        ValueError: If `variables` are given with a module that holds its own, or a Keras model computes on another backend.
+        TypeError: If the kind of `module` is unknown, or if its class was passed instead of an
+            object.
+        ValueError: If `variables` are given with a module that holds its own, or a Keras model
+            computes on another backend.
     """
     if isinstance(module, type):
-        raise TypeError(f"tnt_jax.Model needs a module, but got the class {module.__name__}. Create one: {module.__name__}(...).")
+        raise TypeError(
+            f"tnt_jax.Model needs a module, but got the class {module.__name__}. Create one: "
+            f"{module.__name__}(...)."
+        )
     if synchronize_batch_norm and _kind_with_variables(module) != "Keras":
         raise ValueError(
-            "synchronize_batch_norm is for Keras models; give the BatchNorm layers of a Flax module axis_name='data'."
+            "synchronize_batch_norm is for Keras models; give the BatchNorm layers of a Flax "
+            "module axis_name='data'."
         )
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(module, linen.Module):
@@ -63,12 +83,13 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None, sync
     kind = _kind_with_variables(module)
     if kind is None:
         raise TypeError(
-            "tnt_jax.Model needs a flax.linen.Module, a flax.nnx.Module or a keras.Model, "
-            f"but got {type(module).__module__}.{type(module).__qualname__}."
+            "tnt_jax.Model needs a flax.linen.Module, a flax.nnx.Module or a keras.Model, but got "
+            f"{type(module).__module__}.{type(module).__qualname__}."
         )
     if variables is not None:
         raise ValueError(
-            f"variables are for Linen modules; a {kind} model holds its own. Set them in the model before it is wrapped."
+            f"variables are for Linen modules; a {kind} model holds its own. Set them in the model "
+            "before it is wrapped."
         )
     if kind == "Keras":
         from tnt_jax.adapters.keras import KerasAdapter
@@ -80,7 +101,10 @@ def adapter_for(module: Any, *, variables: Mapping[str, Any] | None = None, sync
 
 
 def _kind_with_variables(module: Any) -> str | None:
-    """Returns the library of a module that holds its own variables, without importing a library that is not in use."""
+    """Returns the library of a module that holds its own variables.
+
+    Libraries that are not in use are not imported.
+    """
     keras, nnx = sys.modules.get("keras"), sys.modules.get("flax.nnx")
     # Keras first: with its NNX integration switched on, its models are NNX modules, too.
     if keras is not None and isinstance(module, keras.Model):

@@ -1,4 +1,4 @@
-"""What every adapter offers to the step, and how a module of any library is called."""
+"""The interface of adapters, and how a module of any library is called."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,26 +7,34 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-# Names by which modules take their mode, and the value that each has in training.
-_TRAIN_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
+# The argument names of train flags, with their values in training.
+TRAIN_FLAGS = {
+    "train": True, "training": True, "is_training": True, "is_train": True,
+    "deterministic": False, "inference": False, "eval_mode": False, "use_running_average": False,
+}  # fmt: skip
+
+
+class CallError(ValueError):
+    """A module cannot be called as required; the message alone says what to do."""
 
 
 class Variables(NamedTuple):
-    """Arrays of a model: those that are trained and those that the model changes itself."""
+    """Arrays of a model: trained parameters, and state that the model updates itself."""
 
     params: Any
     model_state: Any
 
 
 class Applied(NamedTuple):
-    """What a forward pass returns.
+    """The result of a forward pass.
 
     Attributes:
         outputs: Pytree of arrays `[rows, ...]`.
         model_state: Model state after the pass.
-        penalty: Sum of the losses that the model adds itself, such as weight regularisation: a scalar. Its mean over ranks counts,
-            so that what depends on the rows must be a mean over them.
-        increments: What these rows add to the sums of metrics that the model holds itself: pytree of arrays.
+        penalty: Sum of the losses that the model adds itself, such as weight regularisation: a
+            scalar. It is averaged over the ranks, so terms that depend on rows must be means over
+            them.
+        increments: What these rows add to the sums of the model's own metrics: pytree of arrays.
     """
 
     outputs: Any
@@ -40,14 +48,14 @@ class Adapter(Protocol):
 
     Attributes:
         name: Name of the model in tables.
-        holds_variables: Whether the user's object holds variables, so that `write_back` has something to do.
+        holds_variables: Whether the user's object holds variables, into which `write_back` writes.
     """
 
     name: str
     holds_variables: bool
 
     def sample_inputs(self) -> Any:
-        """Returns inputs that the model can be built with, for a model that tells them itself; None for another."""
+        """Returns inputs to build the model with, or None if the model does not know them."""
         ...
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
@@ -55,30 +63,49 @@ class Adapter(Protocol):
         ...
 
     def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model, for inputs like `inputs`; takes the place of `init`."""
+        """Prepares to compute with variables of another model, for inputs like `inputs`.
+
+        Replaces `init`.
+        """
         ...
 
     def apply(
-        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
     ) -> Applied:
         """Returns the forward pass over this rank's rows.
 
         Args:
             params: Trained arrays.
-            model_state: Arrays that the model changes itself.
+            model_state: Arrays that the model updates itself.
             inputs: Pytree of arrays `[rows, ...]`.
-            key: This rank's key for this step; None outside training.
+            key: This rank's key for this step; outside training None, or a key that is the same for
+                every batch.
             train: Whether dropout and batch statistics are on.
-            mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None when there are none.
+            mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None
+                when there are none.
         """
         ...
 
+    def held_variables(self) -> Mapping[str, Any]:
+        """Returns a Keras model's variables, as Keras objects, by the paths of their arrays."""
+        ...
+
     def held_metrics(self) -> dict[str, Any]:
-        """Returns the metrics that the model holds itself, as objects of its library, by the names of their logs."""
+        """Returns the model's own metrics, as objects of its library, by their log names."""
         ...
 
     def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the metrics that the model holds itself by name, for sums of `Applied.increments` over rows, ranks and steps."""
+        """Returns the results of the model's own metrics by name.
+
+        `sums` are those of `Applied.increments` over rows, ranks and steps.
+        """
         ...
 
     def export(self, variables: Variables) -> Any:
@@ -86,49 +113,88 @@ class Adapter(Protocol):
         ...
 
     def has_changed(self) -> bool:
-        """Tells whether the user's object holds other variables than it was last read with, or given by `write_back`."""
+        """Returns whether the user's object has other variables than when last read or written."""
         ...
 
     def write_back(self, variables: Variables) -> None:
-        """Stores trained variables in the user's own object, where it holds any."""
+        """Stores trained variables in the user's own object, if it holds any."""
         ...
 
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a module wants to be called, read off the signature of its call method.
+    """How a module must be called, according to the signature of its call method.
 
     Attributes:
-        flag: Name of the argument that tells training from inference, or None.
+        flags: Names of the arguments that tell training from inference.
         unpack: Whether a tuple of inputs is passed as several arguments.
-        names: Names of the arguments that inputs given as a dict can fill.
+        names: Names of the arguments to which a dict of inputs can be passed.
+        required: Those of them without a default.
+        positional: Names of the arguments to which inputs can be passed by position, in order.
+        is_variadic: Whether any number of further arguments is accepted.
     """
 
-    flag: str | None
+    flags: tuple[str, ...]
     unpack: bool
-    names: frozenset[str]
+    names: tuple[str, ...]
+    required: frozenset[str]
+    positional: tuple[str, ...]
+    is_variadic: bool
 
     @classmethod
     def of(cls, call: Callable) -> "CallStyle":
         """Returns the style of a bound call method."""
         parameters = inspect.signature(call).parameters.values()
-        flag = next((p.name for p in parameters if p.name in _TRAIN_FLAGS), None)
+        flags = tuple(p.name for p in parameters if p.name in TRAIN_FLAGS)
         named = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != flag
+            p
+            for p in parameters
+            # Random streams are not inputs: tnt_jax passes them to an NNX module.
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and p.name not in (*flags, "rngs")
         ]
         positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        return cls(flag, variadic or len(positional) > 1, frozenset(p.name for p in named))
+        return cls(
+            flags=flags,
+            unpack=variadic or len(positional) > 1,
+            names=tuple(p.name for p in named),
+            required=frozenset(p.name for p in named if p.default is p.empty),
+            positional=tuple(p.name for p in positional),
+            is_variadic=variadic,
+        )
+
+    @property
+    def num_required(self) -> int:
+        """Number of positional arguments without a default."""
+        return sum(name in self.required for name in self.positional)
 
     def arguments(self, inputs: Any, *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns positional and keyword arguments for one call.
 
-        A dict whose keys are argument names is passed by name, a tuple or list by position if the module takes several arguments;
-        anything else is the one argument.
+        A dict whose keys are argument names is passed by name, a tuple or list by position if the
+        module takes several arguments; anything else is the one argument.
+
+        Raises:
+            CallError: If a dict has keys for some arguments but lacks required ones or has unknown
+                ones.
         """
-        flags = {} if self.flag is None else {self.flag: _TRAIN_FLAGS[self.flag] is train}
-        if isinstance(inputs, Mapping) and inputs and set(inputs) <= self.names:
+        flags = {flag: TRAIN_FLAGS[flag] is train for flag in self.flags}
+        if (
+            isinstance(inputs, Mapping)
+            and inputs
+            and (set(inputs) & set(self.names) or len(self.required) > 1)
+        ):
+            self._check_keys(inputs)
             return (), {**inputs, **flags}
         if isinstance(inputs, (tuple, list)) and self.unpack:
             return tuple(inputs), flags
         return (inputs,), flags
+
+    def _check_keys(self, inputs: Mapping[str, Any]) -> None:
+        if not self.required <= set(inputs) <= set(self.names):
+            raise CallError(
+                f"The module's call takes {', '.join(self.names)}, but the inputs are a dict with "
+                f"the keys {', '.join(map(str, inputs))}. Let the keys be the names of the "
+                "arguments."
+            )

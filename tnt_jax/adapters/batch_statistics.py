@@ -1,19 +1,26 @@
-"""Mean and variance of the real rows of a batch, for batch normalisation of any library (Ioffe and Szegedy 2015, arXiv:1502.03167)."""
+"""Mean and variance of the real rows of a batch, for batch normalisation of any library.
+
+Ioffe and Szegedy 2015, arXiv:1502.03167.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
-def real_row_moments(x: jax.Array, mask: jax.Array, *, feature_dim: int, axis_name: str | None) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and (biased) variance `[features]`, at least float32, of the rows of `x` whose mask is 1.
+def real_row_moments(
+    x: jax.Array, mask: jax.Array, *, feature_dim: int, axis_name: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean and biased variance `[features]` of the rows of `x` whose mask is 1.
 
-    A rank without a real row and without synchronised statistics has those of its padding: its share of every average is 0.
+    The dtype is at least float32. A rank without real rows and without synchronised statistics uses
+    its padding: its share of every average is 0.
 
     Args:
         x: Activations `[rows, ...]`.
         mask: float32 `[rows]`, 0 for padded rows.
         feature_dim: Dimension of `x`, other than the first, that keeps its own statistics.
-        axis_name: Axis of the mesh over which the rows of all ranks count together; None for this rank's rows alone.
+        axis_name: Mesh axis over which the statistics are computed; None for this rank's rows
+            alone.
     """
     features = feature_dim % x.ndim
     others = tuple(dim for dim in range(x.ndim) if dim != features)

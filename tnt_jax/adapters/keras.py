@@ -1,8 +1,8 @@
 """Keras 3 models on the JAX backend as pure functions: functional, Sequential and subclassed."""
 
 import inspect
-from collections import Counter
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,20 +12,23 @@ import numpy as np
 
 from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.adapters.keras_layers import layers_of_a_rank
+from tnt_jax.adapters.keras_limits import require_trainable
+from tnt_jax.adapters.keras_paths import paths_of
 from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
 from tnt_jax.adapters.loops import with_varying_loops
-from tnt_jax.all_reduce import psum
+from tnt_jax.adapters.variable_path import VariablePath
+from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.random_rows import evaluation_key
 from tnt_jax.log import logger
-from tnt_jax.random_rows import batch_key
 
 # Name of the variable of a seed generator.
 _SEED = "seed_generator_state"
-# Rows on which the losses that a model adds are tried out.
+# Rows on which the losses added by a model are tested.
 _PROBE_ROWS = 8
 
 
 class _Call(NamedTuple):
-    """What one call of the model gives."""
+    """The result of one call of the model."""
 
     outputs: Any
     values: dict[int, Any]
@@ -33,22 +36,29 @@ class _Call(NamedTuple):
 
 
 class KerasAdapter:
-    """A Keras model, which holds its own variables: training starts from them and is written back into them.
+    """A Keras model, which holds its own variables.
 
-    Params are the model's trainable variables and model state the others, both by path. Exact on any number of ranks are dropout
-    and all other random numbers with one row per row of the batch, regularisers of weights and activities, batch normalisation
-    with `synchronized`, and losses that `add_loss` is given as means or sums over full ranks or as values `[rows]`. In a last batch
-    with padded rows a scalar loss on the activations counts the repeated rows of its rank, with a warning.
+    Training starts from these variables and is written back into them.
 
-    Random numbers follow from the step and not from the states of the seed generators, which keep their values; so dropout differs
-    from that of `keras_model.fit`, and evaluation draws the same numbers for every batch.
+    Params are the model's trainable variables and model state the others, both by path. These are
+    exact on any number of ranks: dropout and all other random numbers with one row per row of the
+    batch, weight and activity regularizers, batch normalisation with `synchronized`, and losses
+    passed to `add_loss` as means or sums over full ranks or as values `[rows]`. In a last batch
+    with padded rows, a scalar loss on the activations includes the repeated rows of its rank, with
+    a warning.
+
+    Random numbers follow from the step and not from the states of the seed generators, which do not
+    change. Dropout therefore differs from that of `keras_model.fit`, and evaluation draws the same
+    numbers for every batch.
 
     Args:
         model: Model to train.
-        synchronized: Whether batch normalisation computes its statistics over all ranks instead of each rank's rows.
+        synchronized: Whether batch normalisation computes its statistics over all ranks instead of
+            each rank's rows.
 
     Raises:
-        ValueError: If Keras computes on another backend than JAX, or a metric of a layer cannot be summed over ranks.
+        ValueError: If Keras uses a backend other than JAX, or a metric of a layer cannot be summed
+            over ranks.
     """
 
     holds_variables = True
@@ -56,8 +66,9 @@ class KerasAdapter:
     def __init__(self, model: keras.Model, *, synchronized: bool = False) -> None:
         if keras.backend.backend() != "jax":
             raise ValueError(
-                f"The Keras model {model.name!r} computes on the backend {keras.backend.backend()!r}, but training needs JAX. Set the "
-                "environment variable KERAS_BACKEND=jax before the first import of keras."
+                f"The Keras model {model.name!r} uses the backend {keras.backend.backend()!r}, but "
+                "training needs JAX. Set the environment variable KERAS_BACKEND=jax before the "
+                "first import of keras."
             )
         self.module = model
         self.name = model.name
@@ -65,27 +76,48 @@ class KerasAdapter:
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._kinds: dict[bool, tuple[Kind, ...]] = {}
         self._seen: list[list[Any]] = []
+        self._sample: Any = None
         self._has_warned = False
 
     def sample_inputs(self) -> Any:
-        """Returns one row for each input of a functional or Sequential model whose input was given; None for another."""
+        """Returns one row for each input if the model knows its inputs.
+
+        It does once it was called, and as a functional or Sequential model with given inputs.
+        """
         inputs = getattr(self.module, "inputs", None)
         if not self.module.built or not inputs:
-            return None
+            return self._sample
         given = inputs[0] if len(inputs) == 1 else self.module.input
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype), given)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
+            given,
+        )
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the variables of the model; one that is not built yet is built for inputs like `inputs` with Keras's own seeds."""
+        """Returns the variables of the model.
+
+        A model that is not built yet is built for inputs like `inputs`, with Keras's own seeds.
+        """
         self.attach(inputs)
         self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
-        return Variables(_collect(self.module.trainable_variables, values), _collect(self.module.non_trainable_variables, values))
+        return Variables(
+            self._collect(self.module.trainable_variables, values), self._collect_state(values)
+        )
 
     def attach(self, inputs: Any) -> None:
-        """Builds the model where that is not done, and examines the metrics and losses that it holds."""
+        """Builds the model if necessary, and examines its metrics and losses."""
+        if inputs is None:
+            raise ValueError(
+                f"The Keras model {self.name!r} does not know its inputs: call it on a sample, or "
+                "call build(shape_or_sample) of the tnt_jax.Model, before you use its variables."
+            )
+        self._sample = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
+        )
         if not all(layer.built for layer in self._layers()):
             self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
+        require_trainable(self.module)
         for metric in self._metrics():
             _require_sums(metric)
         for train in (True, False):
@@ -93,32 +125,55 @@ class KerasAdapter:
 
     @with_varying_loops
     def apply(
-        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
     ) -> Applied:
         """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        key = batch_key(jnp.zeros(2, jnp.uint32), 0, num_rows) if key is None else key
+        key = evaluation_key(num_rows) if key is None else key
         values = self._by_variable(params, model_state)
-        trained = {id(v): jnp.zeros(v.shape, v.dtype) for metric in self._metrics() for v in metric.variables}
+        trained = {
+            id(v): jnp.zeros(v.shape, v.dtype)
+            for metric in self._metrics()
+            for v in metric.variables
+        }
         with layers_of_a_rank(
             self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized
         ) as regularized:
             call = self._call({**values, **trained}, inputs, train=train)
         if mask is not None:
             self._warn_of_repeated_rows(call.losses, len(regularized), num_rows)
-        changed = _collect(self.module.non_trainable_variables, call.values) if train else model_state
+        changed = self._collect_state(call.values) if train else model_state
         penalty = penalty_of(call.losses, self._kinds[train], mask, num_rows)
-        return Applied(call.outputs, changed, penalty, self._increments(call.values, mask, num_rows))
+        return Applied(
+            call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
+        )
+
+    def held_variables(self) -> Mapping[str, keras.Variable]:
+        """Returns all variables by path."""
+        paths = (
+            paths_of(self.module, v)
+            for v in (self.module.trainable_variables, self.module.non_trainable_variables)
+        )
+        return dict(item for known in paths for item in known.items())
 
     def held_metrics(self) -> dict[str, keras.Metric]:
         """Returns the metrics of layers by name."""
         return {metric.name: metric for metric in self._metrics()}
 
     def metric_results(self, sums: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
-        """Returns the metrics of layers by name, for their sums over rows, ranks and steps."""
+        """Returns the results of the layers' metrics by name."""
         results = {}
         for metric, values in zip(self._metrics(), sums, strict=True):
-            with keras.StatelessScope(state_mapping=list(zip(metric.variables, map(jnp.asarray, values), strict=True))):
+            with keras.StatelessScope(
+                state_mapping=list(zip(metric.variables, map(jnp.asarray, values), strict=True))
+            ):
                 results[metric.name] = float(metric.result())
         return results
 
@@ -128,14 +183,17 @@ class KerasAdapter:
         return [np.asarray(values[id(v)]) for v in self.module.weights]
 
     def write_back(self, variables: Variables) -> None:
-        """Assigns variables to the user's model, which can then be saved, for instance as `model.save("m.keras")`."""
+        """Assigns variables to the user's model.
+
+        It can then be saved, for instance with `model.save("m.keras")`.
+        """
         values = self._by_variable(*variables)
         for variable in self.module.variables:
             variable.assign(values[id(variable)])
         self._seen = self._held_arrays()
 
     def has_changed(self) -> bool:
-        """Tells whether the model holds other arrays than it was last read with or given by `write_back`, or trains others."""
+        """Returns whether the model has other arrays, or trains others, than when last read."""
         held = self._held_arrays()
         return any(
             len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
@@ -143,16 +201,21 @@ class KerasAdapter:
         )
 
     def _held_arrays(self) -> list[list[Any]]:
-        # Without the states of seed generators, which do not matter here and change with every call in training mode.
+        # Without the states of seed generators, which are not used and change with every call in
+        # training mode.
         both = (self.module.trainable_variables, self.module.non_trainable_variables)
         return [[v.value for v in variables if v.name != _SEED] for variables in both]
 
     def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
-        """Calls the model with the given values of its variables, without side effects, as Keras's own trainer does."""
-        variables = [*self.module.variables, *(v for metric in self._metrics() for v in metric.variables)]
+        """Calls the model with the given variables and no side effects, as Keras's trainer does."""
+        variables = [
+            *self.module.variables,
+            *(v for metric in self._metrics() for v in metric.variables),
+        ]
         mapping = [(v, values[id(v)]) for v in variables]
         flags = {"training": train} if self._takes_training else {}
-        # Layers know their losses by `id`, and one that is not called yet takes away another's whose id its last loss had.
+        # Layers identify their losses by `id`: a layer that has not been called yet can remove a
+        # loss that has the id of its own last loss.
         self.module._clear_losses()
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             outputs = self.module.call(inputs, **flags)
@@ -160,8 +223,14 @@ class KerasAdapter:
         return _Call(outputs, {id(v): scope.get_current_value(v) for v in variables}, losses)
 
     def _find_kinds(self, inputs: Any, *, train: bool) -> tuple[Kind, ...]:
-        """Returns the kinds of the losses that the model adds, from a small batch of random rows if there are any but of weights."""
-        values = {id(v): v.value for v in [*self.module.variables, *(v for m in self._metrics() for v in m.variables)]}
+        """Returns the kinds of the losses that the model adds, from a small batch of random rows.
+
+        Weight regularizers alone need no test.
+        """
+        values = {
+            id(v): v.value
+            for v in [*self.module.variables, *(v for m in self._metrics() for v in m.variables)]
+        }
         rows = jax.tree.map(_probe_rows, inputs)
         losses = jax.eval_shape(lambda rows: self._call(values, rows, train=train).losses, rows)
         regularized = [v for v in self.module.trainable_variables if v.regularizer is not None]
@@ -173,60 +242,79 @@ class KerasAdapter:
         )
         return kinds_of_losses(once, twice)
 
-    def _warn_of_repeated_rows(self, losses: list[jax.Array], num_regularized: int, num_rows: int) -> None:
-        """Says once that padded rows count in scalar losses, if there are any but those of weights and activity regularisers."""
+    def _warn_of_repeated_rows(
+        self, losses: list[jax.Array], num_regularized: int, num_rows: int
+    ) -> None:
+        """Warns once that padded rows count in scalar losses of the model.
+
+        Weight and activity regularizers are exempt.
+        """
         num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in losses)
-        num_exact = num_regularized + sum(v.regularizer is not None for v in self.module.trainable_variables)
+        num_exact = num_regularized + sum(
+            v.regularizer is not None for v in self.module.trainable_variables
+        )
         if num_scalar > num_exact and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The Keras model %r adds a loss (add_loss) that is one number for all rows. Where the rows of a batch do not divide "
-                "evenly among the ranks, often in the last one, repeated rows count in it. Add one value per row, [rows], to leave "
-                "them out, or choose a batch size that leaves none.", self.name,
+                "The Keras model %r adds a scalar loss (add_loss). In batches whose rows do not "
+                "divide evenly among the ranks, often the last one, it includes repeated rows. Add "
+                "one value per row, [rows], to leave them out, or choose a batch size that avoids "
+                "them.", self.name,
             )  # fmt: skip
 
-    def _increments(self, values: dict[int, Any], mask: jax.Array | None, num_rows: int) -> list[list[jax.Array]]:
-        """Returns what this rank adds to the variables of the layers' metrics; means weigh ranks by their real rows."""
+    def _increments(
+        self, values: dict[int, Any], mask: jax.Array | None, num_rows: int
+    ) -> list[list[jax.Array]]:
+        """Returns what this rank adds to the variables of the layers' metrics.
+
+        Means weight the ranks by their real rows.
+        """
         real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
         share = real / psum(real)
-        factors = [share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()]
+        factors = [
+            share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()
+        ]
         return [
             [jnp.asarray(values[id(v)]) * factor for v in metric.variables]
             for metric, factor in zip(self._metrics(), factors, strict=True)
         ]
 
     def _by_variable(self, params: Any, model_state: Any) -> dict[int, Any]:
-        both = (self.module.trainable_variables, params), (self.module.non_trainable_variables, model_state)
-        missing = [path for variables, arrays in both for path in _paths(variables) if path not in arrays]
+        both = (
+            (self.module.trainable_variables, params),
+            (self.module.non_trainable_variables, model_state),
+        )
+        paths = [(paths_of(self.module, variables), arrays) for variables, arrays in both]
+        missing = [path for known, arrays in paths for path in known if path not in arrays]
         if missing:
             raise ValueError(
-                f"The Keras model {self.name!r} has the variables {', '.join(missing)}, which the variables given to it lack. A view "
-                "needs a model made of the same layers."
+                f"The Keras model {self.name!r} has the variables {', '.join(missing)}, which the "
+                "variables given to it lack. A view needs a model made of the same layers."
             )
-        return {id(v): arrays[path] for variables, arrays in both for path, v in _paths(variables).items()}
+        return {id(v): arrays[path] for known, arrays in paths for path, v in known.items()}
+
+    def _collect(
+        self, variables: Sequence[keras.Variable], values: dict[int, Any]
+    ) -> OrderedDict[VariablePath, Any]:
+        """Returns values by path, in Keras's order.
+
+        The paths do not depend on the numbers of layers or models.
+        """
+        return OrderedDict(
+            (path, values[id(v)]) for path, v in paths_of(self.module, variables).items()
+        )
+
+    def _collect_state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:
+        return dict(self._collect(self.module.non_trainable_variables, values))
 
     def _layers(self) -> list[keras.Layer]:
         # The public `layers` leaves out layers within layers.
         return list(self.module._flatten_layers())
 
     def _metrics(self) -> list[keras.Metric]:
-        # Those of a model's own `compile` are none of the step's business, so the property of the base class is asked.
+        # The step ignores the metrics of a model's own `compile`, so it reads the property of the
+        # base class.
         return keras.Layer.metrics.fget(self.module)  # type: ignore[attr-defined]
-
-
-def _collect(variables: Sequence[keras.Variable], values: dict[int, Any]) -> dict[str, Any]:
-    return {path: values[id(v)] for path, v in _paths(variables).items()}
-
-
-def _paths(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
-    """Returns variables by path; those of equal paths, which subclassed models can have, are numbered."""
-    seen: Counter[str] = Counter()
-    paths = {}
-    for variable in variables:
-        number = seen[variable.path]
-        paths[f"{variable.path}#{number}" if number else variable.path] = variable
-        seen[variable.path] += 1
-    return paths
 
 
 def _probe_rows(x: Any) -> jax.Array:
@@ -239,6 +327,7 @@ def _probe_rows(x: Any) -> jax.Array:
 def _require_sums(metric: keras.Metric) -> None:
     if not isinstance(metric, (keras.metrics.Mean, keras.metrics.Sum)):
         raise ValueError(
-            f"The metric {metric.name!r} ({type(metric).__name__}) inside the model cannot be summed over ranks. Layers may hold "
-            "keras.metrics.Mean, Sum and their subclasses; pass others to compile(metrics=...)."
+            f"The metric {metric.name!r} ({type(metric).__name__}) inside the model cannot be "
+            "summed over ranks. Layers may hold keras.metrics.Mean, Sum and their subclasses; pass "
+            "others to compile(metrics=...)."
         )

@@ -1,4 +1,4 @@
-"""What Keras's layers do differently inside a step: random numbers per row, and statistics and sums without padded rows."""
+"""Keras layers inside a step: random numbers per row, statistics and sums without padding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,15 +18,22 @@ _moments = keras.layers.BatchNormalization._moments
 
 @contextmanager
 def layers_of_a_rank(
-    layers: list[keras.Layer], *, key: jax.Array, mask: jax.Array | None, num_rows: int, synchronized: bool
+    layers: list[keras.Layer],
+    *,
+    key: jax.Array,
+    mask: jax.Array | None,
+    num_rows: int,
+    synchronized: bool,
 ) -> Iterator[list[Any]]:
-    """Traces layers over one rank's rows in the `with` block as parts of the global batch.
+    """Traces layers over one rank's rows, as part of the global batch, in the `with` block.
 
-    Yields a list that gets an entry for each loss of an activity regulariser that leaves out padded rows.
+    Yields a list that gets one entry for each activity regularizer loss that leaves out padded
+    rows.
 
     Args:
         layers: All layers of the model, nested ones included.
-        key: Key that draws per row of the global batch. It takes the place of the states of all seed generators.
+        key: Key that draws per row of the global batch. It replaces the states of all seed
+            generators.
         mask: float32 `[rows]`, 0 for padded rows; None when there are none.
         num_rows: Rows of this rank, padding included.
         synchronized: Whether the statistics of batch normalisation are those of all ranks together.
@@ -41,7 +48,9 @@ def layers_of_a_rank(
         if given is not None or not is_of_rows or (mask is None and not synchronized):
             return _moments(layer, inputs, given)
         rows = jnp.ones(num_rows, jnp.float32) if mask is None else mask
-        return real_row_moments(inputs, rows, feature_dim=layer.axis, axis_name=_jax.DATA_AXIS if synchronized else None)
+        return real_row_moments(
+            inputs, rows, feature_dim=layer.axis, axis_name=_jax.DATA_AXIS if synchronized else None
+        )
 
     with ExitStack() as stack:
         stack.enter_context(replaced(keras.random.SeedGenerator, {"next": next_key}))
@@ -51,7 +60,7 @@ def layers_of_a_rank(
 
 @contextmanager
 def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Iterator[list[Any]]:
-    """Makes activity regularisers, whose sum Keras divides by the number of rows, mean over real rows."""
+    """Makes activity regularizers, which Keras averages over rows, average over real rows."""
     regularized = [layer for layer in layers if layer.activity_regularizer is not None]
     originals = [layer.activity_regularizer for layer in regularized]
     real_rows = jnp.maximum(jnp.sum(mask), 1)

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.all_reduce import psum
+from tnt_jax.distributed.fused_psum import psum
 
 Kind = Literal["mean", "sum"]
 
 
 def kinds_of_losses(once: list[Any], twice: list[Any]) -> tuple[Kind, ...]:
-    """Tells for each added loss whether it is a mean or a sum over the rows of a batch.
+    """Returns for each added loss whether it is a mean or a sum over the rows of a batch.
 
-    A mean does not change when every row comes twice, and neither does the regulariser of a weight; a sum doubles.
+    A mean does not change if each row is repeated, and neither does a weight regularizer; a sum
+    doubles.
 
     Args:
         once: Losses of some rows.
@@ -24,18 +25,24 @@ def kinds_of_losses(once: list[Any], twice: list[Any]) -> tuple[Kind, ...]:
     Raises:
         ValueError: If a loss is neither, so that it cannot be computed from parts of a batch.
     """
-    return tuple(_kind(index, float(np.sum(a)), float(np.sum(b))) for index, (a, b) in enumerate(zip(once, twice, strict=True)))
+    return tuple(
+        _kind(index, float(np.sum(a)), float(np.sum(b)))
+        for index, (a, b) in enumerate(zip(once, twice, strict=True))
+    )
 
 
-def penalty_of(losses: list[jax.Array], kinds: tuple[Kind, ...], mask: jax.Array | None, num_rows: int) -> jax.Array | float:
-    """Returns the added losses of one rank, such that their mean over ranks is the added loss of the global batch.
+def penalty_of(
+    losses: list[jax.Array], kinds: tuple[Kind, ...], mask: jax.Array | None, num_rows: int
+) -> jax.Array | float:
+    """Returns the added losses of one rank; their mean over ranks is that of the global batch.
 
-    Without padding this is exact. Of padded rows, those of losses `[rows]` are left out; a scalar counts by its rank's share of the
-    real rows, which is exact for regularisers of weights and of activities, and for the means of ranks without padding.
+    Without padding this is exact. Padded rows of losses `[rows]` are left out. A scalar is weighted
+    by its rank's share of the real rows, which is exact for weight and activity regularizers, and
+    for means of ranks without padding.
 
     Args:
         losses: Scalars, or losses `[rows, ...]`, which Keras sums.
-        kinds: What each of them is.
+        kinds: The kind of each loss.
         mask: float32 `[rows]`, 0 for padded rows; None when there are none.
         num_rows: Rows of this rank, padding included.
     """
@@ -55,13 +62,16 @@ def penalty_of(losses: list[jax.Array], kinds: tuple[Kind, ...], mask: jax.Array
 
 
 def _kind(index: int, once: float, twice: float) -> Kind:
-    ratio = 1.0 if once == twice else twice / once if once else np.inf
-    # Wide, because noise is drawn for each row anew.
+    if once == twice:
+        return "mean"
+    ratio = twice / once if once else np.inf
+    # Wide, because noise is drawn anew for each row.
     if 0.7 < ratio < 1.4:
         return "mean"
     if 1.4 <= ratio < 2.8:
         return "sum"
     raise ValueError(
-        f"The loss number {index} that the model adds (add_loss) is neither a mean nor a sum over the rows of a batch: it was {once:.6g} "
-        f"for some rows and {twice:.6g} when each came twice. Training on parts of a batch needs one of the two."
+        f"The loss number {index} that the model adds (add_loss) is neither a mean nor a sum over "
+        f"the rows of a batch: it was {once:.6g} for some rows and {twice:.6g} when each was "
+        "repeated. Training on parts of a batch needs one of the two."
     )

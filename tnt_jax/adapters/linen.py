@@ -1,4 +1,7 @@
-"""Flax Linen modules as pure functions: all collections, all random streams, and batch statistics without padded rows."""
+"""Flax Linen modules as pure functions.
+
+All collections and random streams are supported, and batch statistics leave out padded rows.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
+from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_varying_loops
 
 # Values that a module sows here are added to the training loss.
@@ -28,7 +32,8 @@ class LinenAdapter:
     def __init__(self, module: nn.Module, *, variables: Mapping[str, Any] | None = None) -> None:
         if variables is not None and "params" not in variables:
             raise ValueError(
-                f"variables must be what module.init returns, with a collection 'params', but its collections are {sorted(variables)}."
+                "variables must be what module.init returns, with a collection 'params', but its "
+                f"collections are {sorted(variables)}."
             )
         self.module = module
         self.name = module.name or type(module).__name__
@@ -39,7 +44,10 @@ class LinenAdapter:
         """Returns None: a Linen module does not know its inputs."""
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the given variables, or what `module.init(jax.random.key(seed), ...)` returns for one row of zeros."""
+        """Returns the given variables, or those of `module.init(jax.random.key(seed), ...)`.
+
+        `init` is called with one row of zeros.
+        """
         variables = self._given if self._given is not None else self._fresh(inputs, seed)
         return Variables(variables.get("params", {}), self._without_params(variables))
 
@@ -48,19 +56,39 @@ class LinenAdapter:
 
     @with_varying_loops
     def apply(
-        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
     ) -> Applied:
         """Returns the module's forward pass over this rank's rows; see `Adapter.apply`."""
         args, kwargs = self._style.arguments(inputs, train=train)
         variables = {"params": params, **model_state}
         # Linen falls back to the stream "params" for every stream it is not given.
-        rngs = None if key is None else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        rngs = (
+            None
+            if key is None or not train
+            else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        )
         if not train:
-            return Applied(self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0)
-        with nn.intercept_methods(_statistics_without_padding(mask)):
-            outputs, changed = self.module.apply(variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs)
+            with explained(self.name, inputs, train=False):
+                return Applied(
+                    self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0
+                )
+        with nn.intercept_methods(statistics_without_padding(mask)):
+            outputs, changed = self.module.apply(
+                variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs
+            )
         penalty = sum((jnp.sum(x) for x in jax.tree.leaves(changed.get(_LOSSES, {}))), start=0.0)
-        return Applied(outputs, {name: changed.get(name, value) for name, value in model_state.items()}, penalty)
+        return Applied(
+            outputs,
+            {name: changed.get(name, value) for name, value in model_state.items()},
+            penalty,
+        )
 
     def has_changed(self) -> bool:
         """Returns False: a Linen module holds no variables."""
@@ -68,6 +96,10 @@ class LinenAdapter:
 
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
+
+    def held_variables(self) -> Mapping[str, Any]:
+        """Returns none: a Linen module holds no variables."""
+        return {}
 
     def held_metrics(self) -> dict[str, Any]:
         """Returns nothing: a Flax module holds no metrics that its calls update."""
@@ -82,27 +114,42 @@ class LinenAdapter:
         return {"params": variables.params, **variables.model_state}
 
     def _fresh(self, inputs: Any, seed: int) -> Mapping[str, Any]:
-        row = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
+        row = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
-        return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs))(jax.random.key(seed), args)
+        with explained(self.name, inputs, train=False):
+            return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs))(
+                jax.random.key(seed), args
+            )
 
     def _without_params(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in variables.items() if name not in ("params", _LOSSES, "intermediates")}
+        return {
+            name: value
+            for name, value in variables.items()
+            if name not in ("params", _LOSSES, "intermediates")
+        }
 
 
-def _statistics_without_padding(mask: jax.Array | None) -> Callable:
-    """Returns an interceptor that keeps masked rows out of the statistics of every `nn.BatchNorm`.
+def statistics_without_padding(mask: jax.Array | None) -> Callable:
+    """Returns an interceptor that keeps masked rows out of the statistics of `nn.BatchNorm`.
 
-    Linen's own `mask` argument does not serve: with `axis_name` it averages the means of ranks that have different numbers of rows.
+    Linen's own `mask` argument cannot be used: with `axis_name` it averages the means of ranks
+    without weighting them by their rows.
     """
 
-    def intercept(call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+    def intercept(
+        call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
+    ) -> Any:
         layer = context.module
         if mask is None or not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
             return call(*args, **kwargs)
         x, inference = _batch_norm_arguments(layer, *args, **kwargs)
         row_is_elsewhere = x.shape[0] != mask.shape[0] or layer.axis % x.ndim == 0
-        if inference or row_is_elsewhere or layer.axis_index_groups is not None or kwargs.get("mask") is not None:
+        if (
+            inference
+            or row_is_elsewhere
+            or layer.axis_index_groups is not None
+            or kwargs.get("mask") is not None
+        ):
             return call(*args, **kwargs)
         return _masked_batch_norm(layer, x, mask)
 
@@ -112,7 +159,9 @@ def _statistics_without_padding(mask: jax.Array | None) -> Callable:
 def _batch_norm_arguments(
     layer: nn.BatchNorm, x: jax.Array, use_running_average: bool | None = None, **_: Any
 ) -> tuple[jax.Array, bool]:
-    return x, bool(nn.merge_param("use_running_average", layer.use_running_average, use_running_average))
+    return x, bool(
+        nn.merge_param("use_running_average", layer.use_running_average, use_running_average)
+    )
 
 
 def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -124,5 +173,7 @@ def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> ja
         layer.put_variable("batch_stats", name, layer.momentum * old + (1 - layer.momentum) * value)
     scale = layer.get_variable("params", "scale") if layer.use_scale else None
     bias = layer.get_variable("params", "bias") if layer.use_bias else None
-    y = normalize(x, mean, var, scale=scale, bias=bias, feature_dim=feature_dim, epsilon=layer.epsilon)
+    y = normalize(
+        x, mean, var, scale=scale, bias=bias, feature_dim=feature_dim, epsilon=layer.epsilon
+    )
     return y.astype(layer.dtype or x.dtype)

@@ -1,7 +1,9 @@
-"""Loops of models that start from constants, inside `shard_map`.
+"""Loops that start from constants, and branches that return constants, inside `shard_map`.
 
-A recurrent layer of any library starts its `scan` from zeros, which are the same on every rank, and carries on with activations,
-which are not. `shard_map` demands equal types; models are written without it in mind.
+A recurrent layer of any library starts its `scan` from zeros, which are the same on every rank, and
+continues with activations, which are not. A layer may keep a state value in one branch of a `cond`
+and compute it in the other. `shard_map` requires equal types, but models are written without it in
+mind.
 """
 
 import functools
@@ -14,15 +16,29 @@ import jax.numpy as jnp
 from tnt_jax import _jax
 from tnt_jax.adapters.replacing import replaced
 
-_scan, _while_loop, _fori_loop = jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop
+_scan, _while_loop, _fori_loop, _cond = (
+    jax.lax.scan,
+    jax.lax.while_loop,
+    jax.lax.fori_loop,
+    jax.lax.cond,
+)
 
 
 def with_varying_loops(apply: Callable) -> Callable:
-    """Decorates a forward pass: the loops of `jax.lax` that it runs carry values that may differ between ranks."""
+    """Decorates a forward pass: its `jax.lax` loops and branches carry varying values.
+
+    Varying values may differ between ranks.
+    """
 
     @functools.wraps(apply)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with replaced(jax.lax, {"scan": _varying_scan, "while_loop": _varying_while_loop, "fori_loop": _varying_fori_loop}):
+        loops = {
+            "scan": _varying_scan,
+            "while_loop": _varying_while_loop,
+            "fori_loop": _varying_fori_loop,
+            "cond": _varying_cond,
+        }
+        with replaced(jax.lax, loops):
             return apply(*args, **kwargs)
 
     return wrapped
@@ -40,8 +56,30 @@ def _varying_while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -
     return _while_loop(cond_fun, lambda value: _vary(body_fun(value)), _vary(init_val))
 
 
-def _varying_fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **kwargs: Any) -> Any:
-    return _fori_loop(lower, upper, lambda index, value: _vary(body_fun(index, value)), _vary(init_val), **kwargs)
+def _varying_fori_loop(
+    lower: Any, upper: Any, body_fun: Callable, init_val: Any, **kwargs: Any
+) -> Any:
+    return _fori_loop(
+        lower, upper, lambda index, value: _vary(body_fun(index, value)), _vary(init_val), **kwargs
+    )
+
+
+def _varying_cond(
+    pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any, **kwargs: Any
+) -> Any:
+    results = [jax.eval_shape(branch, *operands) for branch in (true_fun, false_fun)]
+    if jax.tree.structure(results[0]) != jax.tree.structure(results[1]):
+        return _cond(
+            pred, true_fun, false_fun, *operands, **kwargs
+        )  # It raises the error that explains the problem.
+    varies = jax.tree.map(lambda a, b: _jax.is_varying(a) or _jax.is_varying(b), *results)
+
+    def alike(branch: Callable) -> Callable:
+        return lambda *args: jax.tree.map(
+            lambda x, varying: _vary(x) if varying else x, branch(*args), varies
+        )
+
+    return _cond(pred, alike(true_fun), alike(false_fun), *operands, **kwargs)
 
 
 def _vary(carry: Any) -> Any:

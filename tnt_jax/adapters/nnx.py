@@ -1,5 +1,11 @@
-"""Flax NNX modules as pure functions: every kind of variable, random streams drawn per row, and results written back."""
+"""Flax NNX modules as pure functions.
 
+All kinds of variables are supported, random streams are drawn per row, and results are written
+back.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,18 +14,26 @@ from flax import nnx, traverse_util
 
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
+from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.distributed.random_rows import evaluation_key
 
-# Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the training loss.
+# Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the
+# training loss.
+_RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
 _Loss = nnx.variable_type_from_name("losses", allow_register=True)
 
 
 class NnxAdapter:
-    """An NNX module, which holds its own variables: training starts from them and is written back into them.
+    """An NNX module, which holds its own variables.
 
-    Params are the variables of type `nnx.Param`; all other variables and arrays are model state, except random streams. Those
-    are seeded afresh in every step from the step's key and the position of the stream in the module, so that dropout depends
-    neither on the number of ranks nor on how often the module was called before.
+    Training starts from these variables and is written back into them.
+
+    Params are the variables of type `nnx.Param`; all other variables and arrays are model state,
+    except random streams. Those are reseeded in every step from the step's key and the position of
+    the stream in the module, so dropout depends neither on the number of ranks nor on earlier calls
+    of the module. A `__call__` that takes `rngs` gets such streams; in evaluation and prediction
+    they are the same for every batch.
 
     Args:
         module: Module to train.
@@ -29,12 +43,16 @@ class NnxAdapter:
 
     def __init__(self, module: nnx.Module) -> None:
         if not callable(module):
-            raise TypeError(f"An NNX module must be callable to be trained, but {type(module).__name__} has no __call__.")
+            raise TypeError(
+                f"An NNX module must be callable to be trained, but {type(module).__name__} has no "
+                "__call__."
+            )
         self.module = module
         self.name = type(module).__name__
+        self._takes_rngs = "rngs" in inspect.signature(module).parameters
         self._style = CallStyle.of(module)
         self._seen: dict[tuple[str, ...], Any] = {}
-        self._graph, _, self._random, _ = nnx.split(module, nnx.Param, _is_random, ...)
+        self._graph, _, self._random, _ = nnx.split(module, nnx.Param, is_random, ...)
 
     def sample_inputs(self) -> tuple[()]:
         """Returns no inputs: the module holds its variables already."""
@@ -43,7 +61,7 @@ class NnxAdapter:
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables that the module holds, whatever the inputs and the seed."""
         self._seen = self._held_arrays()
-        _, params, _, rest = nnx.split(self.module, nnx.Param, _is_random, ...)
+        _, params, _, rest = nnx.split(self.module, nnx.Param, is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
     def attach(self, inputs: Any) -> None:
@@ -51,22 +69,42 @@ class NnxAdapter:
 
     @with_varying_loops
     def apply(
-        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
     ) -> Applied:
         """Returns the module's forward pass over this rank's rows; see `Adapter.apply`.
 
-        The module is in its mode `train()` or `eval()`, and is told again if its call takes a flag such as `train`.
+        The module is in its mode `train()` or `eval()`; if its call takes a flag such as `train`,
+        the flag is passed, too.
         """
-        random = self._random if key is None else _reseeded(self._random, key)
+        random = self._random if key is None or not train else reseeded(self._random, key)
         # A copy, because the variables of the user's own object belong to another trace.
-        module = nnx.merge(self._graph, self._state(Variables(params, model_state)), random, copy=True)
+        module = nnx.merge(
+            self._graph, self._state(Variables(params, model_state)), random, copy=True
+        )
         module.train() if train else module.eval()
         if train and mask is not None:
             _leave_out_padding(module, mask)
         args, kwargs = self._style.arguments(inputs, train=train)
-        outputs = module(*args, **kwargs)
-        penalty = sum((jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0)
+        if self._takes_rngs:
+            own_key = evaluation_key(len(jax.tree.leaves(inputs)[0])) if key is None else key
+            kwargs = {**kwargs, "rngs": nnx.Rngs(jax.random.fold_in(own_key, _RNGS_OF_CALL))}
+        with explained(self.name, inputs, train=train):
+            outputs = module(*args, **kwargs)
+        penalty = sum(
+            (jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0
+        )
         return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
+
+    def held_variables(self) -> Mapping[str, Any]:
+        """Returns none: the array of an NNX variable is all there is to it."""
+        return {}
 
     def held_metrics(self) -> dict[str, Any]:
         """Returns nothing: a Flax module holds no metrics that its calls update."""
@@ -81,70 +119,124 @@ class NnxAdapter:
         return self._state(jax.tree.map(jnp.asarray, variables))
 
     def has_changed(self) -> bool:
-        """Tells whether the module holds other arrays than it was last read with, or given by `write_back`."""
+        """Returns whether the module has other arrays than when last read or written."""
         held = self._held_arrays()
-        return held.keys() != self._seen.keys() or any(held[path] is not array for path, array in self._seen.items())
+        return held.keys() != self._seen.keys() or any(
+            held[path] is not array for path, array in self._seen.items()
+        )
 
     def write_back(self, variables: Variables) -> None:
-        """Stores variables in the user's module, as if it had been trained by hand; its random streams stay where they were."""
+        """Stores variables in the user's module.
+
+        Its random streams do not change.
+        """
         nnx.update(self.module, self.export(variables))
         self._seen = self._held_arrays()
 
     def _held_arrays(self) -> dict[tuple[str, ...], Any]:
-        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(_is_random)))
-        return {_names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in leaves}
+        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(is_random)))
+        return {
+            _names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+            for path, leaf in leaves
+        }
 
     def _state(self, variables: Variables) -> nnx.State:
         """Returns the given arrays as the state of the module without its random streams."""
-        arrays = {**traverse_util.flatten_dict(variables.params), **traverse_util.flatten_dict(variables.model_state)}
-        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(_is_random)))
+        arrays = {
+            **traverse_util.flatten_dict(variables.params),
+            **traverse_util.flatten_dict(variables.model_state),
+        }
+        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(is_random)))
         missing = ["/".join(_names(path)) for path, _ in leaves if _names(path) not in arrays]
         if missing:
             raise ValueError(
-                f"The module {self.name} has the variables {', '.join(missing)}, which the variables given to it lack. A view needs a "
-                "module with the same attributes."
+                f"The module {self.name} has the variables {', '.join(missing)}, which the "
+                "variables given to it lack. A view needs a module with the same attributes."
             )
-        return nnx.from_flat_state([(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves])
+        return nnx.from_flat_state(
+            [(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves]
+        )
 
 
 class _BatchNormOfRealRows(nnx.BatchNorm):
-    """A batch normalisation whose statistics leave out padded rows, by the mask `real_rows` `[rows]`.
+    """A batch normalisation that leaves out padded rows by the mask `real_rows` `[rows]`.
 
-    NNX's own `mask` argument does not serve: with `axis_name` it averages the means of ranks that have different numbers of rows.
+    NNX's own `mask` argument cannot be used: with `axis_name` it averages the means of ranks
+    without weighting them by their rows.
     """
 
     real_rows: jax.Array
 
-    def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None) -> jax.Array:
-        average = self.use_running_average if use_running_average is None else use_running_average
-        is_elsewhere = x.shape[0] != self.real_rows.shape[0] or self.axis % x.ndim == 0
-        if average or mask is not None or is_elsewhere or self.axis_index_groups is not None:
-            return super().__call__(x, use_running_average, mask=mask)
-        mean, var = real_row_moments(x, self.real_rows, feature_dim=self.axis, axis_name=self.axis_name)
-        for moving, value in ((self.mean, mean), (self.var, var)):
-            moving[...] = self.momentum * moving[...] + (1 - self.momentum) * value
-        scale = None if self.scale is None else self.scale[...]
-        bias = None if self.bias is None else self.bias[...]
-        y = normalize(x, mean, var, scale=scale, bias=bias, feature_dim=self.axis, epsilon=self.epsilon)
-        return y.astype(self.dtype or jnp.result_type(x, *(v for v in (scale, bias) if v is not None)))
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        return batch_norm_of(self.real_rows)(self, x, use_running_average, mask=mask)
+
+
+def batch_norm_of(real_rows: jax.Array) -> Callable:
+    """Returns a replacement of `nnx.BatchNorm.__call__` that leaves out padded rows.
+
+    Args:
+        real_rows: float32 `[rows]`, 0 for padded rows.
+    """
+    original = nnx.BatchNorm.__call__
+
+    def call(
+        layer: nnx.BatchNorm,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        average = layer.use_running_average if use_running_average is None else use_running_average
+        is_elsewhere = x.shape[0] != real_rows.shape[0] or layer.axis % x.ndim == 0
+        if average or mask is not None or is_elsewhere or layer.axis_index_groups is not None:
+            return original(layer, x, use_running_average, mask=mask)
+        mean, var = real_row_moments(
+            x, real_rows, feature_dim=layer.axis, axis_name=layer.axis_name
+        )
+        for moving, value in ((layer.mean, mean), (layer.var, var)):
+            moving[...] = layer.momentum * moving[...] + (1 - layer.momentum) * value
+        scale = None if layer.scale is None else layer.scale[...]
+        bias = None if layer.bias is None else layer.bias[...]
+        y = normalize(
+            x, mean, var, scale=scale, bias=bias, feature_dim=layer.axis, epsilon=layer.epsilon
+        )
+        return y.astype(
+            layer.dtype or jnp.result_type(x, *(v for v in (scale, bias) if v is not None))
+        )
+
+    return call
 
 
 def _leave_out_padding(module: nnx.Module, mask: jax.Array) -> None:
-    """Keeps masked rows out of the statistics of every `nnx.BatchNorm` in `module`, which must be a copy of the user's."""
+    """Keeps masked rows out of the statistics of every `nnx.BatchNorm` in `module`.
+
+    The module must be a copy of the user's.
+    """
     for _, layer in nnx.iter_graph(module):
-        # A subclass with another call knows best what its statistics are.
+        # A subclass with its own call computes its own statistics.
         if isinstance(layer, nnx.BatchNorm) and type(layer).__call__ is nnx.BatchNorm.__call__:
             layer.__class__ = _BatchNormOfRealRows
             layer.real_rows = mask  # type: ignore[attr-defined]
 
 
-def _reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
-    """Returns random state with fresh keys that follow from `key` and the position in the state, and counts of 0."""
+def reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
+    """Returns random state with fresh keys and counts of 0.
+
+    The keys follow from `key` and the position in the state.
+    """
     streams = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(random)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        fresh = _keys(jax.random.fold_in(key, index), value.shape) if is_key else jnp.zeros_like(value)
+        fresh = (
+            _keys(jax.random.fold_in(key, index), value.shape) if is_key else jnp.zeros_like(value)
+        )
         streams.append((path, _with_value(leaf, fresh)))
     return nnx.from_flat_state(streams)
 
@@ -154,18 +246,29 @@ def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _changed(module: nnx.Module, before: Any) -> Any:
-    """Returns what became of the model state `before`; variables that the call created, such as sown ones, are left out."""
+    """Returns the new values of the model state `before`.
+
+    Variables that the call created, such as sown ones, are left out.
+    """
     after = traverse_util.flatten_dict(_nested(nnx.state(module)))
-    return traverse_util.unflatten_dict({path: after[path] for path in traverse_util.flatten_dict(before)})
+    return traverse_util.unflatten_dict(
+        {path: after[path] for path in traverse_util.flatten_dict(before)}
+    )
 
 
-def _is_random(path: Any, value: Any) -> bool:
-    return isinstance(value, nnx.RngState) or jnp.issubdtype(getattr(value, "dtype", jnp.float32), jax.dtypes.prng_key)
+def is_random(path: Any, value: Any) -> bool:
+    """Returns whether a variable, at some path, belongs to a random stream."""
+    return isinstance(value, nnx.RngState) or jnp.issubdtype(
+        getattr(value, "dtype", jnp.float32), jax.dtypes.prng_key
+    )
 
 
 def _nested(state: nnx.State) -> dict[str, Any]:
     """Returns the arrays of a state as nested dicts with strings as keys."""
-    flat = {_names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in nnx.to_flat_state(state)}
+    flat = {
+        _names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
     return traverse_util.unflatten_dict(flat)
 
 

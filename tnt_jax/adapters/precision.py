@@ -1,5 +1,9 @@
-"""Lower precision around any Flax model: float32 master weights with bfloat16 arithmetic, or bfloat16 throughout."""
+"""Lower precision for any Flax model.
 
+Either bfloat16 arithmetic with float32 master weights, or bfloat16 throughout.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,16 +17,20 @@ PRECISIONS = ("float32", "mixed_bfloat16", "bfloat16")
 class LowPrecision:
     """An adapter that computes in bfloat16.
 
-    Parameters and floating inputs are cast before the forward pass, outputs to float32 after it. Model state keeps its precision:
-    moving averages of bfloat16 stop moving. Layers that were given a dtype of their own keep it.
+    Parameters and floating inputs are cast before the forward pass, outputs to float32 after it.
+    Model state keeps its precision: moving averages of bfloat16 stop moving. Layers with a dtype of
+    their own keep it.
 
     Args:
         adapter: Adapter of the model.
-        master: Type in which parameters, gradients and the optimizer's state are kept: float32 ("mixed_bfloat16") or bfloat16.
+        master: Dtype of the parameters, the gradients and the optimizer state: float32
+            ("mixed_bfloat16") or bfloat16.
     """
 
     def __init__(self, adapter: Adapter, *, master: Any) -> None:
-        self.inner, self.name, self.holds_variables = adapter, adapter.name, adapter.holds_variables
+        self.inner = adapter
+        self.name = adapter.name
+        self.holds_variables = adapter.holds_variables
         self._master = master
 
     def sample_inputs(self) -> Any:
@@ -30,7 +38,7 @@ class LowPrecision:
         return self.inner.sample_inputs()
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the model's variables, the parameters in the type of the master weights."""
+        """Returns the model's variables, with the parameters in the dtype of the master weights."""
         variables = self.inner.init(inputs, seed=seed)
         return Variables(_cast(variables.params, self._master), variables.model_state)
 
@@ -39,20 +47,35 @@ class LowPrecision:
         self.inner.attach(inputs)
 
     def apply(
-        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array | None, train: bool, mask: jax.Array | None
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
     ) -> Applied:
-        """Returns the model's forward pass in bfloat16, with outputs in float32; see `Adapter.apply`."""
+        """Returns the forward pass in bfloat16, with float32 outputs; see `Adapter.apply`."""
         low_params, low_inputs = _cast((params, inputs), jnp.bfloat16)
-        applied = self.inner.apply(low_params, model_state, low_inputs, key=key, train=train, mask=mask)
-        changed = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state)
+        applied = self.inner.apply(
+            low_params, model_state, low_inputs, key=key, train=train, mask=mask
+        )
+        changed = jax.tree.map(
+            lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state
+        )
         return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
 
+    def held_variables(self) -> Mapping[str, Any]:
+        """Returns what the wrapped adapter returns."""
+        return self.inner.held_variables()
+
     def held_metrics(self) -> dict[str, Any]:
-        """Returns the metrics that the model holds itself; see `Adapter.held_metrics`."""
+        """Returns the model's own metrics; see `Adapter.held_metrics`."""
         return self.inner.held_metrics()
 
     def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the metrics that the model holds itself; see `Adapter.metric_results`."""
+        """Returns the model's own metrics; see `Adapter.metric_results`."""
         return self.inner.metric_results(sums)
 
     def export(self, variables: Variables) -> Any:
@@ -60,11 +83,14 @@ class LowPrecision:
         return self.inner.export(variables)
 
     def has_changed(self) -> bool:
-        """Tells whether the user has changed the variables of the wrapped object."""
+        """Returns whether the user has changed the variables of the wrapped object."""
         return self.inner.has_changed()
 
     def write_back(self, variables: Variables) -> None:
-        """Stores variables in the user's own object, which then holds parameters of the master's type."""
+        """Stores variables in the user's own object.
+
+        Its parameters then have the master dtype.
+        """
         self.inner.write_back(variables)
 
 
@@ -79,10 +105,14 @@ def with_precision(adapter: Adapter, precision: str) -> Adapter:
         ValueError: If the precision is unknown.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, but is {precision!r}.")
+        raise ValueError(
+            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, but is {precision!r}."
+        )
     if precision == "float32":
         return adapter
-    return LowPrecision(adapter, master=jnp.float32 if precision == "mixed_bfloat16" else jnp.bfloat16)
+    return LowPrecision(
+        adapter, master=jnp.float32 if precision == "mixed_bfloat16" else jnp.bfloat16
+    )
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

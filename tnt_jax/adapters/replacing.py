@@ -1,11 +1,12 @@
-"""Replacing functions of other libraries while one of their models is traced."""
+"""Replaces functions of other libraries while one of their models is traced."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Two threads that replace the same function must not undo one another.
+# Of the process, as the libraries are. Two threads that replace the same function must not undo one
+# another.
 _lock = threading.RLock()
 
 

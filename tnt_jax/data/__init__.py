@@ -1,6 +1,7 @@
-"""The global batch, exactly: which rows each process reads, and where they come from.
+"""The global batch: which rows each process reads, and where they come from.
 
-The public names are listed in `__init__.pyi`; each is imported when it is first used, because some need optional packages.
+The public names are listed in `__init__.pyi`; each is imported on first use, because some need
+optional packages.
 """
 
 import lazy_loader

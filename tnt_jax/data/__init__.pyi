@@ -14,7 +14,7 @@ from .text import learn_vocabulary as learn_vocabulary
 from .text import read_parallel as read_parallel
 from .text import read_translations as read_translations
 from .text import read_tsv as read_tsv
-from .tfdata import TfData as TfData
+from .tf.tfdata import TfData as TfData
 from .tfds import load as load
 from .tfds import load_data_source as load_data_source
 from .tfds import load_own_share as load_own_share

@@ -1,41 +1,47 @@
-"""Processes tell one another about their data through the coordination service, from the thread that reads it.
+"""Reports on data that processes exchange, from the thread that reads it.
 
-No device takes part and the training step waits for nothing: reports are posted for several batches at once and ahead of their use.
+The reports travel through the job's coordination service. No device takes part and the training
+step waits for nothing: reports are posted for several batches at once and ahead of their use.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from itertools import count
+import threading
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.log import logger
+from tnt_jax.distributed.rendezvous import read_key
 
-# A dead process is noticed by the coordination service; a slow one is only reported, every so many seconds.
-_PATIENCE_S = 60
+# Set in a thread that reads data once its batches are no longer used: it then stops waiting for
+# other processes.
+reader_stopped: ContextVar[threading.Event | None] = ContextVar("reader_stopped", default=None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a process says about its next batches.
+    """The report of a process on its next batches.
 
     Attributes:
-        num_rows: Real rows of each of its next batches.
+        num_rows: Number of real rows in each of its next batches.
         has_ended: Whether its data ends after them.
-        local_ranks: Ranks of the process.
+        local_ranks: Number of ranks of the process.
         error: What went wrong in its data; empty when nothing did.
+        batches: A description of its next batches: rows, structure, shapes and dtypes, as far as
+            they must be the same on all processes.
     """
 
     num_rows: list[int]
     has_ended: bool
     local_ranks: int
     error: str = ""
+    batches: list[str] = field(default_factory=list)
 
 
 class Board(Protocol):
-    """Where reports are posted under names that all processes use in the same order."""
+    """A place to post reports under names that all processes use in the same order."""
 
     num_processes: int
     process: int
@@ -54,7 +60,10 @@ class Board(Protocol):
 
 
 class CoordinationBoard:
-    """A board in the key/value store of `jax.distributed`; with one process nothing is stored elsewhere."""
+    """A board in the key-value store of `jax.distributed`.
+
+    With one process nothing leaves the process.
+    """
 
     def __init__(self) -> None:
         self.num_processes, self.process = jax.process_count(), jax.process_index()
@@ -67,18 +76,15 @@ class CoordinationBoard:
             _jax.coordination_client().key_value_set(f"tnt_jax/{name}/{self.process}", text)
 
     def read(self, name: str, process: int) -> str:
-        """Waits for what `process` shows under `name`; warns every minute."""
+        """Waits for what `process` shows under `name`."""
         if process == self.process:
             return self._own[name]
-        client = _jax.coordination_client()
-        for waited in count(_PATIENCE_S, _PATIENCE_S):
-            try:
-                return client.blocking_key_value_get(f"tnt_jax/{name}/{process}", _PATIENCE_S * 1000)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-                logger.warning("Waited %d s for the data of process %d; its input may be slow or stuck.", waited, process)
-        raise AssertionError("unreachable")
+        stopped = reader_stopped.get()
+        is_over = (lambda: False) if stopped is None else stopped.is_set
+        text = read_key(f"tnt_jax/{name}/{process}", f"data of process {process}", is_over=is_over)
+        if text is None:
+            raise InterruptedError("The batches of this thread are no longer used.")
+        return text
 
     def remove(self, name: str) -> None:
         """Takes this process's text under `name` away."""
@@ -88,15 +94,16 @@ class CoordinationBoard:
 
 
 class Exchange:
-    """A sequence of rounds in each of which every process posts one report and reads those of all.
+    """A sequence of rounds: in each, every process posts one report and reads those of all.
 
     Args:
         board: Where reports are posted.
-        name: Name of the sequence, the same on all processes and used once.
+        name: Unique name of the sequence, the same on all processes.
     """
 
     def __init__(self, board: Board, name: str) -> None:
-        self._board, self._name = board, name
+        self._board = board
+        self._name = name
         self._posted = self._read = 0
 
     def post(self, report: Report) -> None:
@@ -108,15 +115,24 @@ class Exchange:
         """Waits for the next round's reports of all processes and returns them, by process.
 
         Raises:
-            RuntimeError: If a process reports an error in its data; the text names the process and the error.
+            RuntimeError: If a process reports an error in its data; the text names the process and
+                the error.
         """
-        name = f"{self._name}/{self._read}"
-        reports = [Report(**json.loads(self._board.read(name, process))) for process in range(self._board.num_processes)]
-        if self._read:
-            # Who posted this round has read the one before.
-            self._board.remove(f"{self._name}/{self._read - 1}")
-        self._read += 1
+        reports = self.read_all()
         for process, report in enumerate(reports):
             if report.error:
                 raise RuntimeError(f"The data of process {process} failed: {report.error}")
+        return reports
+
+    def read_all(self) -> list[Report]:
+        """Waits for the next round's reports and returns them, by process, including errors."""
+        name = f"{self._name}/{self._read}"
+        reports = [
+            Report(**json.loads(self._board.read(name, process)))
+            for process in range(self._board.num_processes)
+        ]
+        if self._read:
+            # A process that posted this round has read the previous one.
+            self._board.remove(f"{self._name}/{self._read - 1}")
+        self._read += 1
         return reports

@@ -1,6 +1,7 @@
-"""Stacks examples into a batch: trees of tuples, named tuples and dictionaries with arrays at the leaves.
+"""Stacks examples, trees with arrays at the leaves, into a batch.
 
-It needs NumPy alone, so that worker processes start fast.
+Trees consist of tuples, named tuples and dictionaries. This module needs only NumPy, so that worker
+processes start fast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,15 @@ import numpy as np
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Applies `function` to the leaves of `tree` and the leaves at the same places of `others`.
+    """Applies `function` to the leaves of `tree` and the leaves at the same positions of `others`.
 
-    Tuples, named tuples and mappings are structure; everything else is a leaf. Unlike in JAX's pytrees, that includes
-    lists: a list of token ids is one array.
+    Tuples, named tuples and mappings are structure; everything else is a leaf. Unlike in JAX's
+    pytrees, that includes lists: a list of token ids is one array.
     """
     if isinstance(tree, Mapping):
-        return {key: map_arrays(function, tree[key], *(other[key] for other in others)) for key in tree}
+        return {
+            key: map_arrays(function, tree[key], *(other[key] for other in others)) for key in tree
+        }
     if isinstance(tree, tuple):
         parts = [map_arrays(function, *leaves) for leaves in zip(tree, *others, strict=True)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
@@ -26,11 +29,13 @@ def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 def stack_examples(examples: Sequence[Any]) -> Any:
     """Returns one batch `[len(examples), ...]` with the structure of an example.
 
-    Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can read); a Python float becomes
-    float32 and a Python int int32 where it fits, as they would in JAX.
+    Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can
+    read); a Python float becomes float32 and a Python int int32 where it fits, as they would in
+    JAX.
 
     Args:
-        examples: At least one example; all with the same structure and, leaf by leaf, the same shape.
+        examples: At least one example; all with the same structure and, leaf by leaf, the same
+            shape.
 
     Raises:
         ValueError: If the examples differ in structure or shape; the message names both.
@@ -38,28 +43,37 @@ def stack_examples(examples: Sequence[Any]) -> Any:
     try:
         return map_arrays(lambda *values: _stack(values), *examples)
     except (KeyError, TypeError, ValueError) as error:
-        shapes = dict.fromkeys(str(map_arrays(lambda value: np.shape(value), example)) for example in examples)
+        shapes = dict.fromkeys(
+            str(map_arrays(lambda value: np.shape(value), example)) for example in examples
+        )
         raise ValueError(
-            f"The examples of a batch must have the same structure and shapes, but there are {' and '.join(list(shapes)[:3])}. "
-            "Pad or crop them to one shape in the dataset, or filter them."
+            "The examples of a batch must have the same structure and shapes, but there are "
+            f"{' and '.join(list(shapes)[:3])}. Pad or crop them to one shape in the dataset, or "
+            "filter them."
         ) from error
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Returns the rows of `batches`, one after another, as one batch; a single batch is returned as it is."""
+    """Returns the rows of `batches`, one after another, as one batch.
+
+    A single batch is returned as it is.
+    """
     if len(batches) == 1:
         return batches[0]
     return map_arrays(lambda *parts: np.concatenate(parts), *batches)
 
 
 def take_rows(batch: Any, indices: np.ndarray) -> Any:
-    """Returns the rows of `batch` at `indices`, in that order; neighbouring rows come as a view, without a copy.
+    """Returns the rows of `batch` at `indices`, in that order.
+
+    Consecutive rows are a view, without a copy.
 
     Args:
         batch: Tree of arrays `[rows, ...]`.
         indices: int64 `[local_rows]`, repetitions allowed.
     """
-    first, count = int(indices[0]), len(indices)
+    first = int(indices[0])
+    count = len(indices)
     if np.array_equal(indices, np.arange(first, first + count)):
         return map_arrays(lambda array: array[first : first + count], batch)
     return map_arrays(lambda array: np.take(array, indices, axis=0), batch)

@@ -1,4 +1,7 @@
-"""Fetches examples of a random-access dataset, in the caller, in threads or in processes, a bounded number of batches ahead."""
+"""Fetches examples of a random-access dataset, a bounded number of batches ahead.
+
+Examples are fetched by the caller, in threads or in processes.
+"""
 
 import multiprocessing
 import weakref
@@ -11,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from tnt_jax.data.collate import concatenate_batches, stack_examples, take_rows
+from tnt_jax.data.elements import as_tuple
 from tnt_jax.log import logger
 
 Worker = Literal["threads", "processes"]
@@ -18,7 +22,7 @@ OnError = Literal["raise", "skip"]
 
 
 class Dataset(Protocol):
-    """What a list, a NumPy array, a TFDS data source, a Grain source and a PyTorch map-style dataset have in common."""
+    """The interface of lists, NumPy arrays, TFDS and Grain data sources and PyTorch datasets."""
 
     def __len__(self) -> int:
         """Returns the number of examples."""
@@ -44,7 +48,10 @@ class Chunk(NamedTuple):
 
 
 class AnyRecipe(Protocol):
-    """How indices become rows; it is sent to worker processes once, so it must be picklable for them."""
+    """How indices become rows.
+
+    Worker processes receive it once, so it must be picklable for them.
+    """
 
     def fetch(self, epoch: int, indices: list[int]) -> Chunk:
         """Returns the rows of `indices`."""
@@ -69,8 +76,12 @@ class Recipe:
 
     def fetch(self, epoch: int, indices: list[int]) -> Chunk:
         """Returns the examples at `indices` as one chunk."""
-        if self.on_error == "raise" and self.transform is None and hasattr(self.dataset, "__getitems__"):
-            examples = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        if (
+            self.on_error == "raise"
+            and self.transform is None
+            and hasattr(self.dataset, "__getitems__")
+        ):
+            examples = [as_tuple(example) for example in self.dataset.__getitems__(indices)]  # type: ignore[attr-defined]
             return Chunk(stack_examples(examples), np.ones(len(indices), bool), [])
         examples, failures = [], []
         is_good = np.ones(len(indices), bool)
@@ -78,7 +89,10 @@ class Recipe:
             try:
                 examples.append(self._example(epoch, index))
             except Exception as error:
-                error.add_note(f"This happened in example {index} of {type(self.dataset).__name__} (epoch {epoch}).")
+                error.add_note(
+                    f"This happened in example {index} of {type(self.dataset).__name__} (epoch "
+                    f"{epoch})."
+                )
                 if self.on_error == "raise":
                     raise
                 is_good[row] = False
@@ -86,16 +100,21 @@ class Recipe:
         return Chunk(_fill(examples, is_good), is_good, failures)
 
     def _example(self, epoch: int, index: int) -> Any:
-        example = self.dataset[index]
+        example = as_tuple(self.dataset[index])
         if self.transform is None:
             return example
         return self.transform(example, example_generator(self.seed, epoch, index))
 
 
 def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Returns the random generator of one example in one epoch: the same on any process, worker and number of devices."""
+    """Returns the random generator of one example in one epoch.
+
+    It is the same on any process, worker and number of devices.
+    """
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
+    return np.random.Generator(
+        np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64))
+    )
 
 
 class Fetcher:
@@ -103,12 +122,17 @@ class Fetcher:
 
     Attributes:
         num_workers: Threads or processes; with 0 the caller fetches.
-        num_batches_ahead: Batches that are in work or wait to be taken, beside the one that the consumer holds.
+        num_batches_ahead: Batches in preparation or waiting, apart from the one that the consumer
+            holds.
     """
 
-    def __init__(self, recipe: AnyRecipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2) -> None:
-        self.num_workers, self.num_batches_ahead = num_workers, num_batches_ahead
-        self._recipe, self._worker = recipe, worker
+    def __init__(
+        self, recipe: AnyRecipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2
+    ) -> None:
+        self.num_workers = num_workers
+        self.num_batches_ahead = num_batches_ahead
+        self._recipe = recipe
+        self._worker = worker
         self._pool: Executor | None = None
 
     def batches(self, epoch: int, index_batches: Iterator[np.ndarray]) -> Iterator[Chunk]:
@@ -143,9 +167,12 @@ class Fetcher:
             return ThreadPoolExecutor(self.num_workers, thread_name_prefix="tnt_jax-fetch")
         # A forked copy of a process with JAX's threads can deadlock.
         spawn = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.num_workers, mp_context=spawn, initializer=_set_recipe, initargs=(self._recipe,))
+        return ProcessPoolExecutor(
+            self.num_workers, mp_context=spawn, initializer=_set_recipe, initargs=(self._recipe,)
+        )
 
 
+# Of a process that does nothing but fetch for one job, and ends with it.
 _recipe_of_worker: AnyRecipe | None = None
 
 
@@ -160,7 +187,7 @@ def _fetch_in_worker(epoch: int, indices: list[int]) -> Chunk:
 
 
 def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
-    """Returns the batch of all rows, where a failed row repeats a neighbour's example."""
+    """Returns the batch of all rows; a failed row repeats a neighbouring example."""
     if not examples:
         return None
     batch = stack_examples(examples)
@@ -176,7 +203,10 @@ def _join(chunks: list[Chunk]) -> Chunk:
     if stand_in is None:
         return Chunk(None, is_good, failures)
     parts = [
-        take_rows(stand_in, np.zeros(len(chunk.is_good), np.int64)) if chunk.data is None else chunk.data for chunk in chunks
+        take_rows(stand_in, np.zeros(len(chunk.is_good), np.int64))
+        if chunk.data is None
+        else chunk.data
+        for chunk in chunks
     ]
     return Chunk(concatenate_batches(parts), is_good, failures)
 

@@ -1,7 +1,9 @@
-"""Which rows of a global batch go to which rank: pure integer functions, the same on every process, without communication.
+"""Which rows of a global batch go to which rank.
 
-With R ranks, a global batch of n rows is cut into contiguous blocks of m = ceil(n / R) rows. Rank r owns rows r*m to (r+1)*m - 1;
-rows from n on are padding: they repeat the last row and are masked.
+These are pure integer functions that give the same result on every process, without communication.
+
+With R ranks, a global batch of n rows is split into contiguous blocks of m = ceil(n / R) rows. Rank
+r owns rows r*m to (r+1)*m - 1; rows from n on are padding: they repeat the last row and are masked.
 """
 
 from dataclasses import dataclass
@@ -10,14 +12,14 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Place:
-    """The part of the data axis that one process feeds.
+class RankSlice:
+    """The ranks of the data axis that one process feeds.
 
     Attributes:
-        num_ranks: Ranks of the whole job, R.
+        num_ranks: Number of ranks in the job, R.
         first_rank: Rank of the process's first device.
-        local_ranks: Ranks of the process, which are neighbours.
-        are_virtual: Whether they are virtual ranks, of which a device works on several.
+        local_ranks: Number of ranks of the process, which are neighbours.
+        are_virtual: Whether they are virtual ranks, several of which run on one device.
     """
 
     num_ranks: int
@@ -26,7 +28,11 @@ class Place:
     are_virtual: bool = False
 
     def __post_init__(self) -> None:
-        assert self.first_rank >= 0 and self.local_ranks >= 1 and self.first_rank + self.local_ranks <= self.num_ranks
+        assert (
+            self.first_rank >= 0
+            and self.local_ranks >= 1
+            and self.first_rank + self.local_ranks <= self.num_ranks
+        )
 
     @property
     def kind(self) -> str:
@@ -39,9 +45,12 @@ class LocalRows:
     """The rows of one global batch that a process feeds.
 
     Attributes:
-        indices: Row of the global batch for each local row, int64 `[local_rows]`; padding repeats the batch's last row.
-        mask: 1.0 for real rows and 0.0 for padding, float32 `[local_rows]`; None when no process pads this batch.
-        first_row: Number of the first local row, `first_rank * micro_batch_size`, which may lie beyond the last real row.
+        indices: Row of the global batch for each local row, int64 `[local_rows]`; padding repeats
+            the batch's last row.
+        mask: 1.0 for real rows and 0.0 for padding, float32 `[local_rows]`; None when no process
+            pads this batch.
+        first_row: Index of the first local row, `first_rank * micro_batch_size`, which may be
+            beyond the last real row.
     """
 
     indices: np.ndarray
@@ -50,22 +59,25 @@ class LocalRows:
 
 
 def micro_batch_size(num_rows: int, num_ranks: int) -> int:
-    """Returns the rows of a rank, padding included, when `num_rows` are spread over `num_ranks`: the quotient rounded up."""
+    """Returns the rows per rank, padding included: `num_rows / num_ranks` rounded up."""
     return -(-num_rows // num_ranks)
 
 
-def local_rows(num_rows: int, place: Place) -> LocalRows:
-    """Returns the rows that the process at `place` feeds of a global batch of `num_rows` rows.
+def local_rows(num_rows: int, rank_slice: RankSlice) -> LocalRows:
+    """Returns the rows that the process at `rank_slice` feeds of a global batch of `num_rows` rows.
 
     Args:
-        num_rows: Real rows of the global batch, at least 1; fewer than `place.num_ranks` are allowed.
-        place: The process's part of the data axis.
+        num_rows: Real rows of the global batch, at least 1; fewer than `rank_slice.num_ranks` are
+            allowed.
+        rank_slice: The process's part of the data axis.
     """
     assert num_rows >= 1
-    micro = micro_batch_size(num_rows, place.num_ranks)
-    first = place.first_rank * micro
-    rows = np.arange(first, first + place.local_ranks * micro)
-    mask = None if micro * place.num_ranks == num_rows else (rows < num_rows).astype(np.float32)
+    micro = micro_batch_size(num_rows, rank_slice.num_ranks)
+    first = rank_slice.first_rank * micro
+    rows = np.arange(first, first + rank_slice.local_ranks * micro)
+    mask = (
+        None if micro * rank_slice.num_ranks == num_rows else (rows < num_rows).astype(np.float32)
+    )
     return LocalRows(np.minimum(rows, num_rows - 1), mask, first)
 
 
@@ -75,56 +87,77 @@ def num_padded_rows(num_rows: int, num_ranks: int) -> int:
 
 
 def num_batches(num_examples: int, global_batch_size: int, *, drop_remainder: bool = False) -> int:
-    """Returns the steps of an epoch over `num_examples`; the incomplete last batch counts unless it is dropped."""
-    return num_examples // global_batch_size if drop_remainder else -(-num_examples // global_batch_size)
+    """Returns the steps of an epoch over `num_examples`.
+
+    An incomplete last batch counts unless it is dropped.
+    """
+    return (
+        num_examples // global_batch_size
+        if drop_remainder
+        else -(-num_examples // global_batch_size)
+    )
 
 
 def resolve_batch_size(
-    place: Place, *, batch_size: int | None, micro: int | None, drop_remainder: bool = False, num_examples: int | None = None
+    rank_slice: RankSlice,
+    *,
+    batch_size: int | None,
+    micro: int | None,
+    drop_remainder: bool = False,
+    num_examples: int | None = None,
 ) -> int:
-    """Returns the global batch size that the user's two ways of giving one agree on.
+    """Returns the global batch size, which can be given in two ways that must agree.
 
     Args:
-        place: The process's part of the data axis, whose ranks are to be fed.
-        batch_size: Rows that the dataset is batched with (the global batch), or None for an unbatched dataset.
+        rank_slice: The process's part of the data axis, whose ranks are to be fed.
+        batch_size: Rows that the dataset is batched with (the global batch), or None for an
+            unbatched dataset.
         micro: `tnt_micro_batch_size`, rows of one rank, or None.
         drop_remainder: Whether an incomplete last batch is dropped.
         num_examples: Rows of the dataset, where known.
 
     Raises:
-        ValueError: If neither or contradicting sizes are given, if a size is below 1, if the global batch has fewer rows than there are
-            ranks, or if the dataset is empty or (with `drop_remainder`) smaller than one batch.
+        ValueError: If neither or contradicting sizes are given, if a size is below 1, if the global
+            batch has fewer rows than there are ranks, or if the dataset is empty or (with
+            `drop_remainder`) smaller than one batch.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
         if size is not None and size < 1:
             raise ValueError(f"The {name} must be at least 1, but is {size}.")
     if batch_size is None and micro is None:
         raise ValueError(
-            "The dataset is not batched and no tnt_micro_batch_size was given, so the global batch is unknown. "
-            "Batch the dataset with the global batch size, or pass tnt_micro_batch_size (rows of one rank)."
+            "The dataset is not batched and no tnt_micro_batch_size was given, so the global batch "
+            "is unknown. Batch the dataset with the global batch size, or pass "
+            "tnt_micro_batch_size (rows of one rank)."
         )
-    num_ranks = place.num_ranks
+    num_ranks = rank_slice.num_ranks
     if batch_size is not None and micro is not None and micro * num_ranks != batch_size:
         raise ValueError(
-            f"tnt_micro_batch_size ({micro}) * {place.kind} ({num_ranks}) must equal the dataset's batch size ({batch_size}). "
-            f"Leave it unset to split the batch evenly, or batch the dataset with {micro * num_ranks}."
+            f"tnt_micro_batch_size ({micro}) * {rank_slice.kind} ({num_ranks}) must equal the "
+            f"dataset's batch size ({batch_size}). Leave it unset to split the batch evenly, or "
+            f"batch the dataset with {micro * num_ranks}."
         )
     size = batch_size if batch_size is not None else (micro or 0) * num_ranks
     if size < num_ranks:
         raise ValueError(
-            f"The global batch size ({size}) must be at least the number of {place.kind} ({num_ranks}){_advice(place)}"
+            f"The global batch size ({size}) must be at least the number of {rank_slice.kind} "
+            f"({num_ranks}){_advice(rank_slice)}"
         )
     _check_num_examples(num_examples, size, drop_remainder)
     return size
 
 
-def _advice(place: Place) -> str:
-    if place.are_virtual:
+def _advice(rank_slice: RankSlice) -> str:
+    if rank_slice.are_virtual:
         return (
-            ": with reproducible=True every global batch is cut into that many chunks, on any number of devices. Use a larger batch, or "
-            "pass a smaller power of two as virtual_ranks (which changes the results)."
+            ": with reproducible=True every global batch is cut into that many chunks, on any "
+            "number of devices. Use a larger batch, or pass a smaller power of two as "
+            "virtual_ranks (which changes the results)."
         )
-    return ": some ranks would never see a row. Use a larger batch, or fewer devices with tnt_jax.init(devices=...)."
+    return (
+        ": some ranks would never see a row. Use a larger batch, or fewer devices with "
+        "tnt_jax.init(devices=...)."
+    )
 
 
 def _check_num_examples(num_examples: int | None, size: int, drop_remainder: bool) -> None:
@@ -132,6 +165,6 @@ def _check_num_examples(num_examples: int | None, size: int, drop_remainder: boo
         raise ValueError("The dataset is empty: at least one example is needed.")
     if num_examples is not None and drop_remainder and num_examples < size:
         raise ValueError(
-            f"The dataset has {num_examples} examples, fewer than one global batch ({size}), and drop_remainder=True drops them all. "
-            "Use a smaller batch or keep the remainder."
+            f"The dataset has {num_examples} examples, fewer than one global batch ({size}), and "
+            "drop_remainder=True drops them all. Use a smaller batch or keep the remainder."
         )

@@ -1,6 +1,7 @@
-"""A pseudo-random permutation of `range(n)` that is computed, not stored: any position's index, in constant memory.
+"""A pseudo-random permutation of `range(n)` that is computed, not stored, in constant memory.
 
-Every process gets the same order from the same three integers, without communication and without an index array:
+Every process gets the same order from the same three integers, without communication and without an
+index array:
 
     order = Permutation(1_000_000_000, seed=42, epoch=3)
     order(np.arange(1024))  # the first 1024 indices of epoch 3
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-# Up to this size an explicit table (512 kB) is kept: a Feistel network over a tiny domain reaches few of its permutations.
+# Up to this size an explicit table (512 kB) is kept: a Feistel network over a tiny domain reaches
+# few of its permutations.
 _TABLE_SIZE = 1 << 16
-# Luby and Rackoff 1988 prove four rounds for ideal round functions; twice as many make up for the fast ones used here.
+# Luby and Rackoff 1988 prove four rounds for ideal round functions; twice as many make up for the
+# fast ones used here.
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -22,9 +25,10 @@ _WORD = (1 << 64) - 1
 class Permutation:
     """A bijection of `range(n)`, chosen by `(seed, epoch)`.
 
-    Small ranges sort one 64-bit hash per index. Large ones use a Feistel network on the rectangle a x b >= n with a, b next to
-    sqrt(n), and walk the cycle until the result is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains",
-    section 5): at most a row of the rectangle lies outside, so almost no index takes a second walk.
+    Small ranges sort one 64-bit hash per index. Large ones use a Feistel network on the rectangle a
+    x b >= n with a, b next to sqrt(n), and walk the cycle until the result is below n (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains", section 5): at most a row of the
+    rectangle lies outside, so almost no index takes a second walk.
 
     Attributes:
         n: Size of the range, at least 1.
@@ -35,9 +39,14 @@ class Permutation:
     def __init__(self, n: int, *, seed: int, epoch: int = 0) -> None:
         if not 1 <= n < 1 << 62:
             raise ValueError(f"A permutation needs a size from 1 to 2**62 - 1, but n is {n}.")
-        self.n, self.seed, self.epoch = n, seed, epoch
+        self.n = n
+        self.seed = seed
+        self.epoch = epoch
         base = _mix_int(_mix_int(seed & _WORD) ^ ((epoch & _WORD) * _GOLDEN & _WORD))
-        self._keys = [np.uint64(_mix_int((base + _GOLDEN * (number + 1)) & _WORD)) for number in range(_ROUNDS)]
+        self._keys = [
+            np.uint64(_mix_int((base + _GOLDEN * (number + 1)) & _WORD))
+            for number in range(_ROUNDS)
+        ]
         self._table = _table(n, self._keys[0]) if n <= _TABLE_SIZE else None
         self._rows = _ceil_sqrt(n)
         self._columns = -(-n // self._rows)
@@ -53,7 +62,10 @@ class Permutation:
         """
         where = np.asarray(positions, np.int64)
         if where.size and (where.min() < 0 or where.max() >= self.n):
-            raise IndexError(f"Positions must be from 0 to {self.n - 1}, but go from {where.min()} to {where.max()}.")
+            raise IndexError(
+                f"Positions must be from 0 to {self.n - 1}, but go from {where.min()} to "
+                f"{where.max()}."
+            )
         if self._table is not None:
             return self._table[where]
         flat = self._encrypt(where.reshape(-1).astype(np.uint64))
@@ -63,7 +75,8 @@ class Permutation:
 
     def _encrypt(self, x: np.ndarray) -> np.ndarray:
         rows, columns = np.uint64(self._rows), np.uint64(self._columns)
-        left, right = x // columns, x % columns
+        left = x // columns
+        right = x % columns
         for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
             left = (left + _mix(right ^ first) % rows) % rows
             right = (right + _mix(left ^ second) % columns) % columns
@@ -80,7 +93,8 @@ def _ceil_sqrt(n: int) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64 (mix13).
+    # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of
+    # SplitMix64 (mix13).
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

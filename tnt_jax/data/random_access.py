@@ -1,7 +1,12 @@
-"""Random access: each process computes the global order and fetches its own rows only; the position is (epoch, batch).
+"""Random access: each process computes the global order and fetches only its own rows.
 
-train = RandomAccess(builder.as_data_source("train"), batch_size=256, shuffle=True, num_workers=8, worker="processes")
-model.fit(train, epochs=90)
+The position is (epoch, batch).
+
+    source = builder.as_data_source("train")
+    train = RandomAccess(
+        source, batch_size=256, shuffle=True, num_workers=8, worker="processes"
+    )
+    model.fit(train, epochs=90)
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +17,7 @@ import numpy as np
 
 from tnt_jax.data.collate import take_rows
 from tnt_jax.data.fetch import Chunk, Dataset, Fetcher, OnError, Recipe, Worker, report_failures
-from tnt_jax.data.layout import LocalRows, Place, local_rows, num_batches, resolve_batch_size
+from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.report import describe_sizes, last_padded_rows
 from tnt_jax.data.sources import HostBatch
@@ -22,22 +27,26 @@ from tnt_jax.seeding import seed_or_default
 
 @dataclass(frozen=True)
 class RandomAccess:
-    """A random-access dataset and how to train on it.
+    """A random-access dataset and the options for training on it.
 
     Attributes:
-        dataset: Anything with `__len__` and `__getitem__` whose examples are trees (tuples, dictionaries) of arrays. With
-            `__getitems__`, several examples are fetched by one call.
-        batch_size: Rows of the global batch; None to have it from `tnt_micro_batch_size`.
-        shuffle: Whether each epoch visits the examples in an order of its own, computed from `(seed, epoch)`.
-        seed: Seed of the order and of the generators given to `transform`; by default that of the last `tnt_jax.set_seed`, or 42.
+        dataset: Anything with `__len__` and `__getitem__` whose examples are trees (tuples,
+            dictionaries) of arrays. With `__getitems__`, several examples are fetched by one call.
+        batch_size: Rows of the global batch; None to derive it from `tnt_micro_batch_size`.
+        shuffle: Whether each epoch visits the examples in an order of its own, computed from
+            `(seed, epoch)`.
+        seed: Seed of the order and of the generators given to `transform`; by default that of the
+            last `tnt_jax.set_seed`, or 42.
         drop_remainder: Whether an incomplete last batch is dropped.
-        transform: Called as `transform(example, generator)` in the workers. The NumPy generator depends on `(seed, epoch, index)`
-            alone, so that random augmentation gives the same pixels on any number of processes.
-        num_workers: Workers of this process that fetch examples; 0 fetches in the thread that feeds the devices.
-        worker: `"threads"` (for datasets that read files or decode in C), or `"processes"` (for Python code; dataset and
-            transform must be picklable).
-        on_error: `"raise"` ends the run at an example that fails, naming it; `"skip"` gives its row the weight 0, warns and
-            counts.
+        transform: Called as `transform(example, generator)` in the workers. The NumPy generator
+            depends on `(seed, epoch, index)` alone, so that random augmentation gives the same
+            pixels on any number of processes.
+        num_workers: Workers of this process that fetch examples; 0 fetches in the thread that feeds
+            the devices.
+        worker: `"threads"` (for datasets that read files or decode in C), or `"processes"` (for
+            Python code; dataset and transform must be picklable).
+        on_error: `"raise"` ends the run at an example that fails, naming it; `"skip"` gives its row
+            the weight 0, warns and counts.
     """
 
     dataset: Dataset
@@ -54,8 +63,9 @@ class RandomAccess:
         for name in ("__len__", "__getitem__"):
             if not hasattr(self.dataset, name):
                 raise TypeError(
-                    f"A random-access dataset needs __len__ and __getitem__, but {type(self.dataset).__name__} has no {name}. "
-                    "Pass an iterable or generator of batches to fit directly."
+                    "A random-access dataset needs __len__ and __getitem__, but "
+                    f"{type(self.dataset).__name__} has no {name}. Pass an iterable or generator "
+                    "of batches to fit directly."
                 )
         _check_choice("worker", self.worker, ("threads", "processes"))
         _check_choice("on_error", self.on_error, ("raise", "skip"))
@@ -76,27 +86,34 @@ class RandomAccessSource:
 
     in_memory = False
 
-    def __init__(self, spec: RandomAccess, place: Place, *, micro_batch_size: int | None = None) -> None:
+    def __init__(
+        self, spec: RandomAccess, rank_slice: RankSlice, *, micro_batch_size: int | None = None
+    ) -> None:
         size = len(spec.dataset)
         self.global_batch_size: int | None = resolve_batch_size(
-            place,
+            rank_slice,
             batch_size=spec.batch_size,
             micro=micro_batch_size,
             drop_remainder=spec.drop_remainder,
             num_examples=size,
         )
-        self.num_batches: int | None = num_batches(size, self.global_batch_size, drop_remainder=spec.drop_remainder)
+        self.num_batches: int | None = num_batches(
+            size, self.global_batch_size, drop_remainder=spec.drop_remainder
+        )
         self.num_examples: int | None = min(size, self.num_batches * self.global_batch_size)
         self.num_skipped = 0
-        self._spec, self._place = spec, place
+        self._spec = spec
+        self._rank_slice = rank_slice
         self._seed = seed_or_default(spec.seed, default=42)
         recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
         sizes = describe_sizes(
-            place,
+            rank_slice,
             global_batch_size=self.global_batch_size,
             num_batches=self.num_batches,
-            num_padded_rows=last_padded_rows(self.num_examples, self.global_batch_size, place.num_ranks),
+            num_padded_rows=last_padded_rows(
+                self.num_examples, self.global_batch_size, rank_slice.num_ranks
+            ),
             seed=self._seed if spec.shuffle else None,
         )
         logger.info("%s Each process fetches its own rows only.", sizes)
@@ -117,7 +134,11 @@ class RandomAccessSource:
 
     def _index_batches(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
         spec = self._spec
-        order = Permutation(len(spec.dataset), seed=self._seed, epoch=epoch) if spec.shuffle else np.asarray
+        order = (
+            Permutation(len(spec.dataset), seed=self._seed, epoch=epoch)
+            if spec.shuffle
+            else np.asarray
+        )
         assert self.num_batches is not None
         assert self.global_batch_size is not None
         for batch in range(start_batch, self.num_batches):
@@ -130,19 +151,22 @@ class RandomAccessSource:
         report_failures(chunk.failures, self.num_skipped)
         if chunk.data is None:
             raise ValueError(
-                f"All {len(chunk.is_good)} examples of this process in batch {batch} failed; the first: {chunk.failures[0]}. "
-                "Check that the data can be read at all."
+                f"All {len(chunk.is_good)} examples of this process in batch {batch} failed; the "
+                f"first: {chunk.failures[0]}. Check that the data can be read at all."
             )
         unique, own = np.unique(rows.indices, return_inverse=True)
         mask = rows.mask
         if self._spec.on_error == "skip":
-            # Another process may have skipped an example of this batch, so that the mask is there always: all run one program.
-            mask = (np.ones(len(own), np.float32) if mask is None else mask) * chunk.is_good[own].astype(np.float32)
+            # Another process may have skipped an example of this batch, so that the mask is there
+            # always: all run one program.
+            mask = (np.ones(len(own), np.float32) if mask is None else mask) * chunk.is_good[
+                own
+            ].astype(np.float32)
         data = chunk.data if len(unique) == len(own) else take_rows(chunk.data, own)
         return HostBatch(data, mask, self._num_rows(batch))
 
     def _local_rows(self, batch: int) -> LocalRows:
-        return local_rows(self._num_rows(batch), self._place)
+        return local_rows(self._num_rows(batch), self._rank_slice)
 
     def _num_rows(self, batch: int) -> int:
         assert self.num_examples is not None
@@ -152,4 +176,6 @@ class RandomAccessSource:
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
+        )

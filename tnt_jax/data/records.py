@@ -1,12 +1,15 @@
-"""TFRecord files of images: read in one order on every process, with errors that name the file and the record."""
+"""Reads TFRecord files of images, in one order on all processes.
+
+Errors name the file and the record.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from tnt_jax.data.images import OnError
+OnError = Literal["raise", "skip"]
 
 
 def image_records(
@@ -20,18 +23,22 @@ def image_records(
     cycle_length: int = 8,
     on_error: OnError = "raise",
 ) -> Any:
-    """Returns the dataset of `{"name": ..., "jpeg": bytes, "label": ...}` of TFRecord files with `tf.train.Example`s.
+    """Returns `{"name": ..., "jpeg": bytes, "label": ...}` from TFRecord files.
+
+    The records are `tf.train.Example`s.
 
     Args:
         files: A pattern such as `imagenet/train-*`, or the files themselves.
-        label_offset: Added to the stored label; -1 for the usual ImageNet records, whose labels start at 1.
+        label_offset: Added to the stored label; -1 for the usual ImageNet records, whose labels
+            start at 1.
         image_key: Feature with the JPEG's bytes.
         label_key: Feature with the label, one int64.
         shuffle_files: Whether each epoch reads the files in an order of its own.
         seed: Seed of that order.
         cycle_length: Files read in turns; part of the order, so keep it fixed.
-        on_error: `"raise"` ends the run at a file that is truncated or corrupt, naming the file and the record; `"skip"` leaves the
-            rest of such a file out, with a warning.
+        on_error: `"raise"` ends the run at a file that is truncated or corrupt, naming the file and
+            the record; `"skip"` leaves out the rest of such a file, with a warning. All processes
+            must see the same files.
 
     Raises:
         FileNotFoundError: If no file matches.
@@ -45,16 +52,27 @@ def image_records(
         records = tf.data.TFRecordDataset(path)
         if on_error == "skip":
             records = records.ignore_errors(log_warning=True)
-        return tf.data.Dataset.zip((records, tf.data.Dataset.counter())).map(lambda record, number: (path, number, record))
+        return tf.data.Dataset.zip((records, tf.data.Dataset.counter())).map(
+            lambda record, number: (path, number, record)
+        )
 
-    features = {image_key: tf.io.FixedLenFeature([], tf.string), label_key: tf.io.FixedLenFeature([], tf.int64)}
+    features = {
+        image_key: tf.io.FixedLenFeature([], tf.string),
+        label_key: tf.io.FixedLenFeature([], tf.int64),
+    }
 
     def parse(path: Any, number: Any, record: Any) -> Any:
         example = tf.io.parse_single_example(record, features)
         name = tf.strings.join([path, ", record ", tf.strings.as_string(number)])
-        return {"name": name, "jpeg": example[image_key], "label": tf.cast(example[label_key] + label_offset, tf.int32)}
+        return {
+            "name": name,
+            "jpeg": example[image_key],
+            "label": tf.cast(example[label_key] + label_offset, tf.int32),
+        }
 
-    interleaved = order.interleave(of_file, cycle_length=cycle_length, num_parallel_calls=cycle_length, deterministic=True)
+    interleaved = order.interleave(
+        of_file, cycle_length=cycle_length, num_parallel_calls=cycle_length, deterministic=True
+    )
     return interleaved.map(parse, num_parallel_calls=tf.data.AUTOTUNE)
 
 
@@ -62,7 +80,8 @@ def check_records(files: str | Path | Sequence[str | Path]) -> int:
     """Reads TFRecord files from end to end and returns the number of their records.
 
     Raises:
-        ValueError: At the first record that is truncated or corrupt; the text names the file, the record and where it stands.
+        ValueError: At the first record that is truncated or corrupt; the text names the file, the
+            record and where it stands.
         FileNotFoundError: If no file matches.
     """
     total = 0
@@ -73,23 +92,12 @@ def check_records(files: str | Path | Sequence[str | Path]) -> int:
                 pass
         except tf.errors.DataLossError as error:
             raise ValueError(
-                f"{path}, record {number} cannot be read: the file is truncated or corrupt ({error.message.split('[[')[0].strip()}). "
-                "Copy the file again, or pass on_error='skip'."
+                f"{path}, record {number} cannot be read: the file is truncated or corrupt "
+                f"({error.message.split('[[')[0].strip()}). Copy the file again, or pass "
+                "on_error='skip'."
             ) from error
         total += number
     return total
-
-
-def files_of(dataset: Any) -> list[str]:
-    """Returns the existing files that the sources of a pipeline name."""
-    names: list[str] = []
-    if type(dataset).__name__ == "TFRecordDatasetV2":
-        names = [name.decode() for name in dataset._filenames.as_numpy_iterator()]
-    elif not dataset._inputs() and any(spec.dtype == tf.string for spec in tf.nest.flatten(dataset.element_spec)):
-        strings = (value for element in dataset.as_numpy_iterator() for value in tf.nest.flatten(element))
-        names = [value.decode() for value in strings if isinstance(value, bytes) and len(value) < 4096]
-    found = [name for name in names if tf.io.gfile.exists(name)]
-    return list(dict.fromkeys([*found, *(name for source in dataset._inputs() for name in files_of(source))]))
 
 
 def _paths(files: str | Path | Sequence[str | Path]) -> list[str]:

@@ -1,7 +1,9 @@
-"""Data that each process brings for itself (`tnt_distribute_dataset=False`): its own shard, batched for its own ranks.
+"""Data that each process brings itself (`tnt_distribute_dataset=False`).
 
-Shards may differ in length, and nobody needs to know his: processes report a few batches ahead how many rows they have. The epoch ends
-when the last shard has ended; a process without rows feeds masked ones, so that every row counts once and nobody waits in vain.
+Each process passes its own shard, batched for its own ranks. Shards may differ in length, and no
+process needs to know its length: processes report a few batches ahead how many rows they have. The
+epoch ends with the longest shard; a process without rows feeds masked ones, so that every row
+counts once and no process waits in vain.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,12 +14,15 @@ import jax
 import numpy as np
 
 from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, Report
-from tnt_jax.data.layout import Place
-from tnt_jax.data.sources import HostBatch, common_length
+from tnt_jax.data.elements import as_batch
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of
+from tnt_jax.job import Slot
 
-# Batches per report; as many are held in memory. More batches mean fewer messages, each of which takes well under a millisecond.
+# Batches per report; as many are held in memory. More batches mean fewer messages, each of which
+# takes well under a millisecond.
 _BATCHES_PER_REPORT = 4
-_names = count()
+_names = Slot(count)
 
 
 class ShardSource:
@@ -26,31 +31,45 @@ class ShardSource:
     Every process must make its sources in the same order, and iterate them equally often.
 
     Args:
-        batches: Iterable of pytrees of arrays `[rows, ...]`, at most `micro_batch_size` times the local ranks each. An iterator is read
-            on from epoch to epoch; anything else is iterated anew each epoch.
-        place: This process's part of the data axis.
-        micro_batch_size: Rows of one rank; by default what the largest first batch of all processes needs.
+        batches: Iterable of pytrees of arrays `[rows, ...]`, at most `micro_batch_size` times the
+            local ranks each. An iterator continues from epoch to epoch; anything else is iterated
+            anew in each epoch.
+        rank_slice: This process's part of the data axis.
+        micro_batch_size: Rows of one rank; by default what the largest first batch of all processes
+            needs.
         board: Where processes report; the coordination service of the job by default.
 
     Attributes:
         global_batch_size: Rows of all ranks in a full step; None until known.
-        num_batches: Batches of the longest shard; None where a shard does not tell.
+        num_batches: Batches of the longest shard; None if a shard does not know its length.
         num_examples: None: shards are not counted.
         in_memory: False: a thread reads ahead.
+        is_in_lockstep: True: all processes have the same number of batches in an epoch.
     """
 
     in_memory = False
+    is_in_lockstep = True
 
     def __init__(
-        self, batches: Iterable[Any], *, place: Place, micro_batch_size: int | None = None, board: Board | None = None
+        self,
+        batches: Iterable[Any],
+        *,
+        rank_slice: RankSlice,
+        micro_batch_size: int | None = None,
+        board: Board | None = None,
     ) -> None:
-        self._batches, self._place, self._micro = batches, place, micro_batch_size
+        self._batches = batches
+        self._rank_slice = rank_slice
+        self._micro = micro_batch_size
         self._board = CoordinationBoard() if board is None else board
-        self._name = f"shards/{next(_names)}" if board is None else "shards"
+        self._name = f"shards/{next(_names.get())}" if board is None else "shards"
         self._running = iter(batches) if isinstance(batches, Iterator) else None
         self._num_passes = 0
         self._template: Any = None
-        self.global_batch_size: int | None = micro_batch_size and micro_batch_size * place.num_ranks
+        self._first_forms: list[str] = []
+        self.global_batch_size: int | None = (
+            micro_batch_size and micro_batch_size * rank_slice.num_ranks
+        )
         self.num_examples: int | None = None
         self.num_batches: int | None = self._longest()
 
@@ -58,12 +77,17 @@ class ShardSource:
         """Yields this process's rows, one batch a step, until the data of all processes has ended.
 
         Raises:
-            RuntimeError: If the data of another process failed; the text names the process and its error.
+            RuntimeError: If the data of another process failed; the text names the process and its
+                error.
             ValueError: If a batch has more rows than fit, or a shard is empty.
         """
         exchange = Exchange(self._board, f"{self._name}/{self._num_passes}")
         self._num_passes += 1
-        reader = _Reader(self._running if self._running is not None else iter(self._batches), exchange, self._place.local_ranks)
+        reader = _Reader(
+            self._running if self._running is not None else iter(self._batches),
+            exchange,
+            self._rank_slice.local_ranks,
+        )
         steps = self._steps(reader, exchange)
         for number, batch in enumerate(steps):
             if number >= start_batch:
@@ -74,6 +98,9 @@ class ShardSource:
         reader.post()
         while True:
             own = reader.take()
+            if reader.error is not None:
+                # The steps of earlier reports, which all processes take together, have run.
+                raise reader.error
             reports = exchange.read()
             self._check(reports)
             num_steps = max(len(report.num_rows) for report in reports)
@@ -88,58 +115,106 @@ class ShardSource:
                 return
 
     def _check(self, reports: list[Report]) -> None:
-        """Fixes the rows of a rank from the first reports, and refuses batches that do not fit on every process alike."""
-        empty = [process for process, report in enumerate(reports) if not report.num_rows and self._template is None]
+        """Sets the rows per rank from the first reports, and refuses batches that do not fit.
+
+        Errors are raised on all processes alike.
+        """
+        empty = [
+            process
+            for process, report in enumerate(reports)
+            if not report.num_rows and self._template is None
+        ]
         if self._micro is None and not empty:
             self._micro = max(-(-report.num_rows[0] // report.local_ranks) for report in reports)
-            self.global_batch_size = self._micro * self._place.num_ranks
+            self.global_batch_size = self._micro * self._rank_slice.num_ranks
         if empty:
             raise ValueError(
-                f"The dataset of process {empty[0]} is empty. Give every process at least one batch, or let tnt_jax split the dataset "
-                "(tnt_distribute_dataset=True)."
+                f"The dataset of process {empty[0]} is empty. Give every process at least one "
+                "batch, or let tnt_jax split the dataset (tnt_distribute_dataset=True)."
             )
+        self._check_forms(reports)
         assert self._micro is not None
         for process, report in enumerate(reports):
             full = self._micro * report.local_ranks
             if any(rows > full for rows in report.num_rows):
                 raise ValueError(
-                    f"A batch of process {process} has {max(report.num_rows)} rows, but with {self._micro} rows a rank its "
-                    f"{report.local_ranks} rank(s) take {full}. Batch each shard with that size, or pass tnt_micro_batch_size."
+                    f"A batch of process {process} has {max(report.num_rows)} rows, but with "
+                    f"{self._micro} rows a rank its {report.local_ranks} rank(s) take {full}. "
+                    "Batch each shard with that size, or pass tnt_micro_batch_size."
+                )
+
+    def _check_forms(self, reports: list[Report]) -> None:
+        """Refuses batches with different structures in one step.
+
+        A shard that has ended repeats rows of its first batch.
+        """
+        self._first_forms = self._first_forms or [report.batches[0] for report in reports]
+        for step in range(max(len(report.batches) for report in reports)):
+            pairs = zip(reports, self._first_forms, strict=True)
+            forms = [
+                report.batches[step] if step < len(report.batches) else first
+                for report, first in pairs
+            ]
+            other = next((process for process, form in enumerate(forms) if form != forms[0]), None)
+            if other is not None:
+                raise ValueError(
+                    "The batches of a step must have the same structure, row shapes and dtypes in "
+                    f"all shards, but there are {forms[0]} on process 0 and {forms[other]} on "
+                    f"process {other}. Pad or crop rows to one shape."
                 )
 
     def _host_batch(self, batch: Any, reports: list[Report], step: int) -> HostBatch:
         assert self._micro is not None
-        full = self._micro * self._place.local_ranks
-        rows_of = [report.num_rows[step] if step < len(report.num_rows) else 0 for report in reports]
-        is_full = all(rows == self._micro * report.local_ranks for rows, report in zip(rows_of, reports, strict=True))
+        full = self._micro * self._rank_slice.local_ranks
+        rows_of = [
+            report.num_rows[step] if step < len(report.num_rows) else 0 for report in reports
+        ]
+        is_full = all(
+            rows == self._micro * report.local_ranks
+            for rows, report in zip(rows_of, reports, strict=True)
+        )
         if batch is not None and self._template is None:
-            self._template = jax.tree.map(lambda x: np.asarray(x)[:1], batch)
+            self._template = jax.tree.map(lambda x: x[:1], batch)
         num_rows = 0 if batch is None else common_length(batch)
         source = self._template if batch is None else batch
         indices = np.minimum(np.arange(full), max(num_rows - 1, 0))
-        data = jax.tree.map(np.asarray, batch) if num_rows == full else jax.tree.map(lambda x: np.asarray(x)[indices], source)
+        data = batch if num_rows == full else jax.tree.map(lambda x: x[indices], source)
         mask = None if is_full else (np.arange(full) < num_rows).astype(np.float32)
-        return HostBatch(data, mask, sum(rows_of))
+        return HostBatch(data, mask, sum(rows_of), self._real_rows(reports, rows_of))
+
+    def _real_rows(self, reports: list[Report], rows_of: list[int]) -> tuple[slice, ...]:
+        """Returns where the real rows of each process stand among all rows of a step."""
+        assert self._micro is not None
+        firsts = np.cumsum([0, *(self._micro * report.local_ranks for report in reports)]).tolist()
+        return tuple(
+            slice(first, first + rows) for first, rows in zip(firsts, rows_of, strict=False)
+        )
 
     def _longest(self) -> int | None:
-        """Agrees on the number of steps before the epoch, where every shard knows its length."""
+        """Agrees on the number of steps before the epoch, if every shard knows its length."""
         try:
             own = [len(self._batches)]  # type: ignore[arg-type]
         except TypeError:
             own = []
         exchange = Exchange(self._board, f"{self._name}/length")
-        exchange.post(Report(own, has_ended=True, local_ranks=self._place.local_ranks))
+        exchange.post(Report(own, has_ended=True, local_ranks=self._rank_slice.local_ranks))
         lengths = [report.num_rows for report in exchange.read()]
         return max(length[0] for length in lengths) if all(lengths) else None
 
 
 class _Reader:
-    """Reads this process's batches ahead and reports them; an error in the data is reported before it is raised."""
+    """Reads this process's batches ahead and reports them.
+
+    The attribute `error` keeps an error in the data.
+    """
 
     def __init__(self, batches: Iterator[Any], exchange: Exchange, local_ranks: int) -> None:
-        self._batches, self._exchange, self._local_ranks = batches, exchange, local_ranks
+        self._batches = batches
+        self._exchange = exchange
+        self._local_ranks = local_ranks
         self._ahead: list[Any] = []
         self._has_ended = False
+        self.error: Exception | None = None
 
     def read(self, num_batches: int) -> None:
         """Reads up to `num_batches` more, but not more than one report holds."""
@@ -147,17 +222,23 @@ class _Reader:
             if self._has_ended or len(self._ahead) == _BATCHES_PER_REPORT:
                 return
             try:
-                self._ahead.append(next(self._batches))
+                batch = as_batch(next(self._batches))
+                batch_length(batch)
+                self._ahead.append(batch)
             except StopIteration:
                 self._has_ended = True
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                self._exchange.post(Report([], has_ended=True, local_ranks=self._local_ranks, error=text))
-                raise
+            except Exception as error:  # Raised once it was reported.
+                self._has_ended = True
+                self.error = error
 
     def post(self) -> None:
-        """Reports the batches that were read."""
-        self._exchange.post(Report([common_length(b) for b in self._ahead], self._has_ended, self._local_ranks))
+        """Reports the batches that were read, and what went wrong."""
+        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        lengths, forms = (
+            [common_length(batch) for batch in self._ahead],
+            [form_of(batch) for batch in self._ahead],
+        )
+        self._exchange.post(Report(lengths, self._has_ended, self._local_ranks, text, forms))
 
     def take(self) -> list[Any]:
         """Returns the batches of the last report, to be used."""

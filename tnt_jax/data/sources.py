@@ -1,16 +1,19 @@
 """Sources of global batches: arrays, and any iterable of batches, seen by one process.
 
-A source is a pure function of its `Place` on the data axis: every process makes its own, and together they feed each global batch
-exactly once.
+A source is a pure function of its `RankSlice` on the data axis: every process makes its own, and
+together they feed each global batch exactly once.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from tnt_jax.data.layout import LocalRows, Place, local_rows, num_batches, resolve_batch_size
+from tnt_jax.data.elements import as_batch
+from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
+from tnt_jax.data.loaders import is_endless
 
 
 class HostBatch(NamedTuple):
@@ -20,11 +23,14 @@ class HostBatch(NamedTuple):
         data: Pytree of arrays `[local_rows, ...]`; padded rows repeat the batch's last row.
         mask: float32 `[local_rows]`, 0 for padded rows; None when no process pads this batch.
         num_rows: Real rows of the whole global batch.
+        shards: Real rows of each process among all rows, padding included, where each process
+            brings its own; None where the first `num_rows` rows are the real ones.
     """
 
     data: Any
     mask: np.ndarray | None
     num_rows: int
+    shards: tuple[slice, ...] | None = None
 
 
 @runtime_checkable
@@ -44,7 +50,7 @@ class Source(Protocol):
     in_memory: bool
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's part of each global batch of `epoch`, from batch `start_batch` on."""
+        """Yields this process's rows of each global batch of `epoch`, from `start_batch` on."""
         ...
 
 
@@ -54,8 +60,9 @@ class ArraySource:
     Args:
         arrays: Pytree of arrays `[examples, ...]`; None is an empty subtree.
         global_batch_size: Rows of a global batch.
-        place: This process's part of the data axis.
-        shuffle: Whether each epoch has its own order, drawn from `(seed, epoch)` and the same on every process.
+        rank_slice: This process's part of the data axis.
+        shuffle: Whether each epoch has its own order, drawn from `(seed, epoch)` and the same on
+            every process.
         seed: Seed of the order.
         drop_remainder: Whether the incomplete last batch is skipped.
 
@@ -70,7 +77,7 @@ class ArraySource:
         arrays: Any,
         *,
         global_batch_size: int,
-        place: Place,
+        rank_slice: RankSlice,
         shuffle: bool = False,
         seed: int = 42,
         drop_remainder: bool = False,
@@ -78,17 +85,26 @@ class ArraySource:
         self._arrays = jax.tree.map(np.asarray, arrays)
         self.num_examples: int | None = common_length(self._arrays)
         self.global_batch_size: int | None = global_batch_size
-        self.num_batches: int | None = num_batches(self.num_examples, global_batch_size, drop_remainder=drop_remainder)
-        self._size, self._place, self._shuffle, self._seed = global_batch_size, place, shuffle, seed
-        self._whole = local_rows(global_batch_size, place)
+        self.num_batches: int | None = num_batches(
+            self.num_examples, global_batch_size, drop_remainder=drop_remainder
+        )
+        self._size = global_batch_size
+        self._rank_slice = rank_slice
+        self._shuffle = shuffle
+        self._seed = seed
+        self._whole = local_rows(global_batch_size, rank_slice)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""
         assert self.num_examples is not None and self.num_batches is not None
-        order = np.random.default_rng((self._seed, epoch)).permutation(self.num_examples) if self._shuffle else None
+        order = (
+            np.random.default_rng((self._seed, epoch)).permutation(self.num_examples)
+            if self._shuffle
+            else None
+        )
         for start in range(start_batch * self._size, self.num_batches * self._size, self._size):
             num_rows = min(self._size, self.num_examples - start)
-            rows = self._whole if num_rows == self._size else local_rows(num_rows, self._place)
+            rows = self._whole if num_rows == self._size else local_rows(num_rows, self._rank_slice)
             if order is not None:
                 data = _take(self._arrays, order[start + rows.indices])
             elif rows.mask is None:
@@ -102,32 +118,55 @@ class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
     Args:
-        batches: Iterable of pytrees of arrays `[rows, ...]`. A generator or other iterator is read on from epoch to epoch; anything
-            else is iterated anew each epoch.
-        place: This process's part of the data axis.
+        batches: Iterable of pytrees of arrays `[rows, ...]`. A generator or other iterator is read
+            on from epoch to epoch; anything else is iterated anew each epoch.
+        rank_slice: This process's part of the data axis.
         micro_batch_size: Rows of one rank that the first batch must amount to, if given.
         length: Batches of an epoch; `len(batches)` where it has a length.
+
+    Attributes:
+        is_infinite: Whether the iterable says that it has no end.
+        first_checksum: Of the contents of the first batch, which should be the same on every
+            process; None before it was read.
     """
 
     in_memory = False
 
     def __init__(
-        self, batches: Iterable[Any], *, place: Place, micro_batch_size: int | None = None, length: int | None = None
+        self,
+        batches: Iterable[Any],
+        *,
+        rank_slice: RankSlice,
+        micro_batch_size: int | None = None,
+        length: int | None = None,
     ) -> None:
-        self._batches, self._place, self._micro = batches, place, micro_batch_size
+        self._batches = batches
+        self._rank_slice = rank_slice
+        self._micro = micro_batch_size
         self._running = iter(batches) if isinstance(batches, Iterator) else None
+        self.first_checksum: int | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
-        self.num_batches: int | None = length if length is not None else _length(batches)
+        self.is_infinite = length is None and is_endless(batches)
+        self.num_batches: int | None = (
+            length if length is not None or self.is_infinite else _length(batches)
+        )
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of each batch; `start_batch` batches are read and dropped first."""
-        for index, batch in enumerate(self._running if self._running is not None else iter(self._batches)):
-            num_rows = common_length(batch)
+        """Yields this process's rows of each batch, after dropping `start_batch` batches."""
+        for index, element in enumerate(
+            self._running if self._running is not None else iter(self._batches)
+        ):
+            batch = as_batch(element)
+            num_rows = batch_length(batch)
+            if self.first_checksum is None:
+                self.first_checksum = checksum_of(batch)
             if self.global_batch_size is None:
-                self.global_batch_size = resolve_batch_size(self._place, batch_size=num_rows, micro=self._micro)
+                self.global_batch_size = resolve_batch_size(
+                    self._rank_slice, batch_size=num_rows, micro=self._micro
+                )
             if index >= start_batch:
-                yield select_rows(batch, local_rows(num_rows, self._place), num_rows)
+                yield select_rows(batch, local_rows(num_rows, self._rank_slice), num_rows)
 
 
 def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
@@ -145,17 +184,50 @@ def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
     return HostBatch(data, rows.mask, num_rows)
 
 
+def batch_length(batch: Any) -> int:
+    """Returns the rows of a batch, of which there must be one at least; see `common_length`."""
+    num_rows = common_length(batch)
+    if num_rows == 0:
+        raise ValueError(
+            f"A batch must have at least one row, but one of {form_of(batch)} has none. Leave "
+            "empty batches out."
+        )
+    return num_rows
+
+
+def form_of(batch: Any) -> str:
+    """Returns structure, shapes and dtypes of a row of a batch, in words."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape[1:])}".strip() for path, x in leaves
+    )
+
+
+def checksum_of(batch: Any) -> int:
+    """Returns a number that tells the contents of two batches apart."""
+    checksum = 0
+    for leaf in jax.tree.leaves(batch):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
+    return checksum
+
+
 def common_length(arrays: Any) -> int:
     """Returns the first dimension that all arrays of a pytree share.
 
     Raises:
-        ValueError: If there is no array, an array has no first dimension, or the lengths differ; the message lists them.
+        ValueError: If there is no array, an array has no first dimension, or the lengths differ;
+            the message lists them.
     """
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        found = ", ".join(f"{path or 'data'}: {length[0] if length else 'a scalar'}" for path, length in lengths.items())
-        raise ValueError(f"All arrays must have the same number of rows, but got {found or 'no array at all'}.")
+        found = ", ".join(
+            f"{path or 'data'}: {length[0] if length else 'a scalar'}"
+            for path, length in lengths.items()
+        )
+        raise ValueError(
+            f"All arrays must have the same number of rows, but got {found or 'no array at all'}."
+        )
     return next(iter(lengths.values()))[0]
 
 

@@ -1,4 +1,4 @@
-"""Epochs of a source: one pass each, or a given number of steps of passes that follow one another."""
+"""Epochs of a source: one pass each, or a given number of steps."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from tnt_jax.log import logger
 class EpochStream:
     """The batches of successive epochs.
 
-    Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many steps, and the next epoch goes on
-    where this one stopped; a pass that ends early ends the epoch, with a warning, as in Keras.
+    Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many
+    steps, and the next epoch continues where this one stopped; a pass that ends early ends the
+    epoch, with a warning, as in Keras.
 
     Args:
         source: Where batches come from.
@@ -40,18 +41,26 @@ class EpochStream:
             steps: Steps after which the caller stops by itself.
 
         Raises:
-            ValueError: If the source is known to be infinite (its `is_infinite` is true) and nothing else ends an epoch.
+            ValueError: If the source is known to be infinite (its `is_infinite` is true) and
+                nothing else ends an epoch.
         """
-        if steps is None and self._steps_per_epoch is None and getattr(self.source, "is_infinite", False):
+        if (
+            steps is None
+            and self._steps_per_epoch is None
+            and getattr(self.source, "is_infinite", False)
+        ):
             raise ValueError(
-                "The dataset is infinite, so an epoch would never end. Pass steps_per_epoch to fit, or steps to evaluate or predict."
+                "The dataset is infinite, so an epoch would never end. Pass steps_per_epoch to "
+                "fit, or steps to evaluate or predict."
             )
         return self
 
     @property
     def num_steps(self) -> int | None:
         """Steps of an epoch, None when unknown."""
-        return self._steps_per_epoch if self._steps_per_epoch is not None else self.source.num_batches
+        return (
+            self._steps_per_epoch if self._steps_per_epoch is not None else self.source.num_batches
+        )
 
     def peek(self, epoch: int) -> HostBatch:
         """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
@@ -63,7 +72,9 @@ class EpochStream:
             batches = self._begin(epoch)
             first = next(batches, None)
             if first is None:
-                raise ValueError("The dataset is empty: it gave no batch. At least one example is needed.")
+                raise ValueError(
+                    "The dataset is empty: it gave no batch. At least one example is needed."
+                )
             self._peeked = (epoch, first, batches)
         return self._peeked[1]
 
@@ -78,7 +89,9 @@ class EpochStream:
         return self._begin(epoch)
 
     def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
-        """Lets the next `epoch(epoch)` go on after `batch` batches, as if everything from `first_epoch` on had been read.
+        """Continues the next `epoch(epoch)` after `batch` batches.
+
+        It is as if everything from `first_epoch` on had been read.
 
         Args:
             epoch: Epoch that is read next.
@@ -89,33 +102,42 @@ class EpochStream:
             self._sought = (epoch, self._from(epoch, batch, first_epoch))
 
     def _from(self, epoch: int, batch: int, first_epoch: int) -> Iterator[HostBatch]:
-        steps, size = self._steps_per_epoch, self.source.num_batches
+        steps = self._steps_per_epoch
+        size = self.source.num_batches
         if steps is None and (size is not None or self._peeked is None or self._peeked[0] != epoch):
             self._peeked = None
             return self.source.batches(epoch, batch)
         if steps is not None and size is not None:
             # A pass that ends early ends its last epoch, so a pass is a whole number of epochs.
             passes, epochs_in_pass = divmod(epoch - first_epoch, -(-size // steps))
-            self._peeked, self._num_passes, self._steps_in_pass = None, passes, epochs_in_pass * steps + batch
+            self._peeked = None
+            self._num_passes = passes
+            self._steps_in_pass = epochs_in_pass * steps + batch
             self._pass = self.source.batches(passes, self._steps_in_pass)
             return self._next_steps(steps - batch)
-        # Where a pass ends shows only when it is read, and a generator is read once.
+        # The end of a pass is known only once it is read, and a generator can be read only once.
         if steps is not None:
             for number in range(first_epoch, epoch):
                 deque(self.epoch(number), maxlen=0)
         return islice(self.epoch(epoch), batch, None)
 
     def _begin(self, epoch: int) -> Iterator[HostBatch]:
-        return self.source.batches(epoch) if self._steps_per_epoch is None else self._next_steps(self._steps_per_epoch)
+        return (
+            self.source.batches(epoch)
+            if self._steps_per_epoch is None
+            else self._next_steps(self._steps_per_epoch)
+        )
 
     def _next_steps(self, steps: int) -> Iterator[HostBatch]:
         for step in range(steps):
             if self._pass is None:
-                self._pass, self._steps_in_pass = self.source.batches(self._num_passes), 0
+                self._pass = self.source.batches(self._num_passes)
+                self._steps_in_pass = 0
             batch = next(self._pass, None)
             if batch is None:
                 logger.warning(
-                    "The dataset ended after %d of %d steps of the epoch. Repeat the dataset or give fewer steps_per_epoch.",
+                    "The dataset ended after %d of %d steps of the epoch. Repeat the dataset or "
+                    "give fewer steps_per_epoch.",
                     step,
                     steps,
                 )

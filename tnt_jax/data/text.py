@@ -66,22 +66,29 @@ class TokenPairs:
         return self.sources[index], self.targets[index]
 
 
-def read_parallel(source_file: str | Path, target_file: str | Path, *, on_error: OnError = "raise") -> ParallelCorpus:
-    """Reads two UTF-8 files whose lines translate one another; a name that ends in `.gz` is decompressed.
+def read_parallel(
+    source_file: str | Path, target_file: str | Path, *, on_error: OnError = "raise"
+) -> ParallelCorpus:
+    """Reads two UTF-8 files whose lines are translations of each other.
+
+    A file whose name ends in `.gz` is decompressed.
 
     Args:
-        source_file: One sentence a line.
+        source_file: One sentence per line.
         target_file: As many lines.
-        on_error: What to do with a pair of which one line is empty: `"raise"`, or `"skip"` and count.
+        on_error: What to do with a pair of which one line is empty: `"raise"`, or `"skip"` and
+            count.
 
     Raises:
-        ValueError: If the files differ in length, or at an empty line; the text names the file and the line.
+        ValueError: If the files differ in length, or at an empty line; the text names the file and
+            the line.
     """
     sources, targets = _lines(source_file), _lines(target_file)
     if len(sources) != len(targets):
         raise ValueError(
-            f"The lines of two parallel files must translate one another, but {source_file} has {len(sources)} lines and "
-            f"{target_file} has {len(targets)}. Check that both are complete."
+            f"The lines of two parallel files must translate one another, but {source_file} has "
+            f"{len(sources)} lines and {target_file} has {len(targets)}. Check that both are "
+            "complete."
         )
     rows = (
         (number, (source, target), str(source_file if not source.strip() else target_file))
@@ -90,31 +97,44 @@ def read_parallel(source_file: str | Path, target_file: str | Path, *, on_error:
     return _corpus(rows, on_error)
 
 
-def read_tsv(file: str | Path, *, columns: tuple[int, int] = (0, 1), on_error: OnError = "raise") -> ParallelCorpus:
-    """Reads a UTF-8 file with one pair a line, separated by tabs; a name that ends in `.gz` is decompressed.
+def read_tsv(
+    file: str | Path, *, columns: tuple[int, int] = (0, 1), on_error: OnError = "raise"
+) -> ParallelCorpus:
+    """Reads a UTF-8 file with one tab-separated pair per line.
+
+    A file whose name ends in `.gz` is decompressed.
 
     Args:
         file: The file.
         columns: Numbers of the columns with the sentence and its translation.
-        on_error: What to do with a line that lacks a column or has an empty one: `"raise"`, or `"skip"` and count.
+        on_error: What to do with a line that lacks a column or has an empty one: `"raise"`, or
+            `"skip"` and count.
 
     Raises:
-        ValueError: At a line with too few columns or an empty one; the text names the file and the line.
+        ValueError: At a line with too few columns or an empty one; the text names the file and the
+            line.
     """
 
     def rows() -> Iterator[tuple[int, tuple[str, str] | None, str]]:
         for number, line in enumerate(_lines(file), 1):
             cells = line.split("\t")
-            yield number, (cells[columns[0]], cells[columns[1]]) if len(cells) > max(columns) else None, str(file)
+            yield (
+                number,
+                (cells[columns[0]], cells[columns[1]]) if len(cells) > max(columns) else None,
+                str(file),
+            )
 
     return _corpus(rows(), on_error)
 
 
-def read_translations(dataset: Iterable[Any], *, source: str, target: str, on_error: OnError = "raise") -> ParallelCorpus:
+def read_translations(
+    dataset: Iterable[Any], *, source: str, target: str, on_error: OnError = "raise"
+) -> ParallelCorpus:
     """Reads a TFDS translation set, whose examples hold one text for each language.
 
     Args:
-        dataset: Examples such as `{"en": b"...", "de": b"..."}`: a TFDS `data_source` or `tfds.as_numpy(...)`.
+        dataset: Examples such as `{"en": b"...", "de": b"..."}`: a TFDS `data_source` or
+            `tfds.as_numpy(...)`.
         source: Language of the sentences.
         target: Language of the translations.
         on_error: What to do with an empty text: `"raise"`, or `"skip"` and count.
@@ -127,7 +147,10 @@ def read_translations(dataset: Iterable[Any], *, source: str, target: str, on_er
         for number, example in enumerate(dataset):
             for language in (source, target):
                 if language not in example:
-                    raise ValueError(f"The examples have no language {language!r}, but {', '.join(map(repr, example))}.")
+                    raise ValueError(
+                        f"The examples have no language {language!r}, but "
+                        f"{', '.join(map(repr, example))}."
+                    )
             yield number, (_text(example[source]), _text(example[target])), "the dataset"
 
     return _corpus(rows(), on_error)
@@ -137,29 +160,33 @@ class Vocabulary:
     """A SentencePiece model that turns text into token ids and back.
 
     Args:
-        file: The model, as `learn_vocabulary` writes it. Padding must be token 0 and the end of a sentence token 1.
+        file: The model, as `learn_vocabulary` writes it. Padding must be token 0 and the end of a
+            sentence token 1.
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If it is no SentencePiece model, or padding or end have other ids.
+        ValueError: If it is not a SentencePiece model, or padding or end have other ids.
     """
 
     def __init__(self, file: str | Path) -> None:
         import sentencepiece
 
         if not Path(file).is_file():
-            raise FileNotFoundError(f"There is no vocabulary {file}. Learn one with learn_vocabulary.")
+            raise FileNotFoundError(
+                f"There is no vocabulary {file}. Learn one with learn_vocabulary."
+            )
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except RuntimeError as error:
             raise ValueError(
-                f"{file} is no SentencePiece model ({error}). Subword lists of other tools cannot be read: learn a vocabulary from "
-                "the training texts with learn_vocabulary."
+                f"{file} is not a SentencePiece model ({error}). Subword lists of other tools "
+                "cannot be read: learn a vocabulary from the training texts with learn_vocabulary."
             ) from error
         ids = (self._processor.pad_id(), self._processor.eos_id())
         if ids != (PAD_ID, END_ID):
             raise ValueError(
-                f"{file} must have padding as token {PAD_ID} and the end of a sentence as token {END_ID}, but has {ids}."
+                f"{file} must have padding as token {PAD_ID} and the end of a sentence as token "
+                f"{END_ID}, but has {ids}."
             )
 
     @property
@@ -169,7 +196,9 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each text, int32 `[tokens]`, with `END_ID` last."""
-        return [np.array([*tokens, END_ID], np.int32) for tokens in self._processor.encode(list(texts))]
+        return [
+            np.array([*tokens, END_ID], np.int32) for tokens in self._processor.encode(list(texts))
+        ]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens up to the first `END_ID`, without padding."""
@@ -182,21 +211,25 @@ class Vocabulary:
         return self._processor.decode(kept)
 
 
-def learn_vocabulary(texts: Iterable[str], file: str | Path, *, size: int, coverage: float = 1.0) -> Vocabulary:
-    """Learns a byte-pair vocabulary (Sennrich et al. 2016, arXiv:1508.07909) and keeps it in `file`; loads it if it is there already.
+def learn_vocabulary(
+    texts: Iterable[str], file: str | Path, *, size: int, coverage: float = 1.0
+) -> Vocabulary:
+    """Learns a byte-pair vocabulary and writes it to `file`, or loads an existing file.
 
-    In a job of several processes one learns, and the others wait for the file, which all must be able to read.
+    The method is that of Sennrich et al. 2016, arXiv:1508.07909. In a job of several processes one
+    learns, and the others wait for the file, which all must be able to read.
 
     Args:
         texts: Sentences of all languages.
         file: Where the model is kept.
         size: Number of tokens, with padding, end and unknown.
-        coverage: Share of the characters that get tokens of their own; 0.9995 is usual for Chinese and Japanese.
+        coverage: Share of the characters that get tokens of their own; 0.9995 is usual for Chinese
+            and Japanese.
 
     Raises:
         ValueError: If the texts have too few or too many different characters for `size`.
     """
-    from tnt_jax import runtime
+    from tnt_jax.distributed import runtime
 
     if runtime.is_master_rank() and not Path(file).exists():
         _learn(texts, Path(file), size, coverage)
@@ -205,7 +238,9 @@ def learn_vocabulary(texts: Iterable[str], file: str | Path, *, size: int, cover
 
 
 def encode_pairs(corpus: ParallelCorpus, vocabulary: Vocabulary, *, max_length: int) -> TokenPairs:
-    """Encodes a corpus and leaves out pairs of which a side has more than `max_length` tokens, the end included.
+    """Encodes a corpus, without pairs that have more than `max_length` tokens on a side.
+
+    The end token counts.
 
     Raises:
         ValueError: If no pair is left.
@@ -214,10 +249,20 @@ def encode_pairs(corpus: ParallelCorpus, vocabulary: Vocabulary, *, max_length: 
     pairs = [pair for pair in encoded if max(map(len, pair)) <= max_length]
     num_too_long = len(corpus) - len(pairs)
     if not pairs:
-        raise ValueError(f"None of {len(corpus)} pairs has at most {max_length} tokens on both sides. Raise max_length.")
+        raise ValueError(
+            f"None of {len(corpus)} pairs has at most {max_length} tokens on both sides. Raise "
+            "max_length."
+        )
     if num_too_long:
-        logger.info("Left out %d of %d pairs with more than %d tokens on a side.", num_too_long, len(corpus), max_length)
-    return TokenPairs([source for source, _ in pairs], [target for _, target in pairs], num_too_long)
+        logger.info(
+            "Left out %d of %d pairs with more than %d tokens on a side.",
+            num_too_long,
+            len(corpus),
+            max_length,
+        )
+    return TokenPairs(
+        [source for source, _ in pairs], [target for _, target in pairs], num_too_long
+    )
 
 
 def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None:
@@ -238,18 +283,24 @@ def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"No vocabulary of {size} tokens can be learnt from these texts: {error}") from error
+        raise ValueError(
+            f"No vocabulary of {size} tokens can be learnt from these texts: {error}"
+        ) from error
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Whoever finds the file under its name finds all of it.
+    # A process that finds the file under its final name finds all of it.
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     temporary.write_bytes(model.getvalue())
     temporary.replace(file)
 
 
-def _corpus(rows: Iterable[tuple[int, tuple[str, str] | None, str]], on_error: OnError) -> ParallelCorpus:
+def _corpus(
+    rows: Iterable[tuple[int, tuple[str, str] | None, str]], on_error: OnError
+) -> ParallelCorpus:
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
-    sources, targets, num_skipped = [], [], 0
+    sources = []
+    targets = []
+    num_skipped = 0
     for number, pair, file in rows:
         if pair is not None and pair[0].strip() and pair[1].strip():
             sources.append(pair[0].strip())
@@ -258,9 +309,13 @@ def _corpus(rows: Iterable[tuple[int, tuple[str, str] | None, str]], on_error: O
             num_skipped += 1
         else:
             problem = "has too few columns" if pair is None else "is empty, or one of its sides is"
-            raise ValueError(f"{file}, line {number} {problem}. Correct it, or pass on_error='skip'.")
+            raise ValueError(
+                f"{file}, line {number} {problem}. Correct it, or pass on_error='skip'."
+            )
     if num_skipped:
-        logger.warning("Skipped %d pairs that are empty or malformed; %d are left.", num_skipped, len(sources))
+        logger.warning(
+            "Skipped %d pairs that are empty or malformed; %d are left.", num_skipped, len(sources)
+        )
     return ParallelCorpus(sources, targets, num_skipped)
 
 
@@ -270,7 +325,8 @@ def _lines(file: str | Path) -> list[str]:
         text = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode("utf-8")
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{file} cannot be read as UTF-8 text: {error}.") from error
-    # Not splitlines(), which also ends lines at characters such as U+2028 that occur inside sentences.
+    # Not splitlines(), which also ends lines at characters such as U+2028 that occur inside
+    # sentences.
     lines = text.split("\n")
     return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 

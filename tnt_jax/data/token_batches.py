@@ -1,4 +1,7 @@
-"""Batches of about equally many tokens from sequences of different lengths, in few shapes that are the same on every rank."""
+"""Batches with about equally many tokens, from sequences of different lengths.
+
+There are few shapes, and they are the same on every rank.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tnt_jax.data.layout import Place, micro_batch_size
+from tnt_jax.data.layout import RankSlice, micro_batch_size
 from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.text import PAD_ID, TokenPairs
@@ -14,7 +17,10 @@ from tnt_jax.log import logger
 
 
 def inputs_and_targets(sources: np.ndarray, targets: np.ndarray) -> Any:
-    """Returns `((sources, targets), targets)`: a translation model reads both, and is to predict the targets."""
+    """Returns `((sources, targets), targets)` for a translation model.
+
+    The model reads both and predicts the targets.
+    """
     return (sources, targets), targets
 
 
@@ -22,17 +28,19 @@ def inputs_and_targets(sources: np.ndarray, targets: np.ndarray) -> Any:
 class TokenBatches:
     """Pairs of sequences, batched by tokens.
 
-    A pair goes to the shortest bucket that holds its longer side. A batch of the bucket of length L has `tokens_per_batch // L` pairs,
-    whatever the number of ranks, and every pair of an epoch is in exactly one batch. Incomplete batches are padded to the shape of the
-    full ones and masked, so that there are as many compiled shapes as buckets.
+    A pair goes to the shortest bucket that holds its longer side. A batch of the bucket of length L
+    has `tokens_per_batch // L` pairs, whatever the number of ranks, and every pair of an epoch is
+    in exactly one batch. Incomplete batches are padded to the shape of the full ones and masked, so
+    that there are as many compiled shapes as buckets.
 
     Attributes:
         pairs: Encoded pairs.
-        tokens_per_batch: Tokens of the global batch, padding included, on each side.
-        buckets: Lengths of the buckets, rising; None for `bucket_lengths` up to the longest pair.
+        tokens_per_batch: Tokens of the global batch per side, padding included.
+        buckets: Increasing lengths of the buckets; None for `bucket_lengths` up to the longest
+            pair.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of the order.
-        structure: From sources and targets, int32 `[rows, L]`, to what the model is given.
+        structure: Maps sources and targets, int32 `[rows, L]`, to the model's inputs and targets.
     """
 
     pairs: TokenPairs
@@ -44,9 +52,10 @@ class TokenBatches:
 
 
 def bucket_lengths(longest: int, *, shortest: int = 8, growth: float = 1.4) -> tuple[int, ...]:
-    """Returns rising multiples of 8 from `shortest` to at least `longest`, each about `growth` times the one before.
+    """Returns increasing multiples of 8 from `shortest` to at least `longest`.
 
-    With a growth of 1.4 less than a third of a batch is padding, and lengths up to 256 need 11 buckets.
+    Each is about `growth` times the previous one. With a growth of 1.4, less than a third of a
+    batch is padding, and lengths up to 256 need 11 buckets.
     """
     lengths = [shortest]
     while lengths[-1] < longest:
@@ -71,29 +80,42 @@ class TokenBatchSource:
         in_memory: False: a thread reads ahead.
 
     Raises:
-        ValueError: If the buckets do not rise or do not hold the longest pair, or if a batch has fewer pairs than there are ranks.
+        ValueError: If the buckets do not increase or do not hold the longest pair, or if a batch
+            has fewer pairs than there are ranks.
     """
 
     in_memory = False
 
-    def __init__(self, spec: TokenBatches, place: Place) -> None:
-        lengths = np.array([max(len(s), len(t)) for s, t in zip(spec.pairs.sources, spec.pairs.targets, strict=True)], np.int64)
+    def __init__(self, spec: TokenBatches, rank_slice: RankSlice) -> None:
+        lengths = np.array(
+            [
+                max(len(s), len(t))
+                for s, t in zip(spec.pairs.sources, spec.pairs.targets, strict=True)
+            ],
+            np.int64,
+        )
         if not len(lengths):
             raise ValueError("There are no pairs to batch.")
-        self.buckets = np.array(spec.buckets if spec.buckets is not None else bucket_lengths(int(lengths.max())))
+        self.buckets = np.array(
+            spec.buckets if spec.buckets is not None else bucket_lengths(int(lengths.max()))
+        )
         if (np.diff(self.buckets) <= 0).any() or self.buckets[-1] < lengths.max():
             raise ValueError(
-                f"The buckets must rise and hold the longest pair ({lengths.max()} tokens), but are {self.buckets.tolist()}."
+                f"The buckets must rise and hold the longest pair ({lengths.max()} tokens), but "
+                f"are {self.buckets.tolist()}."
             )
         self._rows = spec.tokens_per_batch // self.buckets
         self._bucket_of = np.searchsorted(self.buckets, lengths)
         used = np.unique(self._bucket_of)
-        if self._rows[used[-1]] < place.num_ranks:
+        if self._rows[used[-1]] < rank_slice.num_ranks:
             raise ValueError(
-                f"tokens_per_batch ({spec.tokens_per_batch}) gives {self._rows[used[-1]]} pairs of {self.buckets[used[-1]]} tokens, fewer "
-                f"than the {place.num_ranks} ranks. Use at least {self.buckets[used[-1]] * place.num_ranks} tokens, or shorter pairs."
+                f"tokens_per_batch ({spec.tokens_per_batch}) gives {self._rows[used[-1]]} pairs of "
+                f"{self.buckets[used[-1]]} tokens, fewer than the {rank_slice.num_ranks} ranks. "
+                f"Use at least {self.buckets[used[-1]] * rank_slice.num_ranks} tokens, or shorter "
+                "pairs."
             )
-        self._spec, self._place = spec, place
+        self._spec = spec
+        self._rank_slice = rank_slice
         counts = np.bincount(self._bucket_of, minlength=len(self.buckets))
         self.global_batch_size: int | None = None
         self.num_examples: int | None = len(lengths)
@@ -101,12 +123,18 @@ class TokenBatchSource:
         self._report(lengths, used)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of the batches of `epoch`, from `start_batch` on; the ones before cost nothing."""
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
+
+        Earlier batches cost nothing.
+        """
         for batch in self._plan(epoch)[start_batch:]:
             yield self._host_batch(batch)
 
     def _plan(self, epoch: int) -> list[_Batch]:
-        """Returns the batches of an epoch in the order in which the shuffled stream of pairs completes them; incomplete ones come last."""
+        """Returns the batches of an epoch in the order in which the shuffled pairs complete them.
+
+        Incomplete batches come last.
+        """
         size = len(self._bucket_of)
         order = np.arange(size)
         if self._spec.shuffle:
@@ -114,28 +142,37 @@ class TokenBatchSource:
         buckets = self._bucket_of[order]
         planned = []
         for bucket in np.unique(buckets):
-            positions, rows = np.flatnonzero(buckets == bucket), int(self._rows[bucket])
+            positions = np.flatnonzero(buckets == bucket)
+            rows = int(self._rows[bucket])
             for start in range(0, len(positions), rows):
                 part = positions[start : start + rows]
-                planned.append((part[-1] if len(part) == rows else size, _Batch(int(bucket), order[part])))
+                planned.append(
+                    (part[-1] if len(part) == rows else size, _Batch(int(bucket), order[part]))
+                )
         return [batch for _, batch in sorted(planned, key=lambda entry: entry[0])]
 
     def _host_batch(self, batch: _Batch) -> HostBatch:
-        length, num_rows = int(self.buckets[batch.bucket]), len(batch.indices)
-        micro = micro_batch_size(int(self._rows[batch.bucket]), self._place.num_ranks)
-        rows = self._place.first_rank * micro + np.arange(self._place.local_ranks * micro)
+        length = int(self.buckets[batch.bucket])
+        num_rows = len(batch.indices)
+        micro = micro_batch_size(int(self._rows[batch.bucket]), self._rank_slice.num_ranks)
+        rows = self._rank_slice.first_rank * micro + np.arange(self._rank_slice.local_ranks * micro)
         own = batch.indices[np.minimum(rows, num_rows - 1)]
         sources, targets = (
-            _padded([side[i] for i in own], length) for side in (self._spec.pairs.sources, self._spec.pairs.targets)
+            _padded([side[i] for i in own], length)
+            for side in (self._spec.pairs.sources, self._spec.pairs.targets)
         )
-        # The mask is there in full batches too: with and without one would be two programs for each bucket.
-        return HostBatch(self._spec.structure(sources, targets), (rows < num_rows).astype(np.float32), num_rows)
+        # Full batches have a mask, too: otherwise each bucket would need two programs.
+        return HostBatch(
+            self._spec.structure(sources, targets), (rows < num_rows).astype(np.float32), num_rows
+        )
 
     def _report(self, lengths: np.ndarray, used: np.ndarray) -> None:
         padding = 1 - lengths.sum() / self.buckets[self._bucket_of].sum()
         logger.info(
-            "Text: %d pairs in %d buckets of %s tokens, %d steps per epoch, at most %d tokens a side in a global batch, %.0f %% padding.",
-            len(lengths), len(used), self.buckets[used].tolist(), self.num_batches, self._spec.tokens_per_batch, 100 * padding,
+            "Text: %d pairs in %d buckets of %s tokens, %d steps per epoch, at most %d tokens a "
+            "side in a global batch, %.0f %% padding.",
+            len(lengths), len(used), self.buckets[used].tolist(), self.num_batches,
+            self._spec.tokens_per_batch, 100 * padding,
         )  # fmt: skip
 
 
@@ -152,21 +189,28 @@ class PaddedPairs:
     Args:
         pairs: Encoded pairs.
         length: Tokens of each padded sequence.
-        structure: From source and target, int32 `[length]`, to an example.
+        structure: Maps source and target, int32 `[length]`, to an example.
 
     Raises:
         ValueError: If a sequence is longer than `length`.
     """
 
     def __init__(
-        self, pairs: TokenPairs, length: int, *, structure: Callable[[np.ndarray, np.ndarray], Any] = inputs_and_targets
+        self,
+        pairs: TokenPairs,
+        length: int,
+        *,
+        structure: Callable[[np.ndarray, np.ndarray], Any] = inputs_and_targets,
     ) -> None:
         longest = max((len(tokens) for tokens in (*pairs.sources, *pairs.targets)), default=0)
         if longest > length:
             raise ValueError(
-                f"The longest sequence has {longest} tokens, more than length={length}. Pass max_length to encode_pairs."
+                f"The longest sequence has {longest} tokens, more than length={length}. Pass "
+                "max_length to encode_pairs."
             )
-        self._pairs, self._length, self._structure = pairs, length, structure
+        self._pairs = pairs
+        self._length = length
+        self._structure = structure
 
     def __len__(self) -> int:
         """Returns the number of pairs."""
@@ -175,4 +219,6 @@ class PaddedPairs:
     def __getitem__(self, index: int) -> Any:
         """Returns an example."""
         source, target = self._pairs[index]
-        return self._structure(_padded([source], self._length)[0], _padded([target], self._length)[0])
+        return self._structure(
+            _padded([source], self._length)[0], _padded([target], self._length)[0]
+        )

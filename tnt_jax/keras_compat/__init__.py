@@ -1,4 +1,7 @@
-"""Names that Keras users know, over the trainer: thin enough that everything below works without it."""
+"""The Keras-style API: a thin layer over the trainer.
+
+Everything below works without it.
+"""
 
 import lazy_loader
 

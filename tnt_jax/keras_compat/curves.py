@@ -1,22 +1,25 @@
-"""Curves of logs as a picture."""
+"""Plots of logs."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
 
-# Inches of one diagram.
+# Size of one plot, in inches.
 _WIDTH, _HEIGHT = 5.0, 3.4
 _COLUMNS = 3
 
 
 def draw_curves(
-    path: str | os.PathLike[str], history: Mapping[str, Sequence[float]], epochs: Sequence[int] | None = None
+    path: str | os.PathLike[str],
+    history: Mapping[str, Sequence[float]],
+    epochs: Sequence[int] | None = None,
 ) -> None:
-    """Draws one diagram for each log, with its `val_` curve beside it.
+    """Draws one plot for each log, with its `val_` curve.
 
     Args:
-        path: File to write; its ending chooses the format.
-        history: Values of each log by epoch. A `val_` log with fewer values than epochs stands at equal distances up to the last.
+        path: File to write; its extension determines the format.
+        history: Values of each log by epoch. A `val_` log with fewer values than epochs is spaced
+            evenly up to the last.
         epochs: Numbers of the epochs from 0; counted from 0 by default.
 
     Raises:
@@ -28,17 +31,28 @@ def draw_curves(
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Drawing curves needs matplotlib: pip install matplotlib.") from error
-    names = [name for name in history if not name.startswith("val_") or name.removeprefix("val_") not in history]
+        raise ModuleNotFoundError(
+            "Drawing curves needs matplotlib: pip install matplotlib."
+        ) from error
+    names = [
+        name
+        for name in history
+        if not name.startswith("val_") or name.removeprefix("val_") not in history
+    ]
     columns = min(len(names), _COLUMNS)
     rows = math.ceil(len(names) / columns)
-    # A figure of its own, without pyplot: nothing stays open and no screen is needed.
+    # A separate figure, without pyplot: nothing stays open and no screen is needed.
     figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
     for index, name in enumerate(names):
         axes = figure.add_subplot(rows, columns, index + 1)
         for log in (name, f"val_{name}"):
             if history.get(log):
-                axes.plot(_places(len(history[log]), epochs, len(history[name])), history[log], label=log, marker=".")
+                axes.plot(
+                    _places(len(history[log]), epochs, len(history[name])),
+                    history[log],
+                    label=log,
+                    marker=".",
+                )
         axes.set_xlabel("epoch")
         axes.set_title(name)
         axes.grid(alpha=0.3)
@@ -47,7 +61,10 @@ def draw_curves(
 
 
 def _places(count: int, epochs: Sequence[int] | None, num_epochs: int) -> list[float]:
-    """Returns where the values of a log stand: at their epochs, from 1, or evenly up to the last one where some epochs have none."""
+    """Returns the positions of a log's values: their epochs, from 1, or evenly spaced.
+
+    They are spaced evenly up to the last epoch if some epochs have no value.
+    """
     numbers = [epoch + 1 for epoch in (epochs or range(num_epochs))]
     if count == len(numbers):
         return [float(number) for number in numbers]

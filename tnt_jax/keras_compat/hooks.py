@@ -1,44 +1,112 @@
-"""Between the loop and the callbacks: what runs around each step, and which callbacks come by themselves."""
+"""The hooks between the loop and the callbacks, and the callbacks added by default."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+
+from tnt_jax.distributed import stall, timeline
+from tnt_jax.distributed.runtime import init, is_master_rank
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
-from tnt_jax.runtime import init, is_master_rank
+from tnt_jax.keras_compat.callbacks.agreement import check_same_everywhere
+from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.train.execution import DeviceBatches
 
 Phase = Literal["train", "test", "predict"]
 
 
-class PhaseHooks:
-    """Calls the batch hooks of a phase, with logs that are computed when somebody reads them.
+@dataclass(frozen=True)
+class CallbackArguments:
+    """The callbacks of a call, and what they see.
 
-    Args:
-        phase: Which hooks to call.
-        callbacks: Whose hooks.
-        model: Object with `stop_training`, `rows_in_batch` and `epoch_sums`.
-        read: From the sums of an epoch so far to its logs.
+    Attributes:
+        callbacks: Callbacks, as the user passed them.
+        verbose: 0, 1, 2 or `"auto"`.
+        model: The model that they see.
     """
 
-    def __init__(self, phase: Phase, callbacks: CallbackList, *, model: Any, read: Callable[[Any], dict[str, float]]) -> None:
+    callbacks: Any
+    verbose: int | str
+    model: Any
+
+    def open(self, *, in_training: bool, **params: Any) -> CallbackList:
+        """Returns the list of callbacks, including the default ones.
+
+        Args:
+            in_training: Whether a `History` belongs to them.
+            **params: Parameters that they see beside `verbose`.
+        """
+        completed = complete(self.callbacks, verbose=self.verbose, in_training=in_training)
+        return CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+
+
+class PhaseHooks:
+    """Calls the batch hooks of a phase, with logs that are computed on first access.
+
+    Args:
+        phase: The phase whose hooks to call.
+        callbacks: The callbacks.
+        progress: Where callbacks read the progress of the call, and ask it to stop.
+        read: Maps the sums of an epoch so far to its logs.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        callbacks: CallbackList,
+        *,
+        progress: Progress,
+        read: Callable[[Any], dict[str, float]],
+    ) -> None:
+        self._phase, self._start_ns = phase, 0
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
-        self._callbacks, self._model, self._read = callbacks, model, read
+        self._callbacks = callbacks
+        self._progress = progress
+        self._read = read
         self._has_end = callbacks.has_batch_hook(self._end)
         self._stops = phase == "train"
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
+        stall.here().step = index + 1
+        stall.here().runs = False
         self._callbacks.call_batch(self._begin, index, {})
+        stall.here().runs = True
+        self._start_ns = time.perf_counter_ns()
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether a callback asked to stop."""
-        self._model.rows_in_batch, self._model.epoch_sums = num_rows, sums
+        stall.here().runs = False
+        timeline.add(
+            f"{self._phase} step", "step", self._start_ns, epoch=stall.here().epoch, step=index + 1
+        )
+        self._progress.rows_in_batch = num_rows
+        if sums is not None:
+            self._progress.epoch_sums = sums
         if self._has_end:
-            self._callbacks.call_batch(self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums)))
-        return self._stops and self._model.stop_training
+            self._callbacks.call_batch(
+                self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
+            )
+        return self._stops and self._progress.stop_training
+
+    def announce(self, group: DeviceBatches, known: set[Any]) -> None:
+        """Records whether the next step has to be compiled first.
+
+        Its kind is added to the known kinds.
+        """
+        kind = (group.num_steps, *(x.shape for x in jax.tree.leaves(group.batch)))
+        self._progress.is_compiling = kind not in known
+        known.add(kind)
+
+    def is_busy(self) -> bool:
+        """Returns whether the last step that was started is still running."""
+        return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
 
 
 def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[Any]:
-    """Returns the user's callbacks with a `History` and, where this process prints, a `ProgbarLogger`.
+    """Returns the user's callbacks with a `History` and, if this process prints, a `ProgbarLogger`.
 
     Args:
         callbacks: A callback, a sequence of them, or None.
@@ -46,19 +114,25 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
         in_training: Whether a `History` belongs to them.
     """
     if verbose not in (0, 1, 2, "auto"):
-        raise ValueError(f"verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is {verbose!r}.")
+        raise ValueError(
+            "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
+            f"{verbose!r}."
+        )
     given: list[Any] = _flat(callbacks)
+    if in_training:
+        check_same_everywhere(given)
     plain = [getattr(callback, "callback", callback) for callback in given]
     prints = is_master_rank() or init().settings.output_on_all_devices
     # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
     history = [] if not in_training or any(isinstance(c, History) for c in plain) else [History()]
     has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
-    bar = [ProgbarLogger(1 if verbose == "auto" else int(verbose))] if verbose and prints and not has_bar else []
-    return given + history + bar
+    if not verbose or not prints or has_bar:
+        return given + history
+    return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
 
 
 def _flat(callbacks: Any) -> list[Any]:
-    """Returns callbacks given as one, as None, or in nested sequences, in one list."""
+    """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
     if isinstance(callbacks, Sequence):
         return [callback for part in callbacks for callback in _flat(part)]
     return [] if callbacks is None else [callbacks]

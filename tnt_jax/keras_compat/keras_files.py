@@ -1,4 +1,7 @@
-"""Files in Keras's own layouts for wrapped Keras models, with the state of our optimizer added where Keras does not look."""
+"""Files in Keras's own layouts for wrapped Keras models.
+
+The optimizer state is added where Keras does not look.
+"""
 
 import json
 import sys
@@ -9,31 +12,65 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.keras_compat.weight_files import H5_ENDING, read_h5, write_h5
+from tnt_jax.keras_compat import keras_descriptions
+from tnt_jax.keras_compat.describe import describe
+from tnt_jax.keras_compat.rebuild import Rebuilder
+from tnt_jax.keras_compat.weight_files import H5_ENDING, read_h5, read_h5_notes, write_h5
 
 _NOTES, _ARRAYS = "tnt_jax.json", "tnt_jax.h5"
+_KERAS_CONFIG = "config.json"
 
 
 def is_keras(module: Any) -> bool:
-    """Tells whether a module is a Keras model, without importing Keras."""
+    """Returns whether a module is a Keras model, without importing Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(module, keras.Model)
 
 
-def describe_model(model: Any) -> dict[str, Any]:
-    """Returns the configuration of a Keras model as JSON values."""
-    import keras
+def describe_model(model: Any, inputs: Any) -> dict[str, Any]:
+    """Returns the configuration of a Keras model as JSON values.
 
-    return {"keras": keras.saving.serialize_keras_object(model)}
+    Args:
+        model: Model.
+        inputs: Pytree of shapes and dtypes of its inputs; None if they are unknown.
+    """
+    import jax
+
+    listed = jax.tree.map(
+        lambda x: f"{np.dtype(x.dtype).name} {' '.join(map(str, x.shape))}", inputs
+    )
+    return {"keras": keras_descriptions.describe(model), "inputs": describe(listed)}
+
+
+def described_inputs(config: Mapping[str, Any]) -> Any:
+    """Returns the inputs that were passed to `describe_model`; None if they are unknown.
+
+    Raises:
+        ValueError: If they are not shapes and dtypes.
+    """
+    import jax
+
+    def struct(text: Any) -> jax.ShapeDtypeStruct:
+        try:
+            dtype, *shape = text.split()
+            return jax.ShapeDtypeStruct(tuple(map(int, shape)), np.dtype(dtype))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Saved inputs are described as 'float32 1 28 28', but these as {text!r:.100}."
+            ) from error
+
+    return jax.tree.map(struct, Rebuilder()(config.get("inputs")))
 
 
 def write(model: Any, path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Writes a Keras model, or its weights if the name ends in `.weights.h5`, to a new file that Keras can read.
+    """Writes a Keras model, or its weights, to a new file that Keras can read.
+
+    Only the weights are written if the name ends in `.weights.h5`.
 
     Args:
         model: Model whose variables are up to date.
         path: File to write.
-        arrays: Arrays to add: the state of the optimizer.
+        arrays: Arrays to add: the optimizer state.
         notes: JSON values to add.
     """
     if path.name.endswith(H5_ENDING):
@@ -42,8 +79,19 @@ def write(model: Any, path: Path, arrays: Mapping[str, Any], notes: Mapping[str,
         return
     model.save(path)
     if path.suffix != ".keras":
-        write_h5(path, arrays, mode="a")
+        write_h5(path, arrays, mode="a", notes=json.dumps(dict(notes)))
         return
+    add_to_archive(path, arrays, notes)
+
+
+def add_to_archive(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    """Adds arrays and notes to a zip file, which is created if necessary.
+
+    Args:
+        path: The file.
+        arrays: Host arrays by path.
+        notes: JSON values.
+    """
     extra = path.with_name(path.name + ".extra")
     try:
         write_h5(extra, arrays)
@@ -54,14 +102,22 @@ def write(model: Any, path: Path, arrays: Mapping[str, Any], notes: Mapping[str,
         extra.unlink(missing_ok=True)
 
 
+def holds_keras_model(path: Path) -> bool:
+    """Returns whether a file holds a Keras model, and not the archive of a Flax model."""
+    if not zipfile.is_zipfile(path):
+        return True
+    with zipfile.ZipFile(path) as file:
+        return _KERAS_CONFIG in file.namelist()
+
+
 def read_weights(model: Any, path: Path) -> list[np.ndarray]:
-    """Returns the weights that a file holds for a Keras model; the model itself is given them, too."""
+    """Returns the weights in a file for a Keras model, and also loads them into the model."""
     model.load_weights(path)
     return model.get_weights()
 
 
 def read_extra(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays that `write` added to a file; none for a file written by Keras alone."""
+    """Returns the arrays that `write` added to a file; none for files of Keras."""
     if not zipfile.is_zipfile(path):
         return read_h5(path)
     with zipfile.ZipFile(path) as file:
@@ -72,31 +128,60 @@ def read_extra(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_notes(path: Path) -> dict[str, Any]:
-    """Returns the notes that `write` added to a `.keras` file; none for a file written by Keras alone."""
-    if not zipfile.is_zipfile(path):
-        return {}
-    with zipfile.ZipFile(path) as file:
-        return json.loads(file.read(_NOTES)) if _NOTES in file.namelist() else {}
+    """Returns the notes that `write` added to a file of a whole model; none for files of Keras."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            text = file.read(_NOTES) if _NOTES in file.namelist() else b"{}"
+    else:
+        text = read_h5_notes(path) or "{}"
+    notes = read_json(text)
+    if not isinstance(notes, dict):
+        raise ValueError(
+            f"The notes in {path} must be a JSON object, but are a {type(notes).__name__}."
+        )
+    return notes
 
 
-def compile_arguments(model: Any) -> dict[str, Any] | None:
-    """Returns what a Keras model was compiled with, as Keras objects; None if it was not compiled."""
-    import keras
+def read_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text.
 
+    Raises:
+        ValueError: If it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("This JSON is nested too deeply.") from error
+
+
+def compile_arguments(
+    model: Any, *, custom_objects: Mapping[str, Any], trust: bool
+) -> dict[str, Any] | None:
+    """Returns the compile arguments of a Keras model as Keras objects; None if it is not compiled.
+
+    Args:
+        model: A Keras model.
+        custom_objects: Classes and functions of the user by name.
+        trust: See `keras_descriptions.rebuild`.
+    """
     config = model.get_compile_config() if model.compiled else None
     if not config:
         return None
-    given = keras.saving.deserialize_keras_object(config)
-    return {name: given.get(name) for name in ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")}
+    given = keras_descriptions.rebuild(config, custom_objects=custom_objects, trust=trust)
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    return {"optimizer": model.optimizer} | {name: given.get(name) for name in names}
 
 
 def inputs_of(model: Any) -> Any:
-    """Returns shapes and dtypes of the inputs of a Keras model, for one row; None if it does not know them."""
+    """Returns shapes and dtypes of the inputs of a Keras model, for one row; None if unknown."""
     import jax
 
     if not model.built or getattr(model, "inputs", None) is None:
         return None
-    structs = [jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype) for x in model.inputs]
+    structs = [
+        jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype)
+        for x in model.inputs
+    ]
     structure = getattr(model, "input", None)
     if isinstance(structure, dict):
         return dict(zip(structure, structs, strict=True))

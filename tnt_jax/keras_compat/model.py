@@ -1,72 +1,83 @@
-"""`Model`: a Flax or Keras model with Keras's compile, fit, evaluate and predict on every device of the job."""
+"""`Model`: Keras's compile, fit, evaluate and predict for Flax and Keras models on all devices."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any, Literal
 
-import jax
-import numpy as np
-
-from tnt_jax import runtime
-from tnt_jax.adapters import wrap
-from tnt_jax.data.dispatch import is_arrays, unpack
-from tnt_jax.data.stream import EpochStream
-from tnt_jax.keras_compat import optimizers
-from tnt_jax.keras_compat.callbacks import CallbackList, History
-from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
-from tnt_jax.keras_compat.hooks import PhaseHooks, complete
-from tnt_jax.keras_compat.inputs import class_weighting, split_validation, to_batch
-from tnt_jax.keras_compat.inspection import InspectionMixin
-from tnt_jax.keras_compat.objective import CompiledObjective
-from tnt_jax.keras_compat.running import Plan, RunningMixin, check_compile_options
-from tnt_jax.keras_compat.saving import SavingMixin
-from tnt_jax.keras_compat.wrapped import write_back, writing_back
-from tnt_jax.loop import Trainer
-from tnt_jax.reduction import choose_reduction
-from tnt_jax.reproducible import check_reproducible
+from tnt_jax.distributed.stall import called
+from tnt_jax.keras_compat.building import Builder
+from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.compilation import compile_from_config, new_compilation
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
+from tnt_jax.keras_compat.described_models import from_config
+from tnt_jax.keras_compat.evaluation import Evaluator, Predictor, as_returned
+from tnt_jax.keras_compat.fit_plan import FitArguments
+from tnt_jax.keras_compat.hooks import CallbackArguments
+from tnt_jax.keras_compat.inspector import Inspector, Layer
+from tnt_jax.keras_compat.model_state import ModelState
+from tnt_jax.keras_compat.offered import AttributeOf, method_of
+from tnt_jax.keras_compat.optimizer_view import OptimizerView
+from tnt_jax.keras_compat.options import ModelOptions
+from tnt_jax.keras_compat.preparation import Preparation
+from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.keras_compat.resumption import Resumption
+from tnt_jax.keras_compat.saver import Saver
+from tnt_jax.keras_compat.single_batches import SingleBatches
+from tnt_jax.keras_compat.state_variable import StateVariable
+from tnt_jax.keras_compat.trial_loop import choose_fit_loop
 from tnt_jax.seeding import seed_or_default
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.trainer import Trainer
 
 
-class Model(RunningMixin, SavingMixin, InspectionMixin):
+class Model:
     """A model that trains on every device of the job, with the numbers of one.
 
     Args:
-        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The last two hold their variables:
-            training starts from them, and every `fit` ends by writing the results back into them. What is changed in them between
-            two calls, such as weights loaded from a file or layers unfrozen, counts from the next one on.
-        seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`), of dropout, and of the order of
-            shuffled arrays; by default that of `tnt_jax.set_seed`, or 0.
-        variables: Variables of a Linen module to start from, as `module.init` returns them; fresh ones by default, made when data
-            is first seen.
-        precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32 weights and updates); or
-            `"bfloat16"` (weights, gradients and the optimizer's state, too). A Keras model is built with a dtype policy instead.
-        trainable: Paths of the parameters that are trained, such as `["head", "encoder/*/bias"]`; all by default. A path names an
-            array or everything below it, and may hold `*`.
-        frozen: Paths of parameters that are not trained: they have no gradients and no optimizer state.
-        synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its statistics over all ranks. Flax modules
-            say so themselves: `BatchNorm(axis_name="data")`.
-        fusion_threshold: kB from which a bucket of gradients is full: gradients travel between ranks in buckets, last layers first;
-            0 gives each array its own, `"xla"` leaves it to the compiler. By default what `TNT_FUSION_THRESHOLD` says, else what
-            was modelled as best on GPUs and measured as best on CPUs (docs/performance.md).
-        gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding leaves out is sent in later steps.
-        ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1 leaves that to the collective library.
-        shard_optimizer_state: Whether each rank keeps and updates its own part of the optimizer's state only, which saves memory.
-        reproducible: Whether training, evaluation and prediction give the same bits on every number of devices and processes that
-            divides `virtual_ranks`; slower, see docs/reproducibility.md. Steps then run one by one, whatever `steps_per_execution`.
-        virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of two, and the ranks that
-            `tnt_micro_batch_size` and batch statistics refer to.
+        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The
+            last two hold their variables: training starts from them as they are at each call, and
+            every `fit` ends by writing the results back.
+        seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`),
+            of dropout, and of the order of shuffled arrays; by default that of `tnt_jax.set_seed`,
+            or 0.
+        variables: Variables of a Linen module to start from, as `module.init` returns them; by
+            default fresh ones, made when data is first seen.
+        precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32
+            weights and updates); or `"bfloat16"` (also weights, gradients and optimizer state). A
+            Keras model is built with a dtype policy instead.
+        trainable: Paths of the parameters that are trained, such as `["head", "encoder/*/bias"]`;
+            all by default. A path names an array or everything below it, and may hold `*`.
+        frozen: Paths of parameters that are not trained and have no optimizer state.
+        synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its
+            statistics over all ranks; Flax modules choose by `BatchNorm(axis_name="data")`.
+        fusion_threshold: KiB from which a bucket of gradients is full and sent, last layers first;
+            0 gives each array its own, `"xla"` leaves it to the compiler. By default
+            `TNT_FUSION_THRESHOLD`, else what suits the devices (docs/performance.md).
+        gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding
+            leaves out is sent in later steps.
+        ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1
+            leaves that to the collective library.
+        shard_optimizer_state: Whether each rank keeps and updates only its part of the optimizer
+            state, which saves memory.
+        reproducible: Whether results have the same bits on every number of devices and processes
+            that divides `virtual_ranks`; slower, one step at a time (docs/reproducibility.md).
+        virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of
+            two, and the ranks that `tnt_micro_batch_size` and batch statistics refer to.
 
     Attributes:
         history: The `History` of the last `fit`.
         stop_training: Set it to True in a callback to end training after the current step.
         rows_in_batch: Real rows of the global batch in the current step.
-        epoch_sums: Sums behind the logs of the epoch so far, on the devices.
-        options: The arguments that a saved or cloned model is made with: those of this one without module, variables and
-            `ranks_per_host`.
+        epoch_sums: Sums behind the logs of the epoch so far, on the devices, or None.
+        is_compiling: Whether the next step is compiled first, because its batch has a new shape.
+        training_state: What changes the whole state, for `load_model`.
+        resumption: Where a callback says that an interrupted `fit` goes on.
+        saver: What writes files, for callbacks in the background, too.
 
     Raises:
         TypeError: If `module` is of no known kind.
-        ValueError: If `variables` come with a module that holds its own, or a Keras model computes on another backend than JAX.
+        ValueError: If `variables` come with a module that holds its own, or a Keras model computes
+            on another backend than JAX.
     """
 
     def __init__(
@@ -86,36 +97,26 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         reproducible: bool = False,
         virtual_ranks: int = 8,
     ) -> None:
-        self.module = module
-        self.history: History | None = None
-        self.stop_training = False
-        self.rows_in_batch = 0
-        self.epoch_sums: Any = None
-        self._seed = seed_or_default(seed)
-        self._virtual_ranks = virtual_ranks if reproducible else None
-        if reproducible:
-            check_reproducible(virtual_ranks, gradient_compression, shard_optimizer_state)
-        self._options = {
-            "precision": precision, "trainable": trainable, "frozen": frozen, "synchronize_batch_norm": synchronize_batch_norm,
-        }  # fmt: skip
-        self._reduction_choices = {
-            "threshold_kb": fusion_threshold, "compression": gradient_compression, "ranks_per_host": ranks_per_host,
-            "shard_optimizer_state": shard_optimizer_state,
-        }  # fmt: skip
-        # All but ranks_per_host, which belongs to the machine.
-        self.options: dict[str, Any] = {
-            "seed": self._seed, **self._options, "fusion_threshold": fusion_threshold, "gradient_compression": gradient_compression,
-            "shard_optimizer_state": shard_optimizer_state, "reproducible": reproducible, "virtual_ranks": virtual_ranks,
-        }  # fmt: skip
-        self._adapter = wrap(module, variables=variables, **self._options)
-        self._lazy_trainer: Trainer | None = None
-        self._arguments: CompileArguments | None = None
-        self._optimizer: Any = None
-        self._transformation: Any = None
-        self._given: dict[str, Any] | None = None
-        self._compiled: Compiled | CompiledObjective | None = None
-        self._steps_per_execution: int | None = 1
-        self._is_fitting = False
+        options = ModelOptions(
+            seed_or_default(seed), precision, trainable, frozen, synchronize_batch_norm,
+            fusion_threshold, gradient_compression,
+            ranks_per_host, shard_optimizer_state, reproducible, virtual_ranks,
+        )  # fmt: skip
+        self._core = core = Core(module, variables, options)
+        self._progress = progress = Progress()
+        self._builder = builder = Builder(core)
+        self._intake = intake = DataIntake(core, builder)
+        self.training_state = state = ModelState(core)
+        preparation = Preparation(core, state, builder)
+        self.resumption = Resumption(core)
+        self._evaluator = evaluator = Evaluator(core, intake, preparation, progress)
+        self._predictor = Predictor(core, intake, builder, progress)
+        self._fit_loop = choose_fit_loop()(
+            core, state, intake, preparation, evaluator, self.resumption, progress
+        )
+        self._single_batches = SingleBatches(core, intake, builder, preparation, progress)
+        self.saver = Saver(core, state)
+        self._inspector = Inspector(core, state, intake, preparation, progress)
 
     def compile(
         self,
@@ -127,6 +128,7 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         run_eagerly: bool = False,
         steps_per_execution: int | Literal["auto"] = 1,
         jit_compile: bool | Literal["auto"] = "auto",
+        auto_scale_loss: bool = True,
         *,
         objective: Any = None,
     ) -> None:
@@ -134,43 +136,37 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
 
         Args:
             optimizer: A name, a `tnt_jax.optimizers` object or an Optax transformation.
-            loss: A name, a `tnt_jax.losses` object, or a callable `f(targets, outputs) -> [batch, ...]`; for several outputs a list
-                in order or a dict by name.
+            loss: A name, a `tnt_jax.losses` object, or a callable `f(targets, outputs) -> [batch,
+                ...]`; for several outputs a list in order or a dict by name.
             loss_weights: Factor of each output's loss.
-            metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several outputs a list of lists or a dict.
+            metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several
+                outputs a list of lists or a dict.
             weighted_metrics: The same, using sample weights.
-            run_eagerly: Must be False: steps are compiled. `jax.disable_jit()` around `fit` runs them operation by operation.
-            steps_per_execution: Steps of training, evaluation or prediction in one compiled program; callbacks see the last step of
-                each. `"auto"` times the first steps of training and chooses. Batches of another shape, such as the last one, run by
-                themselves.
+            run_eagerly: Must be False: steps are compiled, unless `fit` runs in
+                `jax.disable_jit()`.
+            steps_per_execution: Steps in one compiled program, of which callbacks see the last;
+                `"auto"` times the first steps of training and chooses. Batches of another shape,
+                such as the last one, run by themselves.
             jit_compile: Accepted as in Keras; steps are always compiled.
-            objective: Takes the place of loss and metrics: a function `f(params, batch, rngs)` that returns one value per row,
-                `[rows]` or `[rows, ...]`, or `(values, metrics)` with a dict of values per row. It sees one rank's rows as a
-                `tnt_jax.step.Batch`, and `rngs` as `module.apply` takes them, empty in evaluation. If it has an argument `apply`,
-                that is the model's forward pass `apply(params, inputs) -> outputs`, which keeps model state such as moving
-                averages. Values are weighted by sample weights and averaged over the real rows of all ranks.
+            auto_scale_loss: Whether the loss of a Keras model in `mixed_float16` is scaled by a
+                `LossScaleOptimizer`.
+            objective: A function `f(params, batch, rngs)` in place of loss and metrics; see
+                `tnt_jax.keras_compat.objective.CompiledObjective`.
 
         Raises:
-            ValueError: If a name is unknown (the message lists the known ones), the loss is missing, or an option is invalid.
+            ValueError: If a name is unknown (the message lists the known ones), the loss is
+                missing, an option is invalid, or a Keras model overrides what a step does
+                (docs/keras_models.md).
         """
-        if (loss is None) == (objective is None):
-            raise ValueError(
-                "compile() needs a loss, for instance loss='sparse_categorical_crossentropy' or a tnt_jax.losses object, "
-                "or an objective."
-            )
-        if objective is not None and (loss_weights, metrics, weighted_metrics) != (None, None, None):
-            raise ValueError("An objective returns its own metrics; loss_weights, metrics and weighted_metrics belong to a loss.")
-        check_compile_options(run_eagerly, steps_per_execution, jit_compile)
-        self._steps_per_execution = None if steps_per_execution == "auto" else steps_per_execution
-        self._given = {
-            "optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics,
-            "weighted_metrics": weighted_metrics, "steps_per_execution": steps_per_execution, "objective": objective,
-        }  # fmt: skip
-        self._optimizer, self._transformation = optimizers.get(optimizer), None
-        self._arguments = CompileArguments(loss, loss_weights, metrics, weighted_metrics, objective)
-        self._arguments.check_names()
-        self._compiled = None
+        self._core.compilation = new_compilation(
+            self.module, run_eagerly=run_eagerly, jit_compile=jit_compile, optimizer=optimizer,
+            loss=loss, loss_weights=loss_weights,
+            metrics=metrics, weighted_metrics=weighted_metrics,
+            steps_per_execution=steps_per_execution, objective=objective,
+            auto_scale_loss=auto_scale_loss,
+        )  # fmt: skip
 
+    @called("Model.fit")
     def fit(
         self,
         x: Any = None,
@@ -195,19 +191,22 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         tnt_distribute_dataset: bool = True,
         tnt_distribute_validation_dataset: bool = True,
     ) -> History:
-        """Trains for `epochs - initial_epoch` epochs and returns their history, the same on every process.
+        """Trains for `epochs - initial_epoch` epochs and returns their history.
+
+        The history is the same on every process.
 
         Args:
-            x: Arrays `[examples, ...]` (or a dict, tuple or list of them), a `tf.data.Dataset` or an iterable of batches
-                `(inputs, targets[, weights])`.
+            x: Arrays `[examples, ...]` (or a dict, tuple or list of them), a `tf.data.Dataset` or
+                an iterable of batches `(inputs, targets[, weights])`. Without `y`, a tuple or list
+                of arrays is itself `(inputs, targets[, weights])`.
             y: Targets `[examples, ...]`, with arrays only.
             batch_size: Rows of a global batch over all ranks, with arrays only; 32 by default.
             epochs: Number of the last epoch.
             verbose: 0 silent, 1 a bar, 2 one line per epoch; `"auto"` is 1. Only the master prints.
             callbacks: `tnt_jax.callbacks.Callback` objects.
-            validation_split: Part of the arrays, from their end, that validates instead of training.
+            validation_split: Part of the arrays, from their end, that is held out to validate.
             validation_data: `(x, y)`, `(x, y, weights)` or a dataset, evaluated after epochs.
-            shuffle: Whether arrays get a new order every epoch; it follows from the model's seed and the epoch.
+            shuffle: Whether arrays get a new order every epoch, by the model's seed.
             class_weight: Weight of each class index, multiplied into the sample weights.
             sample_weight: Weights `[examples]`, with arrays only.
             initial_epoch: Number of epochs that are done already.
@@ -217,44 +216,26 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
             validation_freq: Validate every so many epochs, or after the epochs listed (from 1).
             tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
             tnt_validation_micro_batch_size: The same for validation.
-            tnt_distribute_dataset: False if each process brings its own shard, batched for its own ranks.
+            tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
             tnt_distribute_validation_dataset: The same for validation.
 
         Raises:
             RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
-        self._require_compiled()
-        if self._trainer.owner is not None:
-            raise RuntimeError("A view cannot be trained: call fit of the model that it was made from.")
-        if validation_split:
-            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
-        source = self._source(
-            x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle=shuffle, distribute=tnt_distribute_dataset
+        data = DataArguments(
+            x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
         )
-        weighting = class_weighting(class_weight)
-        stream = EpochStream(source, steps_per_epoch=steps_per_epoch).require_end()
-        first = stream.peek(initial_epoch)
-        self._prepare(first, weighting)
-        self._end_in_trials(first, weighting)
-        self._log_plan(stream)
-        if validation_batch_size is None and tnt_validation_micro_batch_size is None and is_arrays(unpack(validation_data)[0]):
-            validation_batch_size = source.global_batch_size
-        validation = self._validation_source(
-            validation_data, validation_batch_size, tnt_validation_micro_batch_size, distribute=tnt_distribute_validation_dataset
-        )
-        params = {"epochs": epochs, "steps": stream.num_steps, "verbose": verbose}
-        hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=True), model=self, params=params)
-        plan = Plan(stream, first, weighting, initial_epoch, epochs, validation, validation_steps, validation_freq)
-        self._is_fitting = True
-        try:
-            with writing_back(self._trainer):
-                self._run_epochs(plan, hooks)
-        finally:
-            self._is_fitting = False
-        assert self.history is not None
-        return self.history
+        arguments = FitArguments(
+            class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
+            validation_steps,
+            validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
+            tnt_distribute_validation_dataset,
+        )  # fmt: skip
+        plan = self._fit_loop.prepare(data, arguments)
+        return self._fit_loop.fit(plan, CallbackArguments(callbacks, verbose, self))
 
+    @called("Model.evaluate")
     def evaluate(
         self,
         x: Any = None,
@@ -269,35 +250,34 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         tnt_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
     ) -> float | list[float] | dict[str, float]:
-        """Returns loss and metrics over the data, each example once, the same on every process.
+        """Returns loss and metrics over the data, the same on every process.
+
+        Each example counts once. The result is the loss alone if there are no metrics, else a list,
+        or a dict with `return_dict`.
 
         Args:
             x: Data as in `fit`.
-            y: Targets, with arrays only.
-            batch_size: Global batch, with arrays only; 32 by default.
+            y: As in `fit`.
+            batch_size: As in `fit`.
             verbose: As in `fit`.
-            sample_weight: Weights `[examples]`, with arrays only.
+            sample_weight: As in `fit`.
             steps: Batches to evaluate; all by default.
             callbacks: As in `fit`.
-            return_dict: Whether to return a dict by name instead of a list in the order of `metrics_names`.
+            return_dict: Whether to return a dict by name instead of a list like `metrics_names`.
             tnt_micro_batch_size: As in `fit`.
             tnt_distribute_dataset: As in `fit`.
-
-        Returns:
-            The loss alone if there are no metrics, else a list, or a dict with `return_dict`.
 
         Raises:
             RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
-        self._require_compiled()
-        source = self._source(x, y, sample_weight, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset)
-        params = {"steps": steps or source.num_batches, "verbose": verbose}
-        hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=False), model=self, params=params)
-        logs = self._evaluate(source, steps, hooks)
-        values = list(logs.values())
-        return logs if return_dict else values[0] if len(values) == 1 else values
+        data = DataArguments(
+            x, y, sample_weight, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset
+        )
+        logs = self._evaluator.evaluate(data, steps, CallbackArguments(callbacks, verbose, self))
+        return as_returned(logs, return_dict)
 
+    @called("Model.predict")
     def predict(
         self,
         x: Any,
@@ -309,76 +289,112 @@ class Model(RunningMixin, SavingMixin, InspectionMixin):
         tnt_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
     ) -> Any:
-        """Returns the model's outputs `[examples, ...]` as NumPy arrays in the order of the data, in full on every process.
+        """Returns the model's outputs `[examples, ...]` as NumPy arrays, in full on every process.
 
-        The model need not be compiled. Targets that the data holds are ignored.
+        They are in the order of the data. The model need not be compiled. Targets that the data
+        holds are ignored.
 
         Args:
-            x: Data as in `fit`.
-            batch_size: Global batch, with arrays only; 32 by default.
+            x: Data as in `fit`; a tuple of arrays are inputs if the module takes so many, else
+                `(inputs, targets)`.
+            batch_size: As in `fit`.
             verbose: As in `fit`.
             steps: Batches to predict; all by default.
             callbacks: As in `fit`.
             tnt_micro_batch_size: As in `fit`.
             tnt_distribute_dataset: As in `fit`.
         """
-        source = self._source(x, None, None, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset)
-        params = {"steps": steps or source.num_batches, "verbose": verbose}
-        hooks = CallbackList(complete(callbacks, verbose=verbose, in_training=False), model=self, params=params)
-        stream = EpochStream(source).require_end(steps)
-        first = to_batch(stream.peek(0))
-        self._build_for(first.inputs)
-        num_steps = self._trainer.steps_per_program(self._steps_per_execution or 1, first)
-        hooks.call("on_predict_begin", {})
-        batches = islice(stream.epoch(0), steps)
-        with self._trainer.feed(batches, to_batch, threaded=not source.in_memory, num_steps=num_steps) as feed:
-            outputs = self._trainer.predict(feed, PhaseHooks("predict", hooks, model=self, read=dict))
-        hooks.call("on_predict_end", {})
-        return outputs
+        data = DataArguments(
+            x, None, None, batch_size, tnt_micro_batch_size,
+            distribute=tnt_distribute_dataset, predicts=True,
+        )  # fmt: skip
+        return self._predictor.predict(data, steps, CallbackArguments(callbacks, verbose, self))
 
+    @called("Model.build")
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs of a known shape.
 
         Args:
-            inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample arrays or
-                `jax.ShapeDtypeStruct` with a leading batch dimension.
+            inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
+                arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
         """
-        is_shape = isinstance(inputs, (tuple, list)) and all(size is None or isinstance(size, int) for size in inputs)
-        self._trainer.build(jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs)
+        self._builder.build(inputs)
 
     def view(self, module: Any) -> "Model":
-        """Returns a model that computes with another module and this model's variables, as they are whenever it is called.
+        """Returns a model that applies another module to this model's current variables.
 
-        It evaluates (after its own `compile`) and predicts, for instance by decoding token after token what a Transformer was
-        trained on in parallel. It cannot be trained.
+        It evaluates (after its own `compile`) and predicts but cannot be trained. Use it, for
+        instance, to decode token after token with a Transformer that was trained in parallel.
 
         Args:
-            module: Module of the same library, whose variables are among this model's, at the same paths.
+            module: Module of the same library, whose variables are among this model's, at the same
+                paths.
         """
-        other = Model(module, seed=self._seed, **self._options)
-        other._lazy_trainer = Trainer(
-            other._adapter, runtime.init(), seed=self._seed, owner=self._trainer, virtual_ranks=self._virtual_ranks
-        )
+        other = Model(module, seed=self._core.options.seed, **self._core.options.for_adapter())
+        other._core.view(self._trainer)
         return other
 
-    def write_back(self) -> None:
-        """Stores the trained variables in the wrapped object, if it holds variables; `fit` does so when it ends or is interrupted.
-
-        A Linen module holds none. Call it in a callback that looks into the NNX module or the Keras model during training.
-        """
-        write_back(self._trainer)
+    compile_from_config = compile_from_config
+    from_config = classmethod(from_config)
 
     @property
-    def _trainer(self) -> Trainer:
-        if self._lazy_trainer is None:
-            place = runtime.init()
-            here = (place.platform, place.num_ranks, runtime.get_process_count())
-            reduction = choose_reduction(*here, settings=place.settings, **self._reduction_choices)
-            self._lazy_trainer = Trainer(
-                self._adapter, place, seed=self._seed, reduction=reduction, virtual_ranks=self._virtual_ranks
-            )
-        return self._lazy_trainer
+    def options(self) -> dict[str, Any]:
+        """The arguments that a saved or cloned model is made with."""
+        return self._core.options.saved()
 
-    def _require_compiled(self) -> None:
-        if self._arguments is None:
-            raise RuntimeError("The model must be compiled first: call compile(optimizer=..., loss=...).")
+    # What the parts do, under the same names.
+    module = AttributeOf[Any]("_core", Core)
+    write_back = method_of("_core", Core.write_back)
+    compiled_kinds = AttributeOf[set[Any]]("_core", Core)
+    history = AttributeOf[History | None]("_progress", Progress)
+    stop_training = AttributeOf[bool]("_progress", Progress)
+    rows_in_batch = AttributeOf[int]("_progress", Progress)
+    epoch_sums = AttributeOf[Any]("_progress", Progress)
+    is_compiling = AttributeOf[bool]("_progress", Progress)
+
+    train_on_batch = method_of("_single_batches", SingleBatches.train_on_batch)
+    test_on_batch = method_of("_single_batches", SingleBatches.test_on_batch)
+    predict_on_batch = method_of("_single_batches", SingleBatches.predict_on_batch)
+    reset_metrics = method_of("_single_batches", SingleBatches.reset_metrics)
+    __call__ = method_of("_single_batches", SingleBatches.call)
+    get_metrics_result = method_of("_single_batches", SingleBatches.get_metrics_result)
+
+    built = AttributeOf[bool]("training_state", ModelState)
+    state = AttributeOf[TrainState]("training_state", ModelState)
+    set_state = method_of("training_state", ModelState.set_state)
+    optimizer = AttributeOf[OptimizerView | None]("training_state", ModelState)
+    get_weights = method_of("training_state", ModelState.get_weights)
+    set_weights = method_of("training_state", ModelState.set_weights)
+
+    save = method_of("saver", Saver.save)
+    save_weights = method_of("saver", Saver.save_weights)
+    load_weights = method_of("saver", Saver.load_weights)
+    get_config = method_of("saver", Saver.get_config)
+    to_json = method_of("saver", Saver.to_json)
+
+    name = AttributeOf[str]("_inspector", Inspector)
+    compiled = AttributeOf[bool]("_inspector", Inspector)
+    summary = method_of("_inspector", Inspector.summary)
+    count_params = method_of("_inspector", Inspector.count_params)
+    variables = AttributeOf[Any]("_inspector", Inspector)
+    layers = AttributeOf[list[Layer]]("_inspector", Inspector)
+    get_layer = method_of("_inspector", Inspector.get_layer)
+    weights = AttributeOf[list[StateVariable]]("_inspector", Inspector)
+    weights_by_path = method_of("_inspector", Inspector.weights_by_path)
+    trainable_weights = AttributeOf[list[StateVariable]]("_inspector", Inspector)
+    non_trainable_weights = AttributeOf[list[StateVariable]]("_inspector", Inspector)
+    trainable_variables = AttributeOf[list[StateVariable]]("_inspector", Inspector)
+    non_trainable_variables = AttributeOf[list[StateVariable]]("_inspector", Inspector)
+    metrics = AttributeOf[list[Any]]("_inspector", Inspector)
+    metrics_names = AttributeOf[list[str]]("_inspector", Inspector)
+    metrics_by_log = AttributeOf[dict[str, Any]]("_inspector", Inspector)
+    get_compile_config = method_of("_inspector", Inspector.get_compile_config)
+    plot_history = method_of("_inspector", Inspector.plot_history)
+    lowered_text = method_of("_inspector", Inspector.lowered_text)
+    describe_collectives = method_of("_inspector", Inspector.describe_collectives)
+
+    # Keras's TensorBoard callback asks for a graph to draw, which a jitted step does not have; its
+    # BackupAndRestore sets the epoch with which training goes on.
+    train_function = None
+    _initial_epoch = AttributeOf[int | None]("resumption", Resumption, "initial_epoch")
+    _trainer = AttributeOf[Trainer]("_core", Core, "trainer")

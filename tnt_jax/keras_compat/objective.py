@@ -1,4 +1,7 @@
-"""A user's own loss in place of a comparison of outputs with targets: several forward passes, several models, no targets."""
+"""Custom objectives: several forward passes, several models, or training without targets.
+
+An objective replaces the comparison of outputs with targets.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.distributed.random_rows import evaluation_key
 from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
-from tnt_jax.keras_compat.metrics.base import Mean
-from tnt_jax.step import Apply, Batch, LossTerm, Measured
+from tnt_jax.keras_compat.metrics.reduction import Mean
+from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured
 
 Objective = Callable[..., Any]
 
@@ -18,10 +22,18 @@ _mean_over_rows = LossFunctionWrapper(lambda _, values: values, name="objective"
 
 
 class CompiledObjective:
-    """What `compile(objective=...)` makes of a function; it serves a step as `Compiled` does.
+    """A compiled custom objective; it serves a step as `Compiled` does.
+
+    The function returns one value per row, `[rows]` or `[rows, ...]`, or `(values, metrics)` with a
+    dict of values per row. Values are weighted by sample weights and averaged over the real rows of
+    all ranks. It is called with `params`, one rank's rows as a `tnt_jax.train.contracts.Batch`, and
+    `rngs` as `module.apply` takes them, empty in evaluation. Two further arguments are passed if it
+    has them: `train` tells training from evaluation, and `rngs` are then there in both, in
+    evaluation the same for every batch; `apply` is the model's forward pass `apply(params, inputs)
+    -> outputs`, which keeps model state such as moving averages.
 
     Args:
-        objective: `f(params, batch, rngs) -> values` or `-> (values, metrics)`; see `Model.compile`.
+        objective: `f(params, batch, rngs) -> values` or `-> (values, metrics)`.
     """
 
     looks_at_outputs = False
@@ -35,18 +47,23 @@ class CompiledObjective:
         return ObjectiveParts(self._objective, apply, self._names)
 
     def results(self, sums: Any) -> dict[str, float]:
-        """Returns the logs for the sums of an epoch so far: `loss` and the metrics of the objective."""
+        """Returns the logs for the sums of an epoch so far: `loss` and the objective's metrics."""
         total, count = (float(np.asarray(value)) for value in sums["loss"])
-        metrics = {name: float(Mean().compute(pair)) for name, pair in sums["metrics"]["outputs"].items()}
+        metrics = {
+            name: float(Mean().compute(pair)) for name, pair in sums["metrics"]["outputs"].items()
+        }
         return {"loss": total / count if count else 0.0} | metrics
 
     def metrics_names(self) -> list[str]:
-        """Returns the names of the logs; those of the metrics are known when the objective has been called."""
+        """Returns the names of the logs.
+
+        Those of the metrics are known once the objective has been called.
+        """
         return ["loss", *self._names]
 
 
 class ObjectiveParts:
-    """Parts of a step that call a user's objective.
+    """Parts of a step that call a custom objective.
 
     Args:
         objective: See `CompiledObjective`.
@@ -55,35 +72,71 @@ class ObjectiveParts:
     """
 
     def __init__(self, objective: Objective, apply: Apply, names: list[str]) -> None:
-        self._objective, self._apply, self._names = objective, apply, names
-        self._takes_apply = "apply" in inspect.signature(objective).parameters
+        self._objective = objective
+        self._apply = apply
+        self._names = names
+        parameters = inspect.signature(objective).parameters
+        self._takes_apply, self._takes_train = "apply" in parameters, "train" in parameters
 
-    def measure(self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool) -> Measured:
+    def measure(
+        self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> Measured:
         """Returns the objective of one rank's rows."""
         forward = _Forward(self._apply, model_state, batch, key, train)
-        rngs = {} if key is None else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
-        arguments = {"apply": forward} if self._takes_apply else {}
-        result = self._objective(params, batch, rngs, **arguments)
-        values, metrics = result if isinstance(result, tuple) else (result, {})
-        _check(values, metrics, len(jax.tree.leaves(batch.inputs)[0]))
+        values, metrics = self._call(params, batch, key, forward, train=train)
         self._names[:] = sorted(metrics)
         total, count = _mean_over_rows.terms(values, values, batch.weight, batch.mask)
         increments = {name: Mean().increments(value, batch.mask) for name, value in metrics.items()}
         increments = {"outputs": increments, "model": forward.increments}
         return Measured([LossTerm(total, count)], forward.penalty, forward.model_state, increments)
 
+    def per_row(
+        self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Any]:
+        """Returns the values and metrics of each row, and the model state after the call."""
+        forward = _Forward(self._apply, model_state, batch, key, train)
+        return self._call(params, batch, key, forward, train=train), forward.model_state
+
+    def _call(
+        self, params: Any, batch: Batch, key: jax.Array | None, forward: "_Forward", *, train: bool
+    ) -> tuple[Any, Mapping[str, Any]]:
+        arguments: dict[str, Any] = {"apply": forward} if self._takes_apply else {}
+        arguments |= {"train": train} if self._takes_train else {}
+        rngs = self._rngs(batch, key) if train or self._takes_train else {}
+        result = self._objective(params, batch, rngs, **arguments)
+        values, metrics = result if isinstance(result, tuple) else (result, {})
+        _check(values, metrics, len(jax.tree.leaves(batch.inputs)[0]))
+        return values, metrics
+
+    def _rngs(self, batch: Batch, key: jax.Array | None) -> dict[str, jax.Array]:
+        key = evaluation_key(len(jax.tree.leaves(batch.inputs)[0])) if key is None else key
+        return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+
 
 class _Forward:
-    """The wrapped model's forward pass as a function of parameters and inputs; remembers what it changes."""
+    """The wrapped model's forward pass as a function of parameters and inputs.
 
-    def __init__(self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array | None, train: bool) -> None:
-        self.model_state, self.penalty, self.increments = model_state, 0.0, ()
-        self._apply, self._mask, self._key, self._train, self._count = apply, batch.mask, key, train, 0
+    It records the changes of the model state.
+    """
+
+    def __init__(
+        self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
+    ) -> None:
+        self.model_state = model_state
+        self.penalty = 0.0
+        self.increments = ()
+        self._apply = apply
+        self._mask = batch.mask
+        self._key = key
+        self._train = train
+        self._count = 0
 
     def __call__(self, params: Any, inputs: Any) -> Any:
         key = None if self._key is None else jax.random.fold_in(self._key, 2 + self._count)
         self._count += 1
-        applied = self._apply(params, self.model_state, inputs, key=key, train=self._train, mask=self._mask)
+        applied = self._apply(
+            params, self.model_state, inputs, key=key, train=self._train, mask=self._mask
+        )
         self.model_state, self.increments = applied.model_state, applied.increments
         self.penalty = self.penalty + applied.penalty
         return applied.outputs
@@ -91,10 +144,14 @@ class _Forward:
 
 def _check(values: Any, metrics: Any, num_rows: int) -> None:
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"The objective must return values or (values, metrics) with a dict of metrics, but gave {metrics!r}.")
+        raise TypeError(
+            "The objective must return values or (values, metrics) with a dict of metrics, but "
+            f"gave {metrics!r}."
+        )
     for name, value in {"values": values, **metrics}.items():
         if jnp.shape(value)[:1] != (num_rows,):
             raise ValueError(
-                f"The objective must return one value per row, shape ({num_rows},) or ({num_rows}, ...), but {name} has the shape "
-                f"{jnp.shape(value)}. Leave the mean over the batch to the step, which sees the rows of all ranks."
+                f"The objective must return one value per row, shape ({num_rows},) or ({num_rows}, "
+                f"...), but {name} has the shape {jnp.shape(value)}. Do not average over the "
+                "batch: the step does, over the rows of all ranks."
             )

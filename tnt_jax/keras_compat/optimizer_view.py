@@ -1,4 +1,4 @@
-"""`model.optimizer`: what callbacks may read and set of the optimizer that trains."""
+"""`model.optimizer`: the attributes of the running optimizer that callbacks may read and set."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,15 +8,23 @@ import jax
 import numpy as np
 import optax
 
-from tnt_jax import _jax
-from tnt_jax.keras_compat.callbacks.placement import check_changes_model
+from tnt_jax.keras_compat.callbacks.scope import check_changes_model
 from tnt_jax.keras_compat.optimizers import Optimizer, read_learning_rate, write_learning_rate
-from tnt_jax.loop import Trainer
-from tnt_jax.state import TrainState
+from tnt_jax.keras_compat.state_variable import StateVariable, state_variables
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.trainer import Trainer
+
+_NO_RATE = (
+    "This Optax transformation has no learning rate that can be read or set: build it with "
+    "optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a tnt_jax.optimizers class."
+)
 
 
 class Rate(float):
-    """A learning rate that can also be set as Keras's variable is: `optimizer.learning_rate.assign(0.1)`."""
+    """A learning rate that can be set like a Keras variable.
+
+    For example `optimizer.learning_rate.assign(0.1)`.
+    """
 
     _set: Callable[[Any], None]
 
@@ -28,50 +36,56 @@ class Rate(float):
         """Returns the rate as a float32 array of no dimensions."""
         return np.asarray(self, np.float32)
 
+    @property
+    def value(self) -> np.ndarray:
+        """The rate as a float32 array of no dimensions."""
+        return self.numpy()
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as a plain number."""
         return float, (float(self),)
 
 
 class OptimizerView:
-    """The optimizer of a compiled model, with the attributes of a Keras optimizer that callbacks use.
+    """The optimizer of a compiled model, with the Keras attributes that callbacks use.
 
     Args:
-        optimizer: Optimizer that `compile` was given.
-        trainer: Whose state holds its numbers.
-        start: Sees to it that the trainer's state is that of this optimizer.
+        optimizer: The optimizer passed to `compile`.
+        trainer: The trainer whose state holds its values.
+        start: Ensures that the trainer's state belongs to this optimizer.
 
     Attributes:
         name: Name of the optimizer.
         use_ema: Whether it keeps averaged weights.
     """
 
-    # Keras asks before it restores; the state is there when the model is.
+    # Keras asks before it restores; the state exists once the model is built.
     built = True
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer, start: Callable[[], None]) -> None:
-        self._optimizer, self._trainer, self._start = optimizer, trainer, start
+        self._optimizer = optimizer
+        self._trainer = trainer
+        self._start = start
         self.name, self.use_ema = optimizer.name, optimizer.use_ema
 
     @property
     def learning_rate(self) -> Rate:
-        """Rate of the next step. Setting it takes effect at once, and nothing is compiled again.
+        """Rate of the next step. Setting it takes effect at once, without recompilation.
 
         Raises:
-            AttributeError: If the optimizer is an Optax transformation that was not built by `optax.inject_hyperparams`.
+            AttributeError: If the optimizer is an Optax transformation that was not built by
+                `optax.inject_hyperparams`.
             TypeError: On setting, if a schedule decides the rate.
         """
         if callable(self._optimizer.learning_rate):
-            return self._rate(self._optimizer.learning_rate(np.int32(self.iterations)))  # pyright: ignore[reportArgumentType]
+            steps = 0 if self._trainer.state is None else int(self._state().step)
+            return self._rate(self._optimizer.rate_at(np.int32(steps)))
         if self._trainer.state is None:
             rate = self._optimizer.learning_rate
         else:
             rate = read_learning_rate(self._state().opt_state)
         if rate is None:
-            raise AttributeError(
-                "This Optax transformation holds no learning rate that can be read or set: build it with "
-                "optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a tnt_jax.optimizers class."
-            )
+            raise AttributeError(_NO_RATE)
         return self._rate(rate)
 
     @learning_rate.setter
@@ -87,20 +101,84 @@ class OptimizerView:
     def _set_rate(self, value: Any) -> None:
         check_changes_model("Setting the learning rate")
         if callable(self._optimizer.learning_rate):
-            raise TypeError("A schedule decides the learning rate, so it cannot be set; create the optimizer with a number.")
+            raise TypeError(
+                "A schedule decides the learning rate, so it cannot be set; create the optimizer "
+                "with a number."
+            )
         if self._trainer.state is None:
             self._optimizer.learning_rate = float(value)
             return
         state = self._state()
-        self._trainer.state = replace(state, opt_state=write_learning_rate(state.opt_state, float(value)))
+        self._trainer.state = replace(
+            state, opt_state=write_learning_rate(state.opt_state, float(value))
+        )
 
     @property
     def iterations(self) -> int:
-        """Number of updates so far; reading it waits for the step that runs."""
-        return 0 if self._trainer.state is None else int(self._state().step)
+        """Number of updates so far.
+
+        With gradient accumulation, several steps make one update. Reading it waits for the running
+        step.
+        """
+        steps_of_update = self._optimizer.gradient_accumulation_steps or 1
+        return 0 if self._trainer.state is None else int(self._state().step) // steps_of_update
+
+    @property
+    def variables(self) -> list[StateVariable]:
+        """The step count and the arrays of the optimizer, in the order of its state.
+
+        Empty before the model is built.
+        """
+        if self._trainer.state is None:
+            return []
+        step = self._variables(
+            lambda state: {"iteration": state.step},
+            lambda state, new: replace(state, step=new["iteration"]),
+        )
+        own = self._variables(
+            lambda state: state.opt_state, lambda state, new: replace(state, opt_state=new)
+        )
+        return step + own
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of the optimizer, with its current learning rate."""
+        config = self._given().get_config()
+        return (
+            config
+            if callable(self._optimizer.learning_rate)
+            else config | {"learning_rate": float(self.learning_rate)}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a setting of the optimizer passed to `compile`, such as `beta_1`."""
+        # Python also calls this if a property of this class has raised an AttributeError.
+        if name.startswith("_") or name in vars(type(self)):
+            raise AttributeError(
+                _NO_RATE
+                if name == "learning_rate"
+                else f"{type(self).__name__} has no attribute {name!r}."
+            )
+        return getattr(self._given(), name)
+
+    def _given(self) -> Any:
+        """Returns the optimizer passed to `compile`, which may be a Keras object."""
+        return getattr(self._optimizer, "keras_optimizer", self._optimizer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the learning rate.
+
+        Raises:
+            AttributeError: For any other setting: it is part of the compiled step.
+        """
+        if not name.startswith("_") and name not in ("learning_rate", "name", "use_ema"):
+            raise AttributeError(
+                f"{name} is part of the compiled step: call compile() with an optimizer that has "
+                "another one."
+            )
+        object.__setattr__(self, name, value)
 
     def swap_average(self) -> None:
-        """Exchanges the weights and their averages.
+        """Swaps the weights and their averages.
 
         Raises:
             ValueError: If the optimizer keeps no averages.
@@ -111,39 +189,47 @@ class OptimizerView:
         self._trainer.state = replace(state, params=average, opt_state=opt_state)
 
     def copy_weights_to_average(self) -> None:
-        """Replaces the averages by the weights."""
+        """Replaces the averages with the weights."""
         state = self._state()
         self._average()
-        self._trainer.state = replace(state, opt_state=optax.tree.set(state.opt_state, average=_copy(state.params)))
+        self._trainer.state = replace(
+            state, opt_state=optax.tree.set(state.opt_state, average=_copy(state.params))
+        )
 
     def use_average(self) -> None:
-        """Replaces the weights by their averages."""
+        """Replaces the weights with their averages."""
         state = self._state()
         self._trainer.state = replace(state, params=_copy(self._average()))
 
     # Keras's SwapEMAWeights works on these two lists.
 
     @property
-    def _trainable_variables(self) -> list["_Leaf"]:
-        return self._leaves(lambda state: state.params, lambda state, params: replace(state, params=params))
+    def _trainable_variables(self) -> list[StateVariable]:
+        return self._variables(
+            lambda state: state.params, lambda state, params: replace(state, params=params)
+        )
 
     @property
-    def _model_variables_moving_average(self) -> list["_Leaf"]:
+    def _model_variables_moving_average(self) -> list[StateVariable]:
         if not self.use_ema:
-            raise AttributeError("The optimizer keeps no averaged weights: create it with use_ema=True.")
+            raise AttributeError(
+                "The optimizer keeps no averaged weights: create it with use_ema=True."
+            )
 
         def put(state: TrainState, average: Any) -> TrainState:
             return replace(state, opt_state=optax.tree.set(state.opt_state, average=average))
 
-        return self._leaves(lambda _: self._average(), put)
+        return self._variables(lambda _: self._average(), put)
 
-    def _leaves(self, get: Callable[[TrainState], Any], put: Callable[[TrainState, Any], TrainState]) -> list["_Leaf"]:
-        count = len(jax.tree.leaves(get(self._state())))
-        return [_Leaf(self._trainer, get, put, index) for index in range(count)]
+    def _variables(
+        self, get: Callable[[TrainState], Any], put: Callable[[TrainState, Any], TrainState]
+    ) -> list[StateVariable]:
+        self._state()
+        return state_variables(self._trainer, get, put)
 
     def _average(self) -> Any:
-        # Weights are whole on every rank, also where averages lie in parts.
-        return self._optimizer.averaged_params(self._trainer.whole_state().opt_state)
+        # Weights are whole on every rank, even if averages are sharded.
+        return self._optimizer.averaged_params(self._trainer.gathered_state().opt_state)
 
     def _state(self) -> TrainState:
         self._start()
@@ -151,23 +237,6 @@ class OptimizerView:
         return self._trainer.state
 
 
-class _Leaf:
-    """One array of the training state, read and assigned as Keras does with a variable."""
-
-    def __init__(self, trainer: Trainer, get: Callable, put: Callable, index: int) -> None:
-        self._trainer, self._get, self._put, self._index = trainer, get, put, index
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(jax.tree.leaves(self._get(self._trainer.state))[self._index], dtype)
-
-    def assign(self, value: Any) -> None:
-        state = self._trainer.state
-        leaves, structure = jax.tree.flatten(self._get(state))
-        old = leaves[self._index]
-        leaves[self._index] = _jax.place(np.asarray(value, old.dtype), old.sharding)
-        self._trainer.state = self._put(state, structure.unflatten(leaves))
-
-
 def _copy(tree: Any) -> Any:
-    # Weights and averages are donated to the step, each by itself.
+    # Weights and averages are donated to the step separately.
     return jax.tree.map(lambda x: x.copy(), tree)

@@ -1,6 +1,5 @@
-"""Whole models from files, configurations and other models: `tnt_jax.models.load_model` and its like."""
+"""Whole models from files, configurations and other models, such as `load_model`."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,76 +7,127 @@ from typing import Any
 
 from flax import traverse_util
 
-from tnt_jax import collectives, runtime
-from tnt_jax.checkpoint import Checkpoints
+from tnt_jax.distributed import collectives, runtime
 from tnt_jax.keras_compat import keras_files
-from tnt_jax.keras_compat.describe import is_linen, rebuild
+from tnt_jax.keras_compat.describe import is_linen
+from tnt_jax.keras_compat.described_models import (
+    described_arguments,
+    from_config,
+    model_around,
+    model_from,
+)
 from tnt_jax.keras_compat.model import Model
+from tnt_jax.keras_compat.rebuild import Rebuilder, construct
 from tnt_jax.log import logger
+from tnt_jax.train.checkpoint import Checkpoints
 
 
 def save_model(
-    model: Any, filepath: str | os.PathLike[str], overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    model: Any,
+    filepath: str | os.PathLike[str],
+    overwrite: bool = True,
+    *,
+    tnt_save_all_devices: bool = False,
 ) -> None:
     """Saves a model, as `model.save` does.
 
     Args:
         model: A `tnt_jax.Model`, or a Keras model, which is saved as if it were wrapped.
-        filepath: Where to; see `Model.save`.
+        filepath: The path; see `Model.save`.
         overwrite: False to refuse an existing path.
         tnt_save_all_devices: Whether every process writes a copy of its own.
 
     Raises:
         ValueError: If `model` is neither.
     """
-    wrapped = model if isinstance(model, Model) else Model(model) if keras_files.is_keras(model) else None
-    if wrapped is None:
-        raise ValueError(f"save_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}.")
+    if isinstance(model, Model):
+        wrapped = model
+    elif keras_files.is_keras(model):
+        wrapped = Model(model)
+    else:
+        raise ValueError(
+            f"save_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
+        )
     if not wrapped.built:
-        wrapped.build(keras_files.inputs_of(wrapped.module) if keras_files.is_keras(wrapped.module) else None)
+        wrapped.build(
+            keras_files.inputs_of(wrapped.module) if keras_files.is_keras(wrapped.module) else None
+        )
     wrapped.save(filepath, overwrite, tnt_save_all_devices=tnt_save_all_devices)
 
 
 def load_model(
-    filepath: str | os.PathLike[str], *, module: Any = None, compile: bool = True, custom_objects: Mapping[str, Any] | None = None
+    filepath: str | os.PathLike[str],
+    *,
+    module: Any = None,
+    compile: bool = True,
+    custom_objects: Mapping[str, Any] | None = None,
+    trust: bool = False,
 ) -> Model:
-    """Returns a model that `Model.save` wrote, or that Keras wrote to a `.keras` file; every process reads it.
+    """Returns a model that `Model.save` wrote, or that Keras wrote to a `.keras` file.
 
-    A compiled model comes back compiled, with the state of its optimizer, so that `fit(initial_epoch=...)` goes on as if it had
-    not been interrupted. What cannot be written to a file, such as a loss of your own, is lost: then compile it again and call
-    `load_weights(filepath)`, which brings the optimizer's state.
+    Every process must call it.
+
+    A compiled model is restored as compiled, with its optimizer state, so that
+    `fit(initial_epoch=...)` continues as if it had never been interrupted. Objects that cannot be
+    written to a file, such as functions defined inside functions, are lost: then compile the model
+    again and call `load_weights(filepath)`, which restores the optimizer state.
+
+    A file cannot choose which code runs: it may only name model components of Flax, JAX, Optax,
+    Keras and tnt_jax (docs/saving.md). Pass your own classes and functions in `custom_objects`.
 
     Args:
         filepath: Directory or file.
-        module: The module to load into, for NNX modules and for others whose arguments cannot be written to a file.
+        module: The module to load into, for NNX modules and for others whose arguments cannot be
+            written to a file.
         compile: Whether to compile it as it was.
-        custom_objects: Classes of your own that a Keras model uses, by name.
+        custom_objects: Your own classes and functions that the model uses, by name: `{"Net": Net}`.
+        trust: Whether to import everything else that the file names, and to load a Keras file with
+            `safe_mode=False`. Both run code that the file chooses: use it only for files whose
+            author you trust.
 
     Raises:
         FileNotFoundError: If a process does not see the path.
-        ValueError: If the module must be passed, or does not fit.
+        ValueError: If the file has unknown names, or the module must be passed or does not fit.
     """
+    rebuild = Rebuilder(custom_objects=custom_objects, trust=trust)
     path = Path(filepath)
     error = (
-        None if path.exists() else FileNotFoundError(f"Process {runtime.get_process_index()} does not find {path.absolute()}.")
+        None
+        if path.exists()
+        else FileNotFoundError(
+            f"Process {runtime.get_process_index()} does not find {path.absolute()}."
+        )
     )
-    collectives.raise_together(error)
+    collectives.raise_on_all_processes(error)
     if path.is_dir():
-        return _load_directory(path, module, compile, custom_objects)
-    return _load_keras_file(path, compile, custom_objects)
+        saved = Checkpoints(path).read()
+        return _load_described(path, saved.notes, saved.arrays, module, compile, rebuild)
+    if not keras_files.holds_keras_model(path):
+        return _load_described(
+            path,
+            keras_files.read_notes(path),
+            keras_files.read_extra(path),
+            module,
+            compile,
+            rebuild,
+        )
+    return _load_keras_file(path, compile, rebuild)
 
 
 def clone_model(model: Any) -> Model:
     """Returns a model with the same module and fresh weights, not compiled.
 
     Args:
-        model: A `tnt_jax.Model` or a Keras model. An NNX module cannot be initialised again: its clone keeps the weights.
+        model: A `tnt_jax.Model` or a Keras model. An NNX module cannot be initialized again: its
+            clone keeps the weights.
 
     Raises:
         ValueError: If `model` is neither.
     """
     if not isinstance(model, Model) and not keras_files.is_keras(model):
-        raise ValueError(f"clone_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}.")
+        raise ValueError(
+            f"clone_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
+        )
     module = model.module if isinstance(model, Model) else model
     options = model.options if isinstance(model, Model) else {}
     if keras_files.is_keras(module):
@@ -91,88 +141,129 @@ def clone_model(model: Any) -> Model:
     return Model(nnx.clone(module), **options)
 
 
-def model_from_config(config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None = None) -> Model:
-    """Returns a model from what `Model.get_config` returned, with fresh weights, not compiled.
+def model_from_config(
+    config: Mapping[str, Any],
+    *,
+    custom_objects: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> Model:
+    """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled.
 
     Args:
         config: Configuration.
-        custom_objects: Classes of your own that a Keras model uses, by name.
+        custom_objects: As in `load_model`.
+        trust: As in `load_model`.
 
     Raises:
-        ValueError: If a class cannot be imported.
+        ValueError: If the configuration names what is not known, or is none.
     """
-    if "keras" in config:
-        import keras
-
-        with keras.saving.custom_object_scope(dict(custom_objects or {})):
-            module = keras.saving.deserialize_keras_object(config["keras"])
-    else:
-        module = rebuild(config["module"])
-    return Model(module, **rebuild(config["options"]))
+    return from_config(Model, config, custom_objects, trust=trust)
 
 
-def model_from_json(text: str, *, custom_objects: Mapping[str, Any] | None = None) -> Model:
-    """Returns a model from what `Model.to_json` returned, with fresh weights, not compiled.
+def model_from_json(
+    text: str, *, custom_objects: Mapping[str, Any] | None = None, trust: bool = False
+) -> Model:
+    """Returns a model from a result of `Model.to_json`, with fresh weights, not compiled.
 
     Args:
         text: JSON.
-        custom_objects: Classes of your own that a Keras model uses, by name.
+        custom_objects: As in `load_model`.
+        trust: As in `load_model`.
 
     Raises:
-        ValueError: If a class cannot be imported.
+        ValueError: If the configuration names what is not known, or is none.
     """
-    return model_from_config(json.loads(text), custom_objects=custom_objects)
+    rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_json")
+    return model_from(keras_files.read_json(text), rebuild, Model)
 
 
-def _load_directory(path: Path, module: Any, compile: bool, custom_objects: Mapping[str, Any] | None) -> Model:
-    saved = Checkpoints(path).read()
-    notes = saved.notes
+def _compile(model: Model, description: Any, rebuild: Rebuilder) -> None:
+    given = described_arguments(rebuild(description), model.compile)
+    construct(model.compile, "compile", [], given)
+
+
+def _load_described(
+    path: Path,
+    notes: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    module: Any,
+    compile: bool,
+    rebuild: Rebuilder,
+) -> Model:
     if module is not None:
-        model = Model(module, **rebuild(notes.get("options", {"dict": []})))
+        model = model_around(module, notes.get("options", {"dict": []}), rebuild, Model)
     elif "config" in notes:
-        model = model_from_config(notes["config"], custom_objects=custom_objects)
+        model = model_from(notes["config"], rebuild, Model)
     else:
-        why = f" It could not be described: {notes['config_problem']}" if "config_problem" in notes else ""
-        raise ValueError(f"{path} does not say which module it holds: pass module=... to load_model.{why}")
-    _build(model, saved.arrays)
+        why = (
+            f" It could not be described: {notes['config_problem']}"
+            if "config_problem" in notes
+            else ""
+        )
+        raise ValueError(
+            f"{path} does not say which module it holds: pass module=... to load_model.{why}"
+        )
+    _build(model, arrays, notes)
     if compile and "compile" in notes:
-        model.compile(**rebuild(notes["compile"]))
+        _compile(model, notes["compile"], rebuild)
     elif compile and "compile_problem" in notes:
         logger.warning(
-            "The model is not compiled: %s Call compile(...), then load_weights(%r).", notes["compile_problem"], str(path)
+            "The model is not compiled: %s Call compile(...), then load_weights(%r).",
+            notes["compile_problem"],
+            str(path),
         )
-    model.restore(saved.arrays)
+    model.training_state.restore(arrays)
     return model
 
 
-def _build(model: Model, arrays: Mapping[str, Any]) -> None:
-    """Gives a model variables of the right structure."""
+def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    """Creates variables of the right structure for a model."""
     if keras_files.is_keras(model.module):
-        inputs = keras_files.inputs_of(model.module)
+        inputs = _inputs_of(model.module, notes)
         if inputs is None:
             raise ValueError(
-                f"The Keras model {model.module.name!r} does not know its inputs: call it on a sample, and pass it as module=... "
-                "to load_model."
+                f"The Keras model {model.module.name!r} does not know its inputs: call it on a "
+                "sample, and pass it as module=... to load_model."
             )
         model.build(inputs)
     elif is_linen(model.module):
         parts = traverse_util.unflatten_dict(dict(arrays), sep="/")
-        model.build_from(parts.get("params", {}), parts.get("model_state", {}))
+        model.training_state.build_from(parts.get("params", {}), parts.get("model_state", {}))
     else:
         model.build(None)
 
 
-def _load_keras_file(path: Path, compile: bool, custom_objects: Mapping[str, Any] | None) -> Model:
+def _inputs_of(keras_model: Any, notes: Mapping[str, Any]) -> Any:
+    """Returns shapes and dtypes of the inputs of a Keras model; None if unknown.
+
+    They come from the model or from the file.
+    """
+    inputs = keras_files.inputs_of(keras_model)
+    return keras_files.described_inputs(notes.get("config", {})) if inputs is None else inputs
+
+
+def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
     import keras
 
     notes = keras_files.read_notes(path)
-    keras_model = keras.models.load_model(path, custom_objects=custom_objects, compile=compile and not notes)
-    model = Model(keras_model, **rebuild(notes.get("options", {"dict": []})))
-    given = rebuild(notes["compile"]) if "compile" in notes else keras_files.compile_arguments(keras_model)
-    inputs = keras_files.inputs_of(keras_model)
+    custom_objects, trust = rebuild.custom_objects, rebuild.trust
+    keras_model = keras.models.load_model(
+        path, custom_objects=custom_objects, compile=compile and not notes, safe_mode=not trust
+    )
+    model = model_around(keras_model, notes.get("options", {"dict": []}), rebuild, Model)
+    inputs = _inputs_of(keras_model, notes)
     if inputs is not None:
         model.build(inputs)
-    if compile and given:
+    if not compile:
+        return model
+    if "compile" in notes:
+        _compile(model, notes["compile"], rebuild)
+    else:
+        given = keras_files.compile_arguments(
+            keras_model, custom_objects=custom_objects, trust=trust
+        )
+        if not given:
+            return model
         model.compile(**given)
-        model.restore(keras_files.read_extra(path))
+    model.training_state.restore(keras_files.read_extra(path))
     return model

@@ -13,7 +13,7 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
     Args:
         name: Name of the model, for the headline.
         params: Trained arrays.
-        model_state: Arrays that the model changes itself.
+        model_state: Arrays that the model updates itself.
     """
     rows = [("Array", "Shape", "Type", "Count", "Bytes")]
     totals = []
@@ -21,9 +21,20 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for path, leaf in leaves:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            rows.append((where, str(tuple(leaf.shape)), str(leaf.dtype), f"{math.prod(leaf.shape):,}", f"{_nbytes(leaf):,}"))
-        count, nbytes = sum(math.prod(leaf.shape) for _, leaf in leaves), sum(_nbytes(leaf) for _, leaf in leaves)
-        totals.append(f"{title}: {count:,} values in {len(leaves)} arrays, {nbytes / 2**20:,.2f} MiB")
+            rows.append(
+                (
+                    where,
+                    str(tuple(leaf.shape)),
+                    str(leaf.dtype),
+                    f"{math.prod(leaf.shape):,}",
+                    f"{_nbytes(leaf):,}",
+                )
+            )
+        count = sum(math.prod(leaf.shape) for _, leaf in leaves)
+        nbytes = sum(_nbytes(leaf) for _, leaf in leaves)
+        totals.append(
+            f"{title}: {count:,} values in {len(leaves)} arrays, {nbytes / 2**20:,.2f} MiB"
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     line = "-" * (sum(widths) + 2 * (len(widths) - 1))
     body = [

@@ -1,4 +1,4 @@
-"""Between a model and the object that it wraps, where that holds variables: NNX modules and Keras models."""
+"""Exchanges variables between a model and a wrapped NNX module or Keras model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax import _jax, collectives
+from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
-from tnt_jax.loop import Trainer
-from tnt_jax.state import TrainState
+from tnt_jax.distributed import collectives
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.trainer import Trainer
 
 
 def write_back(trainer: Trainer) -> None:
@@ -22,9 +23,11 @@ def write_back(trainer: Trainer) -> None:
 
 @contextmanager
 def writing_back(trainer: Trainer) -> Iterator[None]:
-    """Stores the trained variables in the wrapped object when the `with` block ends, also by an exception or a keyboard interrupt.
+    """Stores the trained variables in the wrapped object when the `with` block ends.
 
-    After an exception in a job of several processes nothing is stored: the others may wait for this one, which is about to end.
+    It does so also after an exception or a keyboard interrupt. After an exception in a job of
+    several processes nothing is stored: the others may wait for this process, which is about to
+    end.
     """
     try:
         yield
@@ -36,9 +39,10 @@ def writing_back(trainer: Trainer) -> Iterator[None]:
 
 
 def take_over_changes(trainer: Trainer, inputs: Any) -> None:
-    """Reads the variables of the wrapped object again if the user has changed them since; on every process the master's count.
+    """Reads the variables of the wrapped object again if the user has changed them.
 
-    The optimizer goes on, but starts afresh where other variables than before are trained.
+    On every process the variables of the master count. The optimizer keeps its state, unless other
+    variables than before are trained.
 
     Args:
         trainer: Trainer of the model.
@@ -62,5 +66,5 @@ def _shapes(tree: Any) -> Any:
 
 
 def _is_whole(state: TrainState) -> bool:
-    """Tells whether no array was given to a step whose results never arrived."""
+    """Returns whether no array was donated to a step whose results never arrived."""
     return not any(x.is_deleted() for x in jax.tree.leaves((state.params, state.model_state)))

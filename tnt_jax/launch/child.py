@@ -1,4 +1,7 @@
-"""One running process of the job, as its supervisor sees it: how it is started, what it said last, how it ended."""
+"""One running process of the job, as its supervisor sees it.
+
+How it is started, its last output, and how it ended.
+"""
 
 import errno
 import os
@@ -10,20 +13,26 @@ import tty
 from collections.abc import Mapping
 from typing import IO, Any
 
+from tnt_jax.launch.gloo import WithoutGreetings
 from tnt_jax.launch.processtree import die_with_parent
 
-TAIL_BYTES = 8192
+TAIL_BYTES = 1 << 16
 _VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 
 
 def expand(value: str, environ: Mapping[str, str]) -> str:
-    r"""Replaces `$NAME` and `${NAME}` as a shell does in double quotes: unset names vanish, `\$` is a dollar sign.
+    r"""Expands `$NAME` and `${NAME}` as a shell does in double quotes.
+
+    Unset names expand to nothing, `\$` is a dollar sign.
 
     Example:
         >>> expand(r"${HOME}/data:$UNSET:\$5", {"HOME": "/home/ada"})
         '/home/ada/data::$5'
     """
-    return _VARIABLE.sub(lambda found: environ.get(found[1] or found[2] or "", "") if found[1] or found[2] else "$", value)
+    return _VARIABLE.sub(
+        lambda found: environ.get(found[1] or found[2] or "", "") if found[1] or found[2] else "$",
+        value,
+    )
 
 
 class Child:
@@ -40,10 +49,12 @@ class Child:
         self.rank: int = process["rank"]
         self.shown: frozenset[str] = frozenset(process["shown"])
         self._tails = {"stdout": b"", "stderr": b""}
+        self._filters = {name: WithoutGreetings() for name in self._tails}
         self._log: IO[bytes] | None = _open_log(process["log_file"])
-        # Its standard output and error, as the process writes and as we read them.
+        # The ends of its standard output and error that the process writes and that we read.
         pairs = {
-            name: _open_stream(process["columns"] if name in process["terminals"] else None) for name in ("stdout", "stderr")
+            name: _open_stream(process["columns"] if name in process["terminals"] else None)
+            for name in ("stdout", "stderr")
         }
         try:
             self._popen = _start(process, {name: write_fd for name, (_, write_fd) in pairs.items()})
@@ -55,7 +66,10 @@ class Child:
         self.code: int | None = None
 
     def read(self, name: str) -> bytes | None:
-        """Returns what a stream has, b"" if it has nothing yet, None if it has ended or was closed."""
+        """Returns the data of a stream without Gloo's greetings.
+
+        Returns b"" if there is none yet, and None if the stream has ended or was closed.
+        """
         try:
             data = os.read(self.streams[name], 65536)
         except BlockingIOError:
@@ -63,9 +77,17 @@ class Child:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return None  # Nobody writes to the terminal any more.
+            return None  # The terminal has no writer any more.
         if not data:
             return None
+        # A hidden piece must not look like the end of the data.
+        return self._take(name, self._filters[name].feed(data)) or self.read(name)
+
+    def rest(self, name: str) -> bytes:
+        """Returns what was held back as a possible greeting of Gloo, once a stream has ended."""
+        return self._take(name, self._filters[name].flush())
+
+    def _take(self, name: str, data: bytes) -> bytes:
         self._tails[name] = (self._tails[name] + data)[-TAIL_BYTES:]
         if self._log is not None:
             self._log.write(data)
@@ -76,17 +98,17 @@ class Child:
         os.close(self.streams.pop(name))
 
     def ended(self, wait_status: int) -> None:
-        """Takes note of the status that `waitpid` gave for this process."""
+        """Records the status that `waitpid` returned for this process."""
         code = os.waitstatus_to_exitcode(wait_status)
         self.code = code if code >= 0 else 128 - code
-        self._popen.returncode = code  # It has been waited for: Popen must not try again.
+        self._popen.returncode = code  # Already waited for: Popen must not try again.
 
     def tail(self) -> bytes:
-        """Returns the end of the error output, or of the output where there is no error output."""
+        """Returns the end of the error output, or of the output if there is no error output."""
         return self._tails["stderr"] or self._tails["stdout"]
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to the process and to what it started in its process group."""
+        """Sends a signal to the process and to the processes in its process group."""
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:
@@ -99,7 +121,7 @@ def _open_stream(columns: int | None) -> tuple[int, int]:
         read_fd, write_fd = os.pipe()
     else:
         read_fd, write_fd = os.openpty()
-        # Raw: the user's own terminal interprets what is written, this one must not do so before.
+        # Raw: the user's own terminal interprets the output; this one must not do so first.
         tty.setraw(write_fd)
         termios.tcsetwinsize(write_fd, (24, columns))
     os.set_blocking(read_fd, False)
@@ -132,5 +154,5 @@ def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess
 
 def _before_exec() -> None:
     die_with_parent()
-    # The supervisor ignores Ctrl-C, and a program that starts so would, too.
+    # The supervisor ignores Ctrl-C, and its children would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

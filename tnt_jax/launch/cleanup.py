@@ -1,4 +1,4 @@
-"""Ends what is left of a job on its hosts, or says which jobs there are."""
+"""Ends the remains of a job on its hosts, or lists jobs."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,12 @@ from tnt_jax.launch.run import ASK_TIMEOUT_S, job_hosts, open_session
 
 
 def clean_up(options: Options, environ: Mapping[str, str]) -> int:
-    """Ends the processes of the job `options.cleanup` on the hosts of the hostfile, or on this one; without an id lists jobs.
+    """Ends the processes of the job `options.cleanup` on the hosts of the hostfile or on this one.
+
+    Without an id it lists jobs.
 
     Returns:
-        0 if nothing of the job is left, 1 otherwise.
+        0 if no process of the job is left, 1 otherwise.
     """
     with open_session(job_hosts(options, environ), options) as session:
         if not options.cleanup:

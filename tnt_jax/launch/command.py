@@ -1,20 +1,21 @@
-"""The program `tnt-jax`: reads the command line and does what it says."""
+"""The program `tnt-jax`: reads the command line and executes it."""
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tnt_jax.cluster.clusters import detect_job
 from tnt_jax.launch.cleanup import clean_up
-from tnt_jax.launch.clusters import detect_job
 from tnt_jax.launch.doctor.command import doctor
 from tnt_jax.launch.fingerprint import fingerprint
 from tnt_jax.launch.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
 from tnt_jax.launch.run import run_job
-from tnt_jax.launch.screen import say
+from tnt_jax.launch.screen import discard, say
 from tnt_jax.launch.session import HostError
 from tnt_jax.launch.task import become_task
 from tnt_jax.settings import read_settings
@@ -23,10 +24,11 @@ _logger = logging.getLogger("tnt_jax.launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `tnt-jax` with these arguments, the process's own by default, and returns its exit code.
+    """Runs `tnt-jax` with these arguments, by default those of the process; returns the exit code.
 
     Returns:
-        What the script returned (`session.Session.run`); 2 if the job could not be started; 130 after Ctrl-C before its start.
+        What the script returned (`session.Session.run`); 2 if the job could not be started; 130
+        after Ctrl-C before its start.
     """
     is_program = argv is None
     if is_program:
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return 128 + signal.SIGPIPE
     finally:
         if is_program:
             kill_descendants(os.getpid())
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
     if options.cleanup is not None:
         return clean_up(options, environ)
-    # A process of one of our own jobs that starts a launcher means another job.
+    # A launcher started by a process of a job starts another job.
     job = None if options.hostfile or "TNT_JOB_ID" in environ else detect_job(environ)
     if job is not None and options.devices_per_node is None:
         become_task(job, options, environ)
@@ -75,4 +80,7 @@ def _start_log(options: Options) -> None:
     handler.setFormatter(logging.Formatter("[tnt-jax] %(levelname)s: %(message)s"))
     _logger.handlers = [handler]
     _logger.propagate = False
-    _logger.setLevel(options.log_level or read_settings({"TNT_LOG_LEVEL": os.environ.get("TNT_LOG_LEVEL", "")}).log_level)
+    _logger.setLevel(
+        options.log_level
+        or read_settings({"TNT_LOG_LEVEL": os.environ.get("TNT_LOG_LEVEL", "")}).log_level
+    )

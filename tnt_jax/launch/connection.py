@@ -1,4 +1,4 @@
-"""The launcher's end of the talk with one host's supervisor, and the three ways to start it: directly, ssh, srun."""
+"""The launcher's connection to the supervisor of a host: started directly, by ssh or by srun."""
 
 import os
 import shlex
@@ -17,13 +17,19 @@ _STDERR_BYTES = 8192
 def supervisor_command() -> list[str]:
     """Returns the command that runs the supervisor, the same on every host."""
     root = str(Path(__file__).parents[2])
-    # -P keeps the working directory, and with it the user's own modules, out of the supervisor's path.
-    program = f"import sys; sys.path.insert(0, {root!r}); from tnt_jax.launch.supervisor import main; main()"
+    # -P keeps the working directory, and thus the user's modules, out of the supervisor's path.
+    program = (
+        f"import sys; sys.path.insert(0, {root!r}); from tnt_jax.launch.supervisor import main; "
+        "main()"
+    )
     return [sys.executable, "-P", "-c", program]
 
 
 def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
-    """Returns the command that runs the supervisor on another host. ssh takes the first value of an option: the user's."""
+    """Returns the command that runs the supervisor on another host.
+
+    ssh uses the first value of an option, which is the user's.
+    """
     options = [
         "-T",
         "-o",
@@ -39,8 +45,19 @@ def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
 
 
 def srun_command(host: str) -> list[str]:
-    """Returns the command that runs the supervisor on a node of the SLURM allocation, with all that is allocated there."""
-    options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--cpu-bind=none", "--mpi=none"]
+    """Returns the command that runs the supervisor on a node of the SLURM allocation.
+
+    It gets all resources allocated on the node.
+    """
+    options = [
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--overlap",
+        "--unbuffered",
+        "--cpu-bind=none",
+        "--mpi=none",
+    ]
     return ["srun", *options, *supervisor_command()]
 
 
@@ -49,9 +66,10 @@ class Connection:
 
     Attributes:
         host: Name of the host.
-        is_remote: Whether a network is in between, so that silence may mean that the host is lost.
-        finished: Whether the supervisor has said that all processes have ended.
-        closed: Whether the talk is over.
+        is_remote: Whether there is a network in between, so that silence may mean that the host is
+            lost.
+        finished: Whether the supervisor has reported that all processes have ended.
+        closed: Whether the connection has ended.
     """
 
     def __init__(self, host: str, command: Sequence[str], *, is_remote: bool) -> None:
@@ -63,9 +81,14 @@ class Connection:
         self._lines = messages.Lines()
         self._complaints = b""
         self._heard_at = time.monotonic()
-        # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes it on.
+        # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it
+        # on.
         self._popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         for descriptor in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(descriptor, False)
@@ -85,35 +108,35 @@ class Connection:
 
     @property
     def stderr(self) -> int:
-        """File descriptor of what ssh, the login scripts and the supervisor complain about."""
+        """File descriptor of the error output of ssh, the login scripts and the supervisor."""
         assert self._popen.stderr is not None
         return self._popen.stderr.fileno()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the supervisor last said something."""
+        """Seconds since the last message of the supervisor."""
         return time.monotonic() - self._heard_at
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message, as far as the connection takes it; `flush` sends the rest."""
+        """Sends a message as far as the connection accepts it; `flush` sends the rest."""
         self._outbox.put(messages.encode(kind, **fields))
         self._outbox.flush()
 
     def flush(self) -> None:
-        """Sends what is left to send."""
+        """Sends the pending data."""
         self._outbox.flush()
 
     def show_life(self) -> None:
-        """Lets the other side know at regular intervals that the launcher is there."""
+        """Sends regular heartbeats to the supervisor."""
         if self.is_remote:
             self._outbox.beat_for_ever()
 
     def forgive_silence(self) -> None:
-        """Begins to measure the silence anew, because this side has not listened for a while."""
+        """Restarts the measurement of silence, because this side has not listened for a while."""
         self._heard_at = time.monotonic()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived; sets `closed` at the end of the talk."""
+        """Returns the messages that have arrived; sets `closed` at the end of the connection."""
         try:
             data = os.read(self.stdout, 1 << 16)
         except BlockingIOError:
@@ -133,7 +156,7 @@ class Connection:
         return found
 
     def read_complaints(self) -> bytes | None:
-        """Returns new error output of the connection, None at its end."""
+        """Returns new error output of the connection, or None at its end."""
         try:
             data = os.read(self.stderr, 1 << 16)
         except BlockingIOError:
@@ -142,27 +165,27 @@ class Connection:
         return data or None
 
     def close(self) -> None:
-        """Ends the talk, upon which the supervisor ends its processes."""
+        """Ends the connection, upon which the supervisor ends its processes."""
         self._outbox.close()
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             self._popen.stdin.close()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Returns the exit code of the supervisor or of ssh, None if it has not ended in time."""
+        """Returns the exit code of the supervisor or of ssh, or None if it has not ended."""
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def abort(self) -> None:
-        """Closes the connection without waiting for the other side; a supervisor that still runs notices it."""
+        """Closes the connection without waiting; a supervisor that still runs notices it."""
         self.close()
         if self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait()
 
     def reason(self) -> str:
-        """Returns why the talk ended, as far as this side can tell."""
+        """Returns why the connection ended, as far as this side can tell."""
         while self.read_complaints():
             continue
         code = self.wait(2.0)

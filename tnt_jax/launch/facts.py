@@ -1,6 +1,5 @@
-"""What a host is like: asked by the launcher before anything starts, answered by the supervisor on that host."""
+"""Facts about a host: the launcher asks before anything starts, the supervisor answers."""
 
-import getpass
 import importlib.metadata
 import os
 import shutil
@@ -11,20 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.devices import count_cores, cpu_kind, list_gpus, numa_nodes
+from tnt_jax.cluster.devices import count_cores, cpu_kind, list_gpus, numa_nodes
+from tnt_jax.launch.cache import UnsafeFolder, cache_dir
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the launcher wants to know.
+    """What the launcher wants to know about a host.
 
     Attributes:
         cwd: Directory in which the processes will run.
-        script: The user's script, as given on the command line.
-        interpreter: First word of the command that runs it; empty when the script is a program itself.
-        environment: Variables the processes will get on top of the host's own.
+        script: The user's script, as given on the command line, or "-m" for a module.
+        interpreter: First word of the command that runs it; empty if the script is itself a
+            program.
+        environment: Variables that the processes will get in addition to those of the host.
     """
 
     cwd: str
@@ -39,23 +40,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Facts:
-    """The answer.
+    """Facts about a host.
 
     Attributes:
         hostname: The host's own name.
-        own_addresses: What that name resolves to on the host itself; empty if it resolves to nothing.
+        own_addresses: The addresses to which that name resolves on the host itself; empty if there
+            are none.
         ssh_address: Address at which the launcher reached the host by ssh, or None.
         python: Python version.
-        versions: Installed version by package name (tnt-jax, jax, jaxlib), None where there is none.
-        cpu_kind: The same on hosts whose processors know the same instructions.
-        num_cores: Processors the processes may use.
-        gpus: GPUs the processes may use, as `CUDA_VISIBLE_DEVICES` spells them.
+        versions: Installed version by package name (tnt-jax, jax, jaxlib); None if not installed.
+        cpu_kind: Identifies the instruction set of the processors.
+        num_cores: Number of processors that the processes may use.
+        gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
-        numa_nodes: Numbers of the memory nodes.
+        numa_nodes: Numbers of the NUMA nodes.
         numactl: Path of numactl, or None.
-        cache_dir: Directory for the user's caches.
-        package_root: Directory that scripts need in their path to find tnt_jax; None where it is installed.
-        missing: What does not exist here, in words; empty when all is there.
+        cache_dir: Directory for the user's caches; empty if there is no safe one.
+        no_cache_because: Why there is none; empty if there is one.
+        package_root: Directory that scripts need in their path to find tnt_jax; None if it is
+            installed.
+        missing: Descriptions of what is missing on the host; empty if nothing is.
     """
 
     hostname: str
@@ -70,23 +74,26 @@ class Facts:
     numa_nodes: tuple[int, ...]
     numactl: str | None
     cache_dir: str
+    no_cache_because: str
     package_root: str | None
     missing: tuple[str, ...]
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs the processes may use."""
+        """Number of GPUs that the processes may use."""
         return len(self.gpus)
 
     def addresses(self, name: str) -> list[str]:
-        """Returns under what other hosts may reach this one, the name that the user gave first."""
+        """Returns the names and addresses at which others may reach this host, the user's first."""
         found = [name.rpartition("@")[2], self.ssh_address, *self.own_addresses]
         return [address for address in dict.fromkeys(found) if address and not is_loopback(address)]
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Facts":
-        """Returns the facts that came as plain data."""
-        tuples = {name: tuple(fields[name]) for name in ("own_addresses", "gpus", "numa_nodes", "missing")}
+        """Returns the facts from plain data."""
+        tuples = {
+            name: tuple(fields[name]) for name in ("own_addresses", "gpus", "numa_nodes", "missing")
+        }
         return cls(**{**fields, **tuples})
 
 
@@ -94,6 +101,11 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns this host's `Facts` as plain data."""
     environ = {**os.environ, **request["environment"]}
     hostname = socket.gethostname()
+    found_cache = no_cache_because = ""
+    try:
+        found_cache = cache_dir(environ)
+    except UnsafeFolder as error:
+        no_cache_because = str(error)
     facts = Facts(
         hostname=hostname,
         own_addresses=resolve(hostname),
@@ -106,7 +118,8 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),
         numa_nodes=tuple(numa_nodes()),
         numactl=shutil.which("numactl", path=environ.get("PATH")),
-        cache_dir=cache_dir(environ),
+        cache_dir=found_cache,
+        no_cache_because=no_cache_because,
         package_root=None if package_version("tnt-jax") else str(Path(__file__).parents[2]),
         missing=tuple(_missing(request, environ)),
     )
@@ -114,7 +127,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Returns the addresses a host name stands for on this host, without repetition; none if it is unknown."""
+    """Returns the distinct addresses of a host name on this host; none if it is unknown."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -123,12 +136,15 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address means the host itself, to whoever uses it."""
+    """Returns whether an address always means the host itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def ssh_address(environ: Mapping[str, str]) -> str | None:
-    """Returns the address at which an ssh client reached this host: the third word of `SSH_CONNECTION`."""
+    """Returns the address at which an ssh client reached this host.
+
+    It is the third word of `SSH_CONNECTION`.
+    """
     words = environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else None
 
@@ -141,25 +157,20 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def cache_dir(environ: Mapping[str, str]) -> str:
-    """Returns the user's cache directory (XDG base directory specification); one in /tmp for a user without a home."""
-    if environ.get("XDG_CACHE_HOME"):
-        return environ["XDG_CACHE_HOME"]
-    home = environ.get("HOME") or ""
-    if os.path.isdir(home) and os.access(home, os.W_OK):
-        return os.path.join(home, ".cache")
-    return os.path.join("/tmp", f"cache-{getpass.getuser()}")
-
-
 def _missing(request: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
     if not os.path.isdir(request["cwd"]):
         return [f"directory {request['cwd']}"]
     missing = []
     script = os.path.join(request["cwd"], request["script"])
-    if not os.path.isfile(script):
+    if request["script"] == "-m":
+        pass  # The interpreter searches for the module in its own path.
+    elif not os.path.isfile(script):
         missing.append(f"script {script}")
     elif not request["interpreter"] and not os.access(script, os.X_OK):
         missing.append(f"permission to execute {script}")
-    if request["interpreter"] and shutil.which(request["interpreter"], path=environ.get("PATH")) is None:
+    if (
+        request["interpreter"]
+        and shutil.which(request["interpreter"], path=environ.get("PATH")) is None
+    ):
         missing.append(f"interpreter {request['interpreter']}")
     return missing

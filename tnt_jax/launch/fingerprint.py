@@ -1,7 +1,8 @@
-"""Fingerprint files, and the command `tnt-jax fingerprint A B`: where do two training runs begin to differ?
+"""Fingerprint files, and `tnt-jax fingerprint A B`, which finds where two runs diverge.
 
-A fingerprint file has one JSON object a line, `{"epoch": 0, "step": 20, "arrays": {"params/Dense_0/bias": "9a0364b9..."}}`, with a
-digest of each array of the training state after `step` steps. `tnt_jax.callbacks.Fingerprint` writes it.
+A fingerprint file has one JSON object per line, `{"epoch": 0, "step": 20, "arrays":
+{"params/Dense_0/bias": "9a0364b9..."}}`, with a digest of each array of the training state after
+`step` steps. `tnt_jax.callbacks.Fingerprint` writes it.
 """
 
 import json
@@ -13,29 +14,39 @@ _NAMED_ARRAYS = 8
 
 
 def fingerprint_line(epoch: int, step: int, arrays: Mapping[str, str]) -> str:
-    """Returns the line of a fingerprint file for the digests of arrays by path, after `step` steps, in epoch `epoch` from 0."""
+    """Returns the line of a fingerprint file for digests of arrays by path.
+
+    They are taken after `step` steps, in epoch `epoch`, from 0.
+    """
     return json.dumps({"epoch": epoch, "step": step, "arrays": dict(arrays)}) + "\n"
 
 
 def first_difference(path: str | Path, other: str | Path) -> str | None:
-    """Returns where two fingerprint files begin to differ, in words, or None if they are equal where they overlap.
+    """Returns where two fingerprint files first differ, or None if they are equal.
 
-    Steps that only one of the files has are passed over, so that a run that was resumed can be compared with a whole one.
+    Only steps that both files have are compared, so that a resumed run can be compared with a whole
+    one.
 
     Args:
         path: A fingerprint file.
         other: Another one.
 
     Raises:
-        ValueError: If a file is no fingerprint file, or the two have no step in common.
+        ValueError: If a file is not a fingerprint file, or the two have no step in common.
     """
     ours, theirs = _read(path), _read(other)
     common = [step for step in ours if step in theirs]
     if not common:
-        raise ValueError(f"{path} and {other} have no step in common: {_steps(ours)} and {_steps(theirs)}.")
+        raise ValueError(
+            f"{path} and {other} have no step in common: {_steps(ours)} and {_steps(theirs)}."
+        )
     for step in sorted(common):
         left, right = ours[step]["arrays"], theirs[step]["arrays"]
-        names = [name for name in [*left, *(right.keys() - left.keys())] if left.get(name) != right.get(name)]
+        names = [
+            name
+            for name in [*left, *(right.keys() - left.keys())]
+            if left.get(name) != right.get(name)
+        ]
         if names or ours[step]["epoch"] != theirs[step]["epoch"]:
             more = f" and {len(names) - _NAMED_ARRAYS} more" if len(names) > _NAMED_ARRAYS else ""
             what = f"{', '.join(names[:_NAMED_ARRAYS])}{more}" if names else "the epoch"
@@ -44,14 +55,17 @@ def first_difference(path: str | Path, other: str | Path) -> str | None:
 
 
 def fingerprint(words: Sequence[str]) -> int:
-    """Runs `tnt-jax fingerprint A B`: prints the first difference and returns 1, or returns 0 if there is none.
+    """Runs `tnt-jax fingerprint A B`: prints the first difference and returns 1, or returns 0.
 
     Raises:
-        ValueError: If there are not two files, or one is no fingerprint file.
+        ValueError: If there are not two files, or one is not a fingerprint file.
         FileNotFoundError: If a file does not exist.
     """
     if len(words) != 2:
-        raise ValueError(f"tnt-jax fingerprint compares two files, but got {len(words)}: {' '.join(words) or 'none'}.")
+        raise ValueError(
+            f"tnt-jax fingerprint compares two files, but got {len(words)}: "
+            f"{' '.join(words) or 'none'}."
+        )
     difference = first_difference(*words)
     print("equal" if difference is None else f"first difference at {difference}")
     return 0 if difference is None else 1
@@ -64,7 +78,9 @@ def _read(path: str | Path) -> dict[int, dict[str, Any]]:
             record = json.loads(line)
             records[record["step"]] = {"epoch": record["epoch"], "arrays": dict(record["arrays"])}
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}, is no line of a fingerprint file: {line[:80]!r}.") from error
+            raise ValueError(
+                f"{path}, line {number}, is not a line of a fingerprint file: {line[:80]!r}."
+            ) from error
     return records
 
 

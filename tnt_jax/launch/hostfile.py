@@ -1,4 +1,4 @@
-"""The hosts of a job: those that a file lists, or those of a SLURM allocation."""
+"""The hosts of a job, from a file or a SLURM allocation."""
 
 import logging
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tnt_jax.launch.slurm import expand_nodes
+from tnt_jax.cluster.slurm import expand_nodes
 
 _logger = logging.getLogger("tnt_jax.launch")
 _NAME = re.compile(r"[A-Za-z0-9_\[][\w.:@\]\[-]*")
@@ -17,8 +17,9 @@ class HostEntry:
     """A line of a hostfile.
 
     Attributes:
-        name: What ssh is given: a host name, an address, an alias of the ssh configuration, or user@host.
-        slots: Devices to use there; None to leave it to the command line.
+        name: The name passed to ssh: a host name, an address, an alias of the ssh configuration, or
+            user@host.
+        slots: Devices to use there; None if the command line decides.
         through: Program that starts processes there: "ssh" or "srun".
     """
 
@@ -31,7 +32,8 @@ def read_hostfile(path: str) -> list[HostEntry]:
     """Returns the hosts that a file lists.
 
     Raises:
-        ValueError: If the file cannot be read, lists no host, or has a malformed line; the message names the line.
+        ValueError: If the file cannot be read, lists no host, or has a malformed line; the message
+            names the line.
     """
     try:
         text = Path(path).read_text()
@@ -41,23 +43,28 @@ def read_hostfile(path: str) -> list[HostEntry]:
 
 
 def allocated_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
-    """Returns the nodes of the SLURM allocation in which a batch script or the shell of `salloc` runs, none elsewhere."""
+    """Returns the nodes of the current SLURM allocation; none outside of one.
+
+    An allocation is that of a batch script or of the shell of `salloc`.
+    """
     nodes = environ.get("SLURM_JOB_NODELIST")
     return [HostEntry(name, through="srun") for name in expand_nodes(nodes)] if nodes else []
 
 
 def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
-    r"""Returns the hosts in a hostfile's text: one a line, `NAME` or `NAME slots=N`, `#` starts a comment.
+    r"""Returns the hosts in a hostfile's text, one per line: `NAME` or `NAME slots=N`.
 
-    Blank lines are ignored. A host named again is left out, unless the lines disagree about its slots.
+    `#` starts a comment. Blank lines are ignored. A repeated host is left out, unless the lines
+    disagree about its slots.
 
     Args:
         text: Content of the file.
-        source: What to call it in messages.
+        source: Its name in messages.
 
     Example:
-        >>> parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")
-        [HostEntry(name='node1', slots=4, through='ssh'), HostEntry(name='node2', slots=None, through='ssh')]
+        >>> hosts = parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")
+        >>> [(host.name, host.slots) for host in hosts]
+        [('node1', 4), ('node2', None)]
 
     Raises:
         ValueError: If no host is listed, or a line is malformed.
@@ -70,24 +77,30 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
         entry = _parse_line(words, f"{source}, line {number}")
         if entry.name in hosts:
             if hosts[entry.name] != entry:
-                raise ValueError(f"{source}, line {number}: {entry.name} is listed before with another number of slots.")
-            _logger.debug("%s, line %d: %s is listed before.", source, number, entry.name)
+                raise ValueError(
+                    f"{source}, line {number}: {entry.name} is already listed with another number "
+                    "of slots."
+                )
+            _logger.debug("%s, line %d: %s is already listed.", source, number, entry.name)
         hosts[entry.name] = entry
     if not hosts:
-        raise ValueError(f"{source} lists no host. Write one host name on each line, for instance: node1 slots=4")
+        raise ValueError(
+            f"{source} lists no host. Write one host name on each line, for instance: node1 slots=4"
+        )
     return list(hosts.values())
 
 
 def _parse_line(words: list[str], where: str) -> HostEntry:
     name, *rest = words
-    # Not a matter of taste: a name that starts with a dash would be an option of ssh.
+    # For safety: ssh would take a name that starts with a dash for an option.
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{where}: {name!r} is no host name.")
+        raise ValueError(f"{where}: {name!r} is not a host name.")
     if not rest:
         return HostEntry(name)
     found = re.fullmatch(r"slots=(\d+)", "".join(rest))
     if found is None or int(found[1]) < 1:
         raise ValueError(
-            f"{where}: after the host name only slots=N with N of at least 1 is allowed, but got {' '.join(rest)!r}."
+            f"{where}: after the host name only slots=N with N of at least 1 is allowed, but got "
+            f"{' '.join(rest)!r}."
         )
     return HostEntry(name, int(found[1]))

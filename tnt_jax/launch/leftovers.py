@@ -1,4 +1,4 @@
-"""Finds and ends processes that a job left on this host, by the job's id and never by a name."""
+"""Finds and ends the processes that a job left on this host, by the job's id."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _PATIENCE_S = 5.0
 
 
 def list_jobs() -> dict[str, list[str]]:
-    """Returns the commands of this user's running processes, by the id of the job they belong to."""
+    """Returns the commands of this user's running processes by the id of their job."""
     jobs: dict[str, list[str]] = {}
     for pid, job_id in processes_with("TNT_JOB_ID"):
         jobs.setdefault(job_id, []).append(f"{pid} {_command(pid)}")
@@ -26,25 +26,33 @@ def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
         force: Whether to kill.
 
     Returns:
-        Number of processes found, and those that are still there after five seconds.
+        Number of processes found, and those still running after five seconds.
     """
     found = _processes_of(job_id)
     deadline = time.monotonic() + _PATIENCE_S
     send_signal(found, signal.SIGKILL if force else signal.SIGTERM)
     while (left := _processes_of(job_id)) and time.monotonic() < deadline:
         if force:
-            # A process may have started another while it was being killed.
+            # A process may start another while it is being killed.
             send_signal(left, signal.SIGKILL)
         time.sleep(0.05)
     return len(found), [f"{pid} {_command(pid)}" for pid in left]
 
 
 def _processes_of(job_id: str) -> list[int]:
-    return [pid for pid, found in processes_with("TNT_JOB_ID") if found == job_id and pid != os.getpid()]
+    return [
+        pid for pid, found in processes_with("TNT_JOB_ID") if found == job_id and pid != os.getpid()
+    ]
 
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return "(has ended)"

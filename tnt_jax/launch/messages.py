@@ -1,49 +1,74 @@
-"""The language between launcher and supervisor: one JSON object a line, after a line that says that the talk begins.
+"""The protocol between launcher and supervisor: one JSON object per line.
 
-The launcher sends `ask`, `start`, `signal`, `stop` and `beat`; the supervisor sends `answer`, `started`, `refused`, `output`,
-`exit`, `beat` and `done`. The field `kind` names the message.
+A first line marks the beginning. The launcher sends `ask`, `start`, `signal`, `stop` and `beat`;
+the supervisor sends `answer`, `started`, `refused`, `output`, `exit`, `beat` and `done`. The field
+`kind` names the message.
 """
 
 import json
 import os
+import re
 import threading
 import time
 from typing import Any
 
+_END_OF_LINE = re.compile(rb"(?<=\n)")
+
 GREETING = b"tnt-jax supervisor 1\n"
-"""Everything a supervisor's output has before this line was printed by the host's own login scripts."""
+"""The output before this line comes from the host's login scripts.
+"""
 
 BEAT_INTERVAL_S = 1.0
-"""Both sides say something at least this often."""
+"""Both sides send something at least this often."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Returns the line for one message. Bytes of a process's output travel as Latin-1 text, which loses nothing."""
+    """Returns the line for one message.
+
+    The bytes of a process's output are sent as Latin-1 text, which is lossless.
+    """
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Lines:
-    """Cuts a stream of bytes into lines, whatever pieces it arrives in."""
+    """Splits a stream of bytes into lines, in whatever pieces it arrives.
 
-    def __init__(self) -> None:
-        self._rest = b""
+    Args:
+        limit: Bytes after which an incomplete line is cut and ended; None for lines of any length.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the lines, with their ends, that `data` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line + b"\n" for line in lines]
+        lines = []
+        for piece in _END_OF_LINE.split(data):
+            self._pieces.append(piece)
+            self._num_bytes += len(piece)
+            if piece.endswith(b"\n"):
+                lines += self.flush()
+            elif self._limit is not None and self._num_bytes >= self._limit:
+                lines += [rest + b"\n" for rest in self.flush()]
+        return lines
 
     def flush(self) -> list[bytes]:
-        """Returns the last line if it has no end, and forgets it."""
-        rest, self._rest = self._rest, b""
+        """Returns and clears the last line if it has no end."""
+        rest = b"".join(self._pieces)
+        self._pieces = []
+        self._num_bytes = 0
         return [rest] if rest else []
 
 
 class Outbox:
-    """What is still to be sent through a pipe that may be full. Several threads may use it.
+    """Data still to be sent through a pipe that may be full.
+
+    Several threads may use it.
 
     Attributes:
-        is_closed: Whether nothing can be sent any more.
+        is_closed: Whether nothing can be sent any longer.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -56,13 +81,13 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, data: bytes) -> None:
-        """Takes data to be sent; `flush` sends it."""
+        """Accepts data to send; `flush` sends it."""
         with self._lock:
             if not self.is_closed:
                 self._waiting += data
 
     def flush(self) -> None:
-        """Sends as much as the pipe takes; closes the box if nobody reads from it any more."""
+        """Sends as much as the pipe accepts; closes the box if the pipe has no reader."""
         with self._lock:
             try:
                 while self._waiting and not self.is_closed:
@@ -74,15 +99,16 @@ class Outbox:
                 self.is_closed = True
 
     def close(self) -> None:
-        """Forgets what is waiting and takes nothing more, so that the descriptor can be closed."""
+        """Discards the pending data and accepts no more, so that the descriptor can be closed."""
         with self._lock:
             self._waiting.clear()
             self.is_closed = True
 
     def beat_for_ever(self) -> None:
-        """Gives a sign of life at regular intervals from a thread of its own, whatever the others wait for.
+        """Sends regular heartbeats from a thread of its own, whatever the other threads wait for.
 
-        The other side must not take us for dead while we wait for a full terminal, a pager or a slow file system.
+        The other side must not take this one for dead while it waits for a full terminal, a pager
+        or a slow file system.
         """
 
         def beat() -> None:

@@ -1,4 +1,7 @@
-"""Turns hosts, devices and options into a list of processes. Everything here is a pure function of its arguments."""
+"""Turns hosts, devices and options into a list of processes.
+
+Everything here is a pure function of its arguments.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,13 +15,14 @@ from tnt_jax.launch.options import Options
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the job and what is known of it.
+    """A host of the job and its facts.
 
     Attributes:
         name: Its name as the user gave it.
-        facts: What it told about itself.
-        slots: Devices that the hostfile grants on it; None for no limit.
-        is_remote: Whether processes there start from the environment of a login, not from the launcher's.
+        facts: The facts of the host.
+        slots: Number of devices that the hostfile grants on it; None for no limit.
+        is_remote: Whether processes there start from the environment of a login, not from the
+            launcher's.
     """
 
     name: str
@@ -34,7 +38,7 @@ class Devices:
     Attributes:
         kind: "gpu" or "cpu".
         per_host: Number of devices on each host.
-        warnings: What the user must know about the choice.
+        warnings: Warnings for the user about the choice.
     """
 
     kind: str
@@ -52,11 +56,12 @@ class Process:
         host: Name of the host.
         command: Words of the command.
         cwd: Directory to run it in.
-        environment: Variables on top of the host's own.
-        exports: The user's own variables, set after these, with `$NAME` replaced on the host.
+        environment: Variables in addition to those of the host.
+        exports: The user's own variables, set after these, with `$NAME` expanded on the host.
         shown: Which of its streams reach the user's screen: "stdout", "stderr".
         log_file: File on the host that gets both streams, or None.
-        terminals: Which of its streams are terminals to it, so that progress bars work: those shown alone on a terminal.
+        terminals: Which of its streams are terminals, so that progress bars work: those shown alone
+            on a terminal.
         columns: Width of these terminals, in characters.
     """
 
@@ -89,8 +94,9 @@ class Launch:
         launched_at: When the launcher began, in seconds since 1970.
         terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
         columns: Width of the terminal, in characters.
-        num_parts: Launchers like this one, with as many processes each, that a cluster has started for the same job.
-        part: Number of this one among them.
+        num_parts: Number of launchers like this one, with as many processes each, that a cluster
+            has started for the job.
+        part: Index of this one among them.
     """
 
     job_id: str
@@ -107,11 +113,14 @@ class Launch:
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
     """Returns how many devices of which kind each host contributes.
 
-    Without a number: all GPUs, or one CPU process a host, with a warning, where no host has any. With a number: that many
-    GPUs, or that many CPU processes, with a warning, where no host has so many. Without GPUs by request: no warning.
+    Without a number, a host contributes all its GPUs, or one CPU process if no host has GPUs. With
+    a number, it contributes that many GPUs, or that many CPU processes if no host has enough GPUs.
+    A warning says that CPUs replace GPUs, unless the user asked for CPUs, or the hosts have neither
+    GPUs nor a JAX that supports them.
 
     Raises:
-        ValueError: If the hostfile and the options grant different numbers, or if some hosts have the GPUs and others not.
+        ValueError: If the hostfile and the options give different numbers, or if only some hosts
+            have the GPUs.
     """
     wanted = [_wanted(host, options) for host in hosts]
     if not options.use_gpus:
@@ -122,10 +131,13 @@ def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
         return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
     counts = tuple(number or have for number, have in zip(wanted, usable, strict=True))
     if not all(enough) or (None in wanted and len(set(counts)) > 1):
-        listed = ", ".join(f"{host.name} has {have}" for host, have in zip(hosts, usable, strict=True))
+        listed = ", ".join(
+            f"{host.name} has {have}" for host, have in zip(hosts, usable, strict=True)
+        )
         raise ValueError(
-            f"The hosts differ in the GPUs that JAX can use there: {listed}. Say how many to use on each with --devices-per-node "
-            "or with slots=N in the hostfile, leave hosts out, or use CPUs only with --no-gpu."
+            f"The hosts differ in the GPUs that JAX can use there: {listed}. Say how many to use "
+            "on each with --devices-per-node or with slots=N in the hostfile, leave hosts out, or "
+            "use CPUs only with --no-gpu."
         )
     return Devices("gpu", counts)
 
@@ -134,36 +146,50 @@ def _wanted(host: Host, options: Options) -> int | None:
     asked = options.devices_per_node
     if asked is not None and host.slots is not None and asked != host.slots:
         raise ValueError(
-            f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but the command line asks for "
-            f"{asked} on each host. Leave one of the two out."
+            f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but "
+            f"the command line asks for {asked} on each host. Leave one of the two out."
         )
     return host.slots if asked is None else asked
 
 
 def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
     warnings = [
-        f"{host.name} has {host.facts.num_gpus} GPU(s), but the JAX installed there cannot use them; install jax[cuda13]."
+        f"{host.name} has {host.facts.num_gpus} GPU(s), but the JAX installed there cannot use "
+        "them; install jax[cuda13]."
         for host in hosts
         if host.facts.num_gpus and not host.facts.has_cuda_jax
     ]
     for host, number in zip(hosts, wanted, strict=True):
-        if host.facts.num_gpus < (number or 1):
+        if host.facts.num_gpus < (number or 1) and any(
+            host.facts.num_gpus or host.facts.has_cuda_jax for host in hosts
+        ):
             where = "" if len(hosts) == 1 else f" on {host.name}"
             count = number or 1
-            text = f"Cannot find {count} available GPUs per node as requested" if number else "Cannot find any GPU"
-            warnings.append(f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead.")
+            text = (
+                f"Cannot find {count} available GPUs per node as requested"
+                if number
+                else "Cannot find any GPU"
+            )
+            warnings.append(
+                f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead."
+            )
             break
     return tuple(warnings)
 
 
-def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, launch: Launch) -> list[Process]:
+def plan_processes(
+    hosts: Sequence[Host], devices: Devices, options: Options, launch: Launch
+) -> list[Process]:
     """Returns the processes of a job, host by host, so that neighbouring ranks are on one host.
 
     Raises:
-        ValueError: If the devices of a host cannot be divided evenly among `options.processes_per_node`, or if processes
-            cannot be pinned to the sockets of a host.
+        ValueError: If the devices of a host cannot be divided evenly among
+            `options.processes_per_node`, or if processes cannot be pinned to the sockets of a host.
     """
-    counts = [_processes_on(host, number, options) for host, number in zip(hosts, devices.per_host, strict=True)]
+    counts = [
+        _processes_on(host, number, options)
+        for host, number in zip(hosts, devices.per_host, strict=True)
+    ]
     processes: list[Process] = []
     for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
         for local_rank in range(count):
@@ -171,7 +197,9 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
             environment = process_environment(
                 facts=host.facts,
                 device_kind=devices.kind,
-                local_devices=range(local_rank * num_devices // count, (local_rank + 1) * num_devices // count),
+                local_devices=range(
+                    local_rank * num_devices // count, (local_rank + 1) * num_devices // count
+                ),
                 rank=rank,
                 num_processes=launch.num_parts * sum(counts),
                 processes_on_host=count,
@@ -187,13 +215,21 @@ def plan_processes(hosts: Sequence[Host], devices: Devices, options: Options, la
                     rank=rank,
                     local_rank=local_rank,
                     host=host.name,
-                    command=(*_pinning(host, local_rank, count, options), *script_command(options, launch.cwd)),
+                    command=(
+                        *_pinning(host, local_rank, count, options),
+                        *script_command(options, launch.cwd),
+                    ),
                     cwd=launch.cwd,
-                    environment={**(carried_environment(launch.environ) if host.is_remote else {}), **environment},
+                    environment={
+                        **(carried_environment(launch.environ) if host.is_remote else {}),
+                        **environment,
+                    },
                     exports=options.exports,
                     shown=_shown(rank, options),
                     log_file=_log_file(rank, options, launch.cwd),
-                    terminals=tuple(name for name in launch.terminals if _is_shown_alone(rank, name, options)),
+                    terminals=tuple(
+                        name for name in launch.terminals if _is_shown_alone(rank, name, options)
+                    ),
                     columns=launch.columns,
                 )
             )
@@ -204,8 +240,8 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
     count = options.processes_per_node or num_devices
     if num_devices % count:
         raise ValueError(
-            f"--processes-per-node ({count}) must divide the number of devices on {host.name} ({num_devices}), so that "
-            "each process drives equally many."
+            f"--processes-per-node ({count}) must divide the number of devices on {host.name} "
+            f"({num_devices}), so that each process drives equally many."
         )
     return count
 
@@ -222,11 +258,13 @@ def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple
         return ()
     nodes = host.facts.numa_nodes
     if host.facts.numactl is None:
-        raise FileNotFoundError(f"--pin-to-socket needs the program numactl on {host.name}; install it there.")
+        raise FileNotFoundError(
+            f"--pin-to-socket needs the program numactl on {host.name}; install it there."
+        )
     if not nodes or count > len(nodes):
         raise ValueError(
-            f"--pin-to-socket needs a socket (NUMA node) for each process, but {host.name} has {len(nodes)} for {count} "
-            "processes. Start fewer processes, or leave the option out."
+            f"--pin-to-socket needs a socket (NUMA node) for each process, but {host.name} has "
+            f"{len(nodes)} for {count} processes. Start fewer processes, or leave the option out."
         )
     memory = "--membind" if options.pin_memory_to_socket else "--preferred"
     node = nodes[local_rank]
@@ -240,7 +278,11 @@ def _shown(rank: int, options: Options) -> tuple[str, ...]:
 
 
 def _is_shown_alone(rank: int, name: str, options: Options) -> bool:
-    return rank == 0 and not options.output_on_all_devices and not (name == "stderr" and options.log_on_all_devices)
+    return (
+        rank == 0
+        and not options.output_on_all_devices
+        and not (name == "stderr" and options.log_on_all_devices)
+    )
 
 
 def _log_file(rank: int, options: Options, cwd: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Linux calls that keep a job's processes together: who dies with whom, and who descends from whom."""
+"""Linux calls that keep a job's processes together, and find their descendants."""
 
 import ctypes
 import os
@@ -13,12 +13,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that `descendants` finds all of them."""
+    """Makes this process the parent of all descendants whose own parent ends.
+
+    This way `descendants` finds all of them.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def leave_orphans() -> None:
+    """Reverts `adopt_orphans`.
+
+    A program that replaces this process would not wait for orphans.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends. Call it between fork and exec."""
+    """Has the kernel kill this process when the thread that started it ends.
+
+    Call it between fork and exec.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -29,7 +43,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the ids of the children of `pid`, their children and so on; zombies are left out."""
+    """Returns the ids of the children of `pid`, their children and so on, without zombies."""
     children: dict[int, list[int]] = {}
     for child, parent, state in _all_processes():
         if state not in "ZX":
@@ -43,7 +57,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def processes_with(variable: str) -> list[tuple[int, str]]:
-    """Returns (process id, value) of this user's processes that were started with an environment variable."""
+    """Returns (process id, value) of this user's processes with an environment variable.
+
+    They were started with the variable set.
+    """
     prefix = f"{variable}=".encode()
     found = []
     for pid, _, state in _all_processes():
@@ -52,13 +69,17 @@ def processes_with(variable: str) -> list[tuple[int, str]]:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue  # It belongs to somebody else, or has ended.
-        found += [(pid, entry[len(prefix) :].decode()) for entry in environment.split(b"\0") if entry.startswith(prefix)]
+            continue  # It belongs to another user, or has ended.
+        found += [
+            (pid, entry[len(prefix) :].decode())
+            for entry in environment.split(b"\0")
+            if entry.startswith(prefix)
+        ]
     return found
 
 
 def send_signal(pids: Iterable[int], signum: int) -> None:
-    """Sends a signal to each process; one that has ended is passed over."""
+    """Sends a signal to each process, ignoring those that have ended."""
     for pid in pids:
         try:
             os.kill(pid, signum)
@@ -67,10 +88,10 @@ def send_signal(pids: Iterable[int], signum: int) -> None:
 
 
 def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
-    """Kills all descendants of `pid` and returns those that are still there after `patience_s` seconds.
+    """Kills all descendants of `pid` and returns those still there after `patience_s` seconds.
 
-    A process can start another while it is being killed, and one in an uninterruptible system call dies late: the list is
-    read again until it is empty.
+    A process can start another while it is being killed, and a process in an uninterruptible system
+    call dies late, so the list is read again until it is empty.
     """
     deadline = time.monotonic() + patience_s
     while (left := descendants(pid)) and time.monotonic() < deadline:
@@ -89,7 +110,7 @@ def _all_processes() -> list[tuple[int, int, str]]:
             stat = Path(f"/proc/{name}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # The command name stands in parentheses and may itself contain spaces and parentheses.
+        # The command name is in parentheses and may itself contain spaces and parentheses.
         state, parent = stat.rpartition(")")[2].split()[:2]
         found.append((int(name), int(parent), state))
     return found

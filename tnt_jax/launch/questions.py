@@ -1,4 +1,7 @@
-"""What a launcher can ask a supervisor before, or instead of, starting processes: each answer is plain data."""
+"""The questions of a launcher to a supervisor; each answer is plain data.
+
+They are asked before, or instead of, starting processes.
+"""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +12,12 @@ from tnt_jax.launch.facts import inspect_host
 from tnt_jax.launch.leftovers import end_job, list_jobs
 
 _CONNECT_TIMEOUT_S = 2.0
+# Of the supervisor's process, which starts no job of its own.
 _listening: dict[int, socket.socket] = {}
 
 
 def answer(question: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the answer to a question that the launcher asks by name."""
+    """Returns the answer to a question, which the launcher asks by name."""
     return _ANSWERS[question](**arguments)
 
 
@@ -21,12 +25,15 @@ def listen(port: int | None) -> int:
     """Listens on a port, any free one if None, until `stop_listening`, and returns its number.
 
     Raises:
-        OSError: If something listens there already.
+        OSError: If the port is in use.
     """
-    # On IPv4 and IPv6 where there are both, as JAX's coordinator does, with room for a large job's hosts at once.
+    # On IPv4 and IPv6 if both exist, as JAX's coordinator does, and for all hosts of a large job at
+    # once.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    listener = socket.create_server(("", port or 0), family=family, dualstack_ipv6=both, backlog=4096)
+    listener = socket.create_server(
+        ("", port or 0), family=family, dualstack_ipv6=both, backlog=4096
+    )
     number = listener.getsockname()[1]
     _listening[number] = listener
     return number
@@ -39,7 +46,7 @@ def stop_listening() -> None:
 
 
 def find_reachable(hosts: Sequence[str], port: int) -> list[str]:
-    """Returns those names and addresses under which a connection to the port can be made from here."""
+    """Returns the names and addresses at which the port can be reached from here."""
     return [host for host in hosts if _can_connect(host, port)]
 
 

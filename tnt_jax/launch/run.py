@@ -1,4 +1,4 @@
-"""Runs a job: connects to the hosts, asks what they are like, plans, starts and waits."""
+"""Runs a job: connects to the hosts, gathers facts, plans, starts and waits."""
 
 import logging
 import os
@@ -13,14 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tnt_jax.cluster.job import Job
 from tnt_jax.launch.connection import Connection, srun_command, ssh_command, supervisor_command
 from tnt_jax.launch.environment import carried_environment
 from tnt_jax.launch.facts import Facts, Request
 from tnt_jax.launch.hostfile import HostEntry, allocated_hosts, read_hostfile
-from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
-from tnt_jax.launch.preflight import choose_address, find_obstacles, find_remedy, find_unreachable
+from tnt_jax.launch.preflight import (
+    choose_address,
+    find_missing_caches,
+    find_obstacles,
+    find_remedy,
+    find_unreachable,
+)
 from tnt_jax.launch.session import HostError, Session
 
 LOCALHOST = "localhost"
@@ -33,9 +39,10 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
     """Starts the script on all devices of all hosts, waits for it, and returns the exit code.
 
     Args:
-        options: What the user asked for.
+        options: The options of the command line.
         environ: The launcher's environment.
-        part: The place of this launcher among several that a cluster has started for one job; None if it is the only one.
+        part: The position of this launcher among several that a cluster has started for one job;
+            None if it is the only one.
 
     Raises:
         ValueError: If the hostfile is malformed or the options do not fit the hosts.
@@ -47,20 +54,28 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         phases.end("connecting to the hosts")
-        hosts = [Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name)) for entry in entries]
+        hosts = [
+            Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name))
+            for entry in entries
+        ]
         check(find_obstacles(facts))
         devices = choose_devices(hosts, options)
-        for warning in devices.warnings:
+        missing_caches = find_missing_caches(facts) if options.compilation_cache else []
+        for warning in [*devices.warnings, *missing_caches]:
             _logger.warning(warning)
         launch = Launch(
-            job_id=new_job_id(options.script),
+            job_id=new_job_id(options.script_args[0] if options.script == "-m" else options.script),
             coordinator_address=(
-                part.coordinator_address if part else find_coordinator_address(session, hosts, options, devices.kind)
+                part.coordinator_address
+                if part
+                else find_coordinator_address(session, hosts, options, devices.kind)
             ),
             cwd=working_directory(environ),
             environ=environ,
             launched_at=phases.began_at,
-            terminals=tuple(stream.name[1:-1] for stream in (sys.stdout, sys.stderr) if stream.isatty()),
+            terminals=tuple(
+                stream.name[1:-1] for stream in (sys.stdout, sys.stderr) if stream.isatty()
+            ),
             columns=shutil.get_terminal_size().columns,
             num_parts=part.num_processes if part else 1,
             part=part.process_id if part else 0,
@@ -70,12 +85,14 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
         if options.dry_run:
             print(describe(processes, launch))
             return 0
-        _logger.info("Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts))
+        _logger.info(
+            "Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts)
+        )
         return session.run(processes)
 
 
 class Phases:
-    """Measures how long the parts of a start take, and tells at level DEBUG."""
+    """Times the phases of a start, and logs them at level DEBUG."""
 
     def __init__(self) -> None:
         self.began_at = time.time()
@@ -89,29 +106,36 @@ class Phases:
 
 
 def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
-    """Returns the hosts of the job: those of the hostfile, those of the SLURM allocation around us, or this one."""
+    """Returns the hosts of the hostfile, of the current SLURM allocation, or this host."""
     if options.hostfile:
         return read_hostfile(options.hostfile)
     return (not options.this_host_only and allocated_hosts(environ)) or [HostEntry(LOCALHOST)]
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a name means the host on which the launcher runs, which is reached directly."""
+    """Returns whether a name means the launcher's own host, which needs no network."""
     own = socket.gethostname()
-    # SLURM and many a hostfile leave the domain out.
+    # SLURM and many hostfiles leave out the domain.
     return name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
 
 
 def _connect(entry: HostEntry, options: Options) -> Connection:
     if is_local(entry.name):
         return Connection(entry.name, supervisor_command(), is_remote=False)
-    command = srun_command(entry.name) if entry.through == "srun" else ssh_command(entry.name, options.ssh_args)
+    command = (
+        srun_command(entry.name)
+        if entry.through == "srun"
+        else ssh_command(entry.name, options.ssh_args)
+    )
     return Connection(entry.name, command, is_remote=True)
 
 
 @contextmanager
 def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Session]:
-    """Connects to all hosts at once; at the end, however it comes, their supervisors end every process they started."""
+    """Connects to all hosts at once.
+
+    At the end, in whatever way, the supervisors end all processes that they started.
+    """
     connections = [_connect(entry, options) for entry in entries]
     session = Session(connections, grace_period_s=options.grace_period_s)
     restore_signals = session.watch_signals()
@@ -128,10 +152,10 @@ def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Ses
 
 
 def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) -> dict[str, Facts]:
-    """Returns what each host is like.
+    """Returns the facts of each host.
 
     Raises:
-        HostError: If a host cannot be reached; the message adds what usually helps.
+        HostError: If a host cannot be reached; the message adds the usual remedy.
     """
     visible = {name: value for name, value in options.exports if name == "CUDA_VISIBLE_DEVICES"}
     request = Request(
@@ -144,7 +168,10 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
         answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
     except HostError as error:
         raise HostError(
-            {host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip() for host, reason in error.reasons.items()}
+            {
+                host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip()
+                for host, reason in error.reasons.items()
+            }
         ) from error
     return {host: Facts.from_json(fields) for host, fields in answers.items()}
 
@@ -155,17 +182,24 @@ def check(obstacles: Mapping[str, str]) -> None:
         raise HostError(obstacles)
 
 
-def find_coordinator_address(session: Session, hosts: Sequence[Host], options: Options, device_kind: str) -> str:
-    """Returns an address of the first host under which all others have just reached it.
+def find_coordinator_address(
+    session: Session, hosts: Sequence[Host], options: Options, device_kind: str
+) -> str:
+    """Returns an address of the first host at which all others can reach it.
 
     Raises:
         HostError: If the port is taken, or if hosts cannot reach the first one.
     """
     first, *others = (host.name for host in hosts)
     try:
-        port = session.ask("listen", {"port": options.port}, hosts=[first], timeout_s=ASK_TIMEOUT_S)[first]
+        port = session.ask(
+            "listen", {"port": options.port}, hosts=[first], timeout_s=ASK_TIMEOUT_S
+        )[first]
     except HostError as error:
-        reason = f"port {options.port} cannot be used: {error.reasons[first]}. Leave --port out, or choose another."
+        reason = (
+            f"port {options.port} cannot be used: {error.reasons[first]}. Leave --port out, or "
+            "choose another."
+        )
         raise HostError({first: reason}) from error
     address = "127.0.0.1"
     if others:
@@ -175,7 +209,8 @@ def find_coordinator_address(session: Session, hosts: Sequence[Host], options: O
         reachable = session.ask("find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S)
         address, unreached = choose_address(candidates, reachable)
         reason = (
-            f"it cannot reach {first} at {' or '.join(candidates)}, port {port}. Is there a firewall? --port chooses the port."
+            f"it cannot reach {first} at {' or '.join(candidates)}, port {port}. Is there a "
+            "firewall? --port chooses the port."
         )
         check(dict.fromkeys(unreached, reason))
     session.ask("stop_listening", {}, hosts=[first], timeout_s=ASK_TIMEOUT_S)
@@ -183,22 +218,35 @@ def find_coordinator_address(session: Session, hosts: Sequence[Host], options: O
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """Returns the working directory as the user's shell spells it, because other hosts may know only that spelling."""
+    """Returns the working directory as the user's shell spells it.
+
+    Other hosts may know only that spelling.
+    """
     spelled = environ.get("PWD", "")
-    return spelled if os.path.isabs(spelled) and os.path.isdir(spelled) and os.path.samefile(spelled, ".") else os.getcwd()
+    return (
+        spelled
+        if os.path.isabs(spelled) and os.path.isdir(spelled) and os.path.samefile(spelled, ".")
+        else os.getcwd()
+    )
 
 
 def new_job_id(script: str) -> str:
-    """Returns a name for a job that no other has."""
+    """Returns a unique name for a job."""
     name = re.sub(r"\W+", "_", Path(script).stem)[:32]
     return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def describe(processes: Sequence[Process], launch: Launch) -> str:
-    """Returns a plan in words: for each process its host, variables and command, ready for a shell."""
-    lines = [f"job {launch.job_id}: {len(processes)} process(es), meeting at {launch.coordinator_address}"]
+    """Returns a plan as text: for each process its host, variables and command, for a shell."""
+    lines = [
+        f"job {launch.job_id}: {len(processes)} process(es), meeting at "
+        f"{launch.coordinator_address}"
+    ]
     for process in processes:
-        lines.append(f"rank {process.rank} on {process.host} (local rank {process.local_rank}), in {process.cwd}:")
+        lines.append(
+            f"rank {process.rank} on {process.host} (local rank {process.local_rank}), in "
+            f"{process.cwd}:"
+        )
         settings = [*process.environment.items(), *process.exports]
         lines += [f"  {name}={shlex.quote(value)}" for name, value in settings]
         lines.append(f"  {shlex.join(process.command)}")

@@ -1,23 +1,27 @@
-"""What the user sees: the output of the ranks, and the launcher's own words."""
+"""The terminal output: that of the ranks, and the launcher's own messages."""
 
+import os
+import re
 import sys
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TextIO
 
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
 
 _LAST_LINES = 30
+_LONGEST_LINE_BYTES = 1 << 16
+_TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
 
 
 class Output(Protocol):
-    """What a session gives the processes' output to."""
+    """The receiver of the processes' output."""
 
     def write(self, rank: int, name: str, data: bytes) -> None:
-        """Takes a piece of output of a rank; `name` is "stdout" or "stderr"."""
+        """Receives a piece of output of a rank; `name` is "stdout" or "stderr"."""
 
     def finish(self, rank: int) -> None:
-        """Takes note that no more will come from a rank."""
+        """Receives the end of a rank's output."""
 
     def shows(self, rank: int) -> bool:
         """Returns whether the user has seen the error output of a rank."""
@@ -25,9 +29,12 @@ class Output(Protocol):
 
 
 class Screen:
-    """Writes the processes' output to the launcher's own, each line with its rank where several ranks write.
+    """Writes the processes' output to the launcher's own.
 
-    A stream that one rank alone writes to passes unchanged and at once, so that progress bars work.
+    If several ranks write, each line begins with its rank.
+
+    If only one rank writes to a stream, its output is passed on unchanged and at once, so that
+    progress bars work. If several write, lines longer than 64 KiB are cut.
     """
 
     def __init__(self, processes: Iterable[Process]) -> None:
@@ -35,10 +42,19 @@ class Screen:
         for process in processes:
             for name in process.shown:
                 self._writers[name].append(process.rank)
-        self._lines = {(name, rank): Lines() for name, ranks in self._writers.items() for rank in ranks if len(ranks) > 1}
+        self._lines = {
+            (name, rank): Lines(_LONGEST_LINE_BYTES)
+            for name, ranks in self._writers.items()
+            for rank in ranks
+            if len(ranks) > 1
+        }
 
     def write(self, rank: int, name: str, data: bytes) -> None:
-        """Shows a piece of output of a rank."""
+        """Shows a piece of output of a rank.
+
+        Raises:
+            BrokenPipeError: If the output has been closed; later output is discarded.
+        """
         if (name, rank) not in self._lines:
             _put(name, data)
             return
@@ -46,7 +62,7 @@ class Screen:
             _put(name, _with_rank(rank, line))
 
     def finish(self, rank: int) -> None:
-        """Shows last lines that have no end."""
+        """Shows the last lines, which have no end."""
         for name in self._writers:
             if (name, rank) in self._lines:
                 for line in self._lines[name, rank].flush():
@@ -64,20 +80,72 @@ def _with_rank(rank: int, line: bytes) -> bytes:
 
 def _put(name: str, data: bytes) -> None:
     stream = sys.stdout if name == "stdout" else sys.stderr
-    stream.buffer.write(data)
-    stream.flush()
+    try:
+        stream.buffer.write(data)
+        stream.flush()
+    except BrokenPipeError:
+        discard(stream)
+        raise
+
+
+def discard(stream: TextIO) -> None:
+    """Discards a stream that has no reader any more, including its buffer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say(text: str) -> None:
-    """Prints the launcher's own words."""
-    print("\n".join(f"[tnt-jax] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    """Prints a message of the launcher."""
+    try:
+        print(
+            "\n".join(f"[tnt-jax] {line}" for line in text.splitlines()),
+            file=sys.stderr,
+            flush=True,
+        )
+    except BrokenPipeError:
+        discard(sys.stderr)
 
 
 def failure_report(rank: int, host: str, code: int, tail: bytes, *, shown: bool) -> str:
-    """Returns what is said about the first process that failed: which, how, and the end of its output unless shown."""
+    """Returns the report on the first failed process.
+
+    It says which process failed and how, and has the end of its output unless that was shown.
+    """
     how = f"was ended by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
     text = f"Rank {rank} on {host} {how}."
-    last = tail.decode(errors="replace").rstrip().splitlines()[-_LAST_LINES:]
+    last = excerpt(tail.decode(errors="replace").rstrip().splitlines())
     if shown or not last:
         return text
     return "\n".join([text + " End of its output:", *(f"  {line}" for line in last)])
+
+
+def excerpt(lines: Sequence[str]) -> list[str]:
+    """Returns the last lines of an output, preceded by the errors of earlier tracebacks."""
+    begin = max(0, len(lines) - _LAST_LINES)
+    errors: list[int] = []
+    for index, line in enumerate(lines):
+        if _TRACEBACK.match(line):
+            margin = len(line) - len(line.lstrip())
+            ends = (
+                i
+                for i in range(index + 1, len(lines))
+                if lines[i].strip() and lines[i][: margin + 1].strip()
+            )
+            errors.append(next(ends, len(lines)))
+    found = [line for index in errors if index < begin for line in (lines[index], "...")]
+    return [*found, *lines[begin:]]
+
+
+def loss_report(rank: int, host: str, ended: Sequence[int]) -> str:
+    """Returns the report on a process that could not continue without others.
+
+    These had ended with exit code 0 without leaving the job.
+    """
+    names = (
+        f"Rank {ended[0]}" if len(ended) == 1 else f"One of the ranks {', '.join(map(str, ended))}"
+    )
+    return (
+        f"{names} ended with exit code 0, but without leaving the job; rank {rank} on {host} "
+        "needed it and could not go on."
+    )

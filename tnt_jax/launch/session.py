@@ -1,4 +1,4 @@
-"""Runs a plan: talks with the supervisors of all hosts until every process has ended."""
+"""Runs a plan: communicates with the supervisors until every process has ended."""
 
 import logging
 import os
@@ -10,23 +10,26 @@ from typing import Any
 
 from tnt_jax.launch.connection import Connection
 from tnt_jax.launch.plan import Process
-from tnt_jax.launch.screen import Output, Screen, failure_report, say
+from tnt_jax.launch.screen import Output, Screen, failure_report, loss_report, say
+from tnt_jax.settings import LOST_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
 FAILURE_GRACE_S = 5.0
 _TICK_S = 0.5
 _MOST_REPORTS = 4
-# What a process that was asked to end, and then made to, ends with.
+# The exit codes of a process that was asked, and then forced, to end.
 _ENDED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+# What JAX prints before it aborts a process that has lost its coordinator or a peer.
+_FATAL_OF_JAX = b"JAX distributed service detected fatal errors"
 _logger = logging.getLogger("tnt_jax.launch")
 
 
 class HostError(RuntimeError):
-    """Hosts cannot take part in a job.
+    """Raised if hosts cannot take part in a job.
 
     Attributes:
-        reasons: Why, by host.
+        reasons: The reason for each host.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -42,14 +45,21 @@ class Session:
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
         for connection in connections:
-            self._selector.register(connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c))
-            self._selector.register(connection.stderr, selectors.EVENT_READ, lambda c=connection: self._read_complaints(c))
+            self._selector.register(
+                connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c)
+            )
+            self._selector.register(
+                connection.stderr,
+                selectors.EVENT_READ,
+                lambda c=connection: self._read_complaints(c),
+            )
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._starting, self._began_at = 0, 0.0
         self._started = False
         self._lost: dict[str, str] = {}
         self._screen: Output = Screen([])
         self._running: dict[int, str] = {}
+        self._ended_well: list[int] = []
         self._exit_code = self._failures = 0
         self._stopping_since: float | None = None
         self._stop_at: float | None = None
@@ -61,9 +71,14 @@ class Session:
     # Before the start.
 
     def ask(
-        self, question: str, arguments: Mapping[str, Any], *, hosts: Iterable[str] | None = None, timeout_s: float
+        self,
+        question: str,
+        arguments: Mapping[str, Any],
+        *,
+        hosts: Iterable[str] | None = None,
+        timeout_s: float,
     ) -> dict[str, Any]:
-        """Asks hosts, all by default, and returns their answers by host.
+        """Asks hosts, by default all, and returns their answers by host.
 
         Args:
             question: Name of a function of `questions`.
@@ -72,14 +87,18 @@ class Session:
             timeout_s: Seconds to wait for all answers.
 
         Raises:
-            HostError: If a host cannot be reached, fails to answer or does not answer in time; the message names all such.
+            HostError: If a host cannot be reached, fails to answer or does not answer in time; the
+                message names all of them.
         """
         asked = list(self._connections if hosts is None else hosts)
         self._answers = {}
         for host in asked:
             self._connections[host].send("ask", question=question, arguments=arguments)
         deadline = time.monotonic() + timeout_s
-        while any(host not in self._answers and host not in self._lost for host in asked) and time.monotonic() < deadline:
+        while (
+            any(host not in self._answers and host not in self._lost for host in asked)
+            and time.monotonic() < deadline
+        ):
             self._turn()
             if self._caught is not None:
                 raise KeyboardInterrupt
@@ -95,23 +114,30 @@ class Session:
 
     # The job.
 
-    def run(self, processes: Sequence[Process], *, screen: Output | None = None, timeout_s: float | None = None) -> int:
+    def run(
+        self,
+        processes: Sequence[Process],
+        *,
+        screen: Output | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
         """Starts the processes and returns when all have ended.
 
         Args:
             processes: The plan.
-            screen: What takes their output; the launcher's own by default.
+            screen: The receiver of their output; by default the launcher's screen.
             timeout_s: Seconds after which the processes are ended; None for no limit.
 
         Returns:
-            0 if all processes succeeded; 128 + signal number if the launcher was told by a signal to end them and not all
-            succeeded nevertheless; otherwise the exit code of the first process that failed.
+            0 if all processes succeeded; 128 + signal number if a signal ended the job and not all
+            processes succeeded; otherwise the exit code of the first process that failed.
         """
         self._screen = screen or Screen(processes)
         self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._running = {process.rank: process.host for process in processes}
         self._started = True
-        self._starting, self._began_at = len(processes), time.monotonic()
+        self._starting = len(processes)
+        self._began_at = time.monotonic()
         for host, connection in self._connections.items():
             connection.send(
                 "start",
@@ -119,7 +145,10 @@ class Session:
                 silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
             )
             connection.show_life()
-        while any(not connection.finished and not connection.closed for connection in self._connections.values()):
+        while any(
+            not connection.finished and not connection.closed
+            for connection in self._connections.values()
+        ):
             self._turn()
             self._keep_time()
             if self._give_up_at is not None and time.monotonic() > self._give_up_at:
@@ -127,7 +156,7 @@ class Session:
         return self._exit_code
 
     def watch_signals(self) -> Callable[[], None]:
-        """Takes the signals that end or concern a job; returns the function that gives them back."""
+        """Handles the signals that end or concern a job; returns a function that restores them."""
         read_fd, write_fd = os.pipe()
         for descriptor in (read_fd, write_fd):
             os.set_blocking(descriptor, False)
@@ -135,9 +164,11 @@ class Session:
         taken = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
         previous = {signum: signal.signal(signum, lambda signum, frame: None) for signum in taken}
         if any(connection.is_remote for connection in self._connections.values()):
-            # A stopped launcher is silent, and the hosts would take it for dead.
+            # The hosts would take a stopped launcher for dead.
             previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        self._selector.register(read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64)))
+        self._selector.register(
+            read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64))
+        )
 
         def restore() -> None:
             for signum, handler in previous.items():
@@ -159,7 +190,12 @@ class Session:
         if self._caught is not None and signum == signal.SIGINT:
             self._stop(0.0)
             return
-        _logger.warning("Passing on %s; %g seconds to end.", signal.Signals(signum).name, self._grace_period_s)
+        if self._caught is not None:
+            self._tell_all("signal", signum=signum)  # The time limit is already running.
+            return
+        _logger.warning(
+            "Passing on %s; %g seconds to end.", signal.Signals(signum).name, self._grace_period_s
+        )
         self._caught = signum
         self._tell_all("signal", signum=signum)
         self._stop_at = time.monotonic() + self._grace_period_s
@@ -171,7 +207,8 @@ class Session:
             key.data()
         moment = time.monotonic()
         if moment - self._turned_at > 4 * _TICK_S:
-            # Showing output has taken so long, because a terminal or a pager was full; what hosts said meanwhile waits to be read.
+            # Showing output took this long, because a terminal or a pager was full; messages of
+            # hosts are still unread.
             for connection in self._connections.values():
                 connection.forgive_silence()
         self._turned_at = moment
@@ -184,7 +221,11 @@ class Session:
             self._time_out_at = None
             self._fail(1, "The processes did not end in time.")
         for connection in self._connections.values():
-            if connection.is_remote and not connection.closed and connection.silent_s > HOST_TIMEOUT_S:
+            if (
+                connection.is_remote
+                and not connection.closed
+                and connection.silent_s > HOST_TIMEOUT_S
+            ):
                 self._lose(connection, f"it has been silent for {connection.silent_s:.0f} seconds")
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
@@ -197,9 +238,10 @@ class Session:
         self._give_up_at = time.monotonic() + grace_s + HOST_TIMEOUT_S
 
     def _fail(self, exit_code: int, report: str) -> None:
-        """The first failure decides the exit code; what follows it, or a signal, is only a consequence.
+        """Records a failure: the first one decides the exit code, later ones are consequences.
 
-        Two processes that fail together are seen in any order, and the second may hold the reason: a few are reported all.
+        Two processes that fail together are seen in any order, and the second may hold the reason,
+        so a few failures are reported in full.
         """
         self._failures += 1
         if self._exit_code:
@@ -244,31 +286,64 @@ class Session:
         self._answers[connection.host] = message
 
     def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        _logger.info("Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"])
+        _logger.info(
+            "Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"]
+        )
         self._starting -= 1
         if self._starting == 0:
-            _logger.debug("Start-up: starting the processes took %.2f s.", time.monotonic() - self._began_at)
+            _logger.debug(
+                "Start-up: starting the processes took %.2f s.", time.monotonic() - self._began_at
+            )
 
     def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        self._fail(1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}")
+        self._fail(
+            1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}"
+        )
 
     def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        self._screen.write(message["rank"], message["stream"], message["data"].encode("latin-1"))
+        self._show(
+            lambda: self._screen.write(
+                message["rank"], message["stream"], message["data"].encode("latin-1")
+            )
+        )
+
+    def _show(self, write: Callable[[], None]) -> None:
+        """Writes output; ends the job if the output has been closed."""
+        try:
+            write()
+        except BrokenPipeError:
+            # Like a program that a closed pipe of a shell has ended.
+            self._caught = self._caught or signal.SIGPIPE
+            self._exit_code = self._exit_code or 128 + self._caught
+            self._stop(FAILURE_GRACE_S)
 
     def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
         rank, code = message["rank"], message["code"]
         self._running.pop(rank)
-        self._screen.finish(rank)
+        self._show(lambda: self._screen.finish(rank))
         _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
-        ended_by_us = self._exit_code and code in _ENDED_CODES
-        if code and not ended_by_us:
-            tail = message["tail"].encode("latin-1")
-            self._fail(code, failure_report(rank, connection.host, code, tail, shown=self._screen.shows(rank)))
+        tail = message["tail"].encode("latin-1")
+        has_lost = code == LOST_EXIT_CODE or (
+            code == 128 + signal.SIGABRT and _FATAL_OF_JAX in tail
+        )
+        is_consequence = self._exit_code and (has_lost or code in _ENDED_CODES)
+        if code == 0:
+            self._ended_well.append(rank)
+        elif has_lost and self._ended_well and not self._exit_code:
+            self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
+        elif not is_consequence:
+            self._fail(
+                code,
+                failure_report(rank, connection.host, code, tail, shown=self._screen.shows(rank)),
+            )
 
     def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        """Hearing it was all."""
+        """Does nothing: a heartbeat only has to arrive."""
 
     def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
         connection.finished = True
         if message["leftover"]:
-            say(f"Processes on {connection.host} that cannot be killed: {', '.join(map(str, message['leftover']))}")
+            say(
+                f"Processes on {connection.host} that cannot be killed: "
+                f"{', '.join(map(str, message['leftover']))}"
+            )

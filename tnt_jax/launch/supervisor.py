@@ -1,7 +1,8 @@
-"""The small program that starts a host's processes, passes their output on and lets none of them survive the job.
+"""The program that starts a host's processes, relays their output and ends all of them.
 
-It is started once on every host and talks with the launcher through its standard input and output (`messages`). When that
-connection ends, for whatever reason, or falls silent, it ends its processes and everything they started.
+It is started once on each host and communicates with the launcher through its standard input and
+output (`messages`). When that connection ends, for whatever reason, or falls silent, it ends its
+processes and everything they started.
 """
 
 import fcntl
@@ -20,7 +21,8 @@ from tnt_jax.launch.questions import answer
 
 _BACKLOG_BYTES = 1 << 20
 _ABANDONED_GRACE_S = 5.0
-# A pipe holds 64 KiB by default and at most 1 MiB; what comes after that was written by a process that lives on.
+# A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
+# alive.
 _LAST_PIECES = 16
 FileLike = int | selectors.EpollSelector
 
@@ -29,7 +31,8 @@ class Supervisor:
     """The event loop of one host."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._read_fd, self._write_fd = read_fd, write_fd
+        self._read_fd = read_fd
+        self._write_fd = write_fd
         self._selector = selectors.DefaultSelector()
         self._outputs = selectors.EpollSelector()
         self._incoming = messages.Lines()
@@ -58,9 +61,17 @@ class Supervisor:
         self._selector.register(self._read_fd, selectors.EVENT_READ, self._hear)
         while self._connected or self._running():
             self._write()
-            self._watch(self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outbox))
-            # When the launcher reads more slowly than the processes write, these wait, as a terminal would make them.
-            self._watch(self._outputs, selectors.EVENT_READ, self._relay_all, wanted=len(self._outbox) < _BACKLOG_BYTES)
+            self._watch(
+                self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outbox)
+            )
+            # If the launcher reads more slowly than the processes write, these wait, as with a
+            # terminal.
+            self._watch(
+                self._outputs,
+                selectors.EVENT_READ,
+                self._relay_all,
+                wanted=len(self._outbox) < _BACKLOG_BYTES,
+            )
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             self._keep_time()
@@ -69,7 +80,7 @@ class Supervisor:
         kill_descendants(os.getpid())
 
     def _say_goodbye(self) -> bool:
-        """Ends what the processes have left behind and says so; returns whether the launcher has taken everything."""
+        """Ends and reports remaining processes; returns whether all messages were sent."""
         if not self._finished:
             self._finished = True
             self._send("done", leftover=kill_descendants(os.getpid()))
@@ -82,7 +93,9 @@ class Supervisor:
     def _patience(self) -> float:
         return 0.05 if self._kill_at is not None else messages.BEAT_INTERVAL_S / 2
 
-    def _watch(self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool) -> None:
+    def _watch(
+        self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
+    ) -> None:
         watched = source in self._selector.get_map()
         if wanted and not watched:
             self._selector.register(source, events, action)
@@ -96,7 +109,11 @@ class Supervisor:
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda signum, frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is for the launcher to pass on.
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            # Processes inherit this, so that a signal that is passed on ends only processes that
+            # handle it.
+            signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher passes on Ctrl-C of a terminal.
 
         def wake() -> None:
             caught = os.read(read_fd, 4096)
@@ -124,10 +141,10 @@ class Supervisor:
         self._heard_at = time.monotonic()
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """Answers a question; it may take long, and nothing else happens meanwhile."""
+        """Answers a question; this may take long and blocks everything else."""
         try:
             self._send("answer", answer=answer(message["question"], message["arguments"]))
-        except Exception as error:  # Whatever it is, the launcher must hear of it.
+        except Exception as error:  # The launcher must learn of any error.
             self._send("answer", error=f"{type(error).__name__}: {error}")
 
     def _start(self, message: Mapping[str, Any]) -> None:
@@ -159,7 +176,7 @@ class Supervisor:
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
     def _abandon(self) -> None:
-        """The launcher is gone: nobody reads, nobody will speak again."""
+        """Handles the loss of the launcher: it neither reads nor sends any more."""
         if self._connected:
             self._connected = False
             self._selector.unregister(self._read_fd)
@@ -177,14 +194,19 @@ class Supervisor:
             self._relay(*key.data)
 
     def _relay(self, child: Child, name: str) -> bool:
-        """Passes one piece of output on; returns whether there may be more."""
+        """Passes on one piece of output; returns whether there may be more."""
         data = child.read(name)
         if data is None:
             self._outputs.unregister(child.streams[name])
             child.close(name)
-        elif data and name in child.shown:
-            self._send("output", rank=child.rank, stream=name, data=data.decode("latin-1"))
+            self._show(child, name, child.rest(name))
+        else:
+            self._show(child, name, data)
         return bool(data)
+
+    def _show(self, child: Child, name: str, data: bytes) -> None:
+        if data and name in child.shown:
+            self._send("output", rank=child.rank, stream=name, data=data.decode("latin-1"))
 
     def _reap(self) -> None:
         while True:
@@ -194,7 +216,7 @@ class Supervisor:
                 return
             if pid == 0:
                 return
-            if pid in self._children:  # Otherwise an orphan that a process of the job left behind.
+            if pid in self._children:  # Otherwise an orphan left behind by a process of the job.
                 self._end(self._children[pid], status)
 
     def _end(self, child: Child, status: int) -> None:
@@ -203,6 +225,8 @@ class Supervisor:
             for _ in range(_LAST_PIECES):
                 if not self._relay(child, name):
                     break
+            # If another process holds the stream open.
+            self._show(child, name, child.rest(name))
         self._send("exit", rank=child.rank, code=child.code, tail=child.tail().decode("latin-1"))
 
     # Time and the way back.
@@ -210,7 +234,7 @@ class Supervisor:
     def _keep_time(self) -> None:
         moment = time.monotonic()
         if moment - self._turned_at > 2 * messages.BEAT_INTERVAL_S:
-            # Writing a log file has taken so long; what the launcher said meanwhile waits to be read.
+            # Writing a log file took this long; messages of the launcher are still unread.
             self._heard_at = moment
         self._turned_at = moment
         if self._silence_s is not None and moment - self._heard_at > self._silence_s:
@@ -228,8 +252,8 @@ class Supervisor:
 
 
 def main() -> None:
-    """Talks with the launcher through standard input and output."""
-    # Nothing that this process or a library prints may get into the talk.
+    """Communicates with the launcher through standard input and output."""
+    # Output of this process or of a library must not mix with the messages.
     write_fd = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 10)
     os.dup2(2, 1)
     Supervisor(sys.stdin.fileno(), write_fd).run()

@@ -29,7 +29,14 @@ _get_module, __dir__, __all__ = lazy_loader.attach(
             "resnet101",
             "resnet152",
         ],
-        "resnet_cifar": ["CifarResNet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110"],
+        "resnet_cifar": [
+            "CifarResNet",
+            "resnet20",
+            "resnet32",
+            "resnet44",
+            "resnet56",
+            "resnet110",
+        ],
         "resnet_small": ["ResNetSmall"],
         "text_classifier": ["TextClassifier"],
         "transformer": ["PARAM_SETS", "Transformer", "sinusoids"],
@@ -40,8 +47,8 @@ __all__.extend(_SAVED)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is asked for."""
+    """Imports a name on first use."""
     if name in _SAVED:
-        # Saved models know how to train; only who asks for them imports that.
-        return getattr(importlib.import_module("tnt_jax.keras_compat.saved_models"), name)
+        # The facade has them: models can be used without knowing how they are trained or saved.
+        return getattr(importlib.import_module("tnt_jax"), name)
     return _get_module(name)

@@ -1,6 +1,9 @@
-"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762, section 3.2) on the fastest kernel of the backend.
+"""Multi-head attention on the fastest kernel of the backend.
 
-Shape legend: B batch, T queries, S keys and values, D width of the model, N heads, H width of a head.
+Vaswani et al. 2017, arXiv:1706.03762, section 3.2.
+
+Shape legend: B batch, T queries, S keys and values, D width of the model, N heads, H width of a
+head.
 """
 
 from typing import Any, Literal
@@ -18,10 +21,12 @@ class Attention(nn.Module):
     Attributes:
         num_heads: Heads N; must divide `width`.
         width: Width D of the result.
-        dropout: Share of attention weights dropped in training, from 0 to 1. Above 0 the weights must exist as an array,
-            so training takes the plain formula then; everything else takes `implementation`.
-        dtype: Type of the computation.
-        implementation: Kernel of `jax.nn.dot_product_attention`; None chooses by `fastest_implementation`.
+        dropout: Fraction of attention weights dropped in training, from 0 to 1. If it is above 0,
+            the weights must exist as an array, so training uses the plain formula; everything else
+            uses `implementation`.
+        dtype: Dtype of the computation.
+        implementation: Kernel of `jax.nn.dot_product_attention`; None chooses by
+            `fastest_implementation`.
     """
 
     num_heads: int
@@ -33,62 +38,94 @@ class Attention(nn.Module):
     def setup(self) -> None:
         """Builds the layers; Flax calls it."""
         if self.width % self.num_heads:
-            raise ValueError(f"the width ({self.width}) must be a multiple of num_heads ({self.num_heads}).")
+            raise ValueError(
+                f"the width ({self.width}) must be a multiple of num_heads ({self.num_heads})."
+            )
         heads = (self.num_heads, self.width // self.num_heads)
         glorot = nn.initializers.xavier_uniform()
         self.query = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
         self.key = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
         self.value = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
-        self.output = nn.DenseGeneral(self.width, axis=(-2, -1), use_bias=False, kernel_init=glorot, dtype=self.dtype)
+        self.output = nn.DenseGeneral(
+            self.width, axis=(-2, -1), use_bias=False, kernel_init=glorot, dtype=self.dtype
+        )
         self.weight_dropout = nn.Dropout(self.dropout)
 
     def __call__(
-        self, x_BTD: jax.Array, memory_BSD: jax.Array, *, lengths_B: jax.Array | None, causal: bool = False, train: bool
+        self,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        *,
+        lengths_B: jax.Array | None,
+        causal: bool = False,
+        train: bool,
     ) -> jax.Array:
-        """Returns what each position of `x_BTD` gathers from `memory_BSD`.
+        """Returns the attention of each position of `x_BTD` to `memory_BSD`.
 
         Args:
-            x_BTD: Positions that ask.
-            memory_BSD: Positions that answer; the same array for self-attention.
-            lengths_B: Real positions at the start of each memory, int32, at least 1; None if all are real.
-            causal: Whether position t sees the positions up to t only.
+            x_BTD: Positions that make the queries.
+            memory_BSD: Positions that make the keys and values; the same array for self-attention.
+            lengths_B: Number of real positions at the start of each memory, int32, at least 1; None
+                if all are real.
+            causal: Whether position t attends only to positions up to t.
             train: Whether dropout is on.
         """
         key_BSNH, value_BSNH = self.project(memory_BSD)
         query_BTNH = self.query(x_BTD)
         if train and self.dropout > 0:
-            weight_BNTS = attention_weights(query_BTNH, key_BSNH, lengths_B=lengths_B, causal=causal)
+            weight_BNTS = attention_weights(
+                query_BTNH, key_BSNH, lengths_B=lengths_B, causal=causal
+            )
             weight_BNTS = self.weight_dropout(weight_BNTS, deterministic=False)
             x_BTNH = jnp.einsum("BNTS,BSNH->BTNH", weight_BNTS, value_BSNH)
         else:
             implementation = self.implementation or fastest_implementation(query_BTNH)
             x_BTNH = jax.nn.dot_product_attention(
-                query_BTNH, key_BSNH, value_BSNH, is_causal=causal, key_value_seq_lengths=lengths_B, implementation=implementation
+                query_BTNH,
+                key_BSNH,
+                value_BSNH,
+                is_causal=causal,
+                key_value_seq_lengths=lengths_B,
+                implementation=implementation,
             )
         return self.output(x_BTNH)
 
     def project(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values [B, S, N, H] of `memory_BSD`, to be kept for `attend`."""
+        """Returns the keys and values [B, S, N, H] of `memory_BSD`, to be stored for `attend`."""
         return self.key(memory_BSD), self.value(memory_BSD)
 
-    def attend(self, x_BTD: jax.Array, key_BSNH: jax.Array, value_BSNH: jax.Array, *, lengths_B: jax.Array) -> jax.Array:
-        """Returns what `x_BTD` gathers from kept keys and values, of which the first `lengths_B` are real.
+    def attend(
+        self, x_BTD: jax.Array, key_BSNH: jax.Array, value_BSNH: jax.Array, *, lengths_B: jax.Array
+    ) -> jax.Array:
+        """Returns the attention of `x_BTD` to stored keys and values.
 
-        For decoding, where T is 1 or the number of beams: no kernel is faster than the plain formula there.
+        The first `lengths_B` of them are real. This is for decoding, where T is 1 or the number of
+        beams: no kernel is faster than the plain formula there.
         """
         x_BTNH = jax.nn.dot_product_attention(
-            self.query(x_BTD), key_BSNH, value_BSNH, key_value_seq_lengths=lengths_B, implementation="xla"
+            self.query(x_BTD),
+            key_BSNH,
+            value_BSNH,
+            key_value_seq_lengths=lengths_B,
+            implementation="xla",
         )
         return self.output(x_BTNH)
 
 
-def attention_weights(query_BTNH: jax.Array, key_BSNH: jax.Array, *, lengths_B: jax.Array | None, causal: bool) -> jax.Array:
-    """Returns softmax(query key^T / sqrt(H)) [B, N, T, S] in the inputs' type, with float32 inside.
+def attention_weights(
+    query_BTNH: jax.Array, key_BSNH: jax.Array, *, lengths_B: jax.Array | None, causal: bool
+) -> jax.Array:
+    """Returns softmax(query key^T / sqrt(H)) [B, N, T, S], computed in float32.
+
+    The dtype of the result is that of the inputs.
 
     Keys from `lengths_B` on, and with `causal` those after the query, get the weight zero.
     """
     scale = query_BTNH.shape[-1] ** -0.5
-    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", query_BTNH, key_BSNH, preferred_element_type=jnp.float32) * scale
+    logits_BNTS = (
+        jnp.einsum("BTNH,BSNH->BNTS", query_BTNH, key_BSNH, preferred_element_type=jnp.float32)
+        * scale
+    )
     num_queries, num_keys = logits_BNTS.shape[-2:]
     visible = jnp.ones((1, 1, num_queries, num_keys), bool)
     if causal:
@@ -100,12 +137,17 @@ def attention_weights(query_BTNH: jax.Array, key_BSNH: jax.Array, *, lengths_B: 
 
 
 def fastest_implementation(query_BTNH: jax.Array) -> Implementation:
-    """Returns the kernel for queries like `query_BTNH`: cuDNN's flash attention where it exists, else XLA's.
+    """Returns the kernel for queries like `query_BTNH`: cuDNN's flash attention or XLA's.
 
-    cuDNN takes 16-bit floats, heads of a multiple of 8 up to 128 wide, and NVIDIA GPUs from Ampere (8.0) on.
+    cuDNN supports 16-bit floats, head widths that are multiples of 8 up to 128, and NVIDIA GPUs
+    from Ampere (8.0) on.
     """
     device = jax.devices()[0]
     head_width = query_BTNH.shape[-1]
-    fits = query_BTNH.dtype in (jnp.bfloat16, jnp.float16) and head_width % 8 == 0 and head_width <= 128
+    fits = (
+        query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
+        and head_width % 8 == 0
+        and head_width <= 128
+    )
     is_nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
     return "cudnn" if fits and is_nvidia and float(device.compute_capability) >= 8.0 else "xla"

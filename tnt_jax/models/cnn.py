@@ -11,12 +11,14 @@ from flax import linen as nn
 
 
 class CNN(nn.Module):
-    """Three 3x3 convolutions of 16, 32 and 64 channels, each followed by 2x2 max-pooling, and two dense layers.
+    """Three 3x3 convolutions, each followed by 2x2 max-pooling, and two dense layers.
+
+    The convolutions have 16, 32 and 64 channels.
 
     Attributes:
         num_classes: Classes K.
-        dropout: Share of the 128 features dropped in training, from 0 to 1.
-        dtype: Type of the computation; parameters and logits are float32.
+        dropout: Fraction of the 128 features dropped in training, from 0 to 1.
+        dtype: Dtype of the computation; parameters and logits are float32.
     """
 
     num_classes: int = 10

@@ -1,4 +1,4 @@
-"""Search for the most probable sequence of a model that scores one token at a time: greedy and with beams.
+"""Greedy search and beam search for models that score one token at a time.
 
 Both searches are one `while_loop` on the device; the model is a function
 
@@ -22,11 +22,12 @@ Step = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 class Sequences(NamedTuple):
-    """Sequences found, best first.
+    """The sequences found, best first.
 
     Attributes:
-        tokens_BKL: Token ids, int32: each sequence ends with the end token (or at L) and is padded with 0.
-        scores_BK: log P(sequence) / length penalty; -inf in places for which no sequence was found.
+        tokens_BKL: Token ids, int32: each sequence ends with the end token (or at L) and is padded
+            with 0.
+        scores_BK: log P(sequence) / length penalty; -inf where no sequence was found.
     """
 
     tokens_BKL: jax.Array
@@ -45,20 +46,24 @@ def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array:
     return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
 
 
-def greedy_search(step: Step, cache: Any, *, rows_B: jax.Array, length: int, eos_id: int = EOS_ID) -> Sequences:
+def greedy_search(
+    step: Step, cache: Any, *, rows_B: jax.Array, length: int, eos_id: int = EOS_ID
+) -> Sequences:
     """Takes the most probable token at every position until each row has ended.
 
     Args:
         step: Model; called with one beam.
         cache: Its state before the first position, leaves [B, 1, ...].
-        rows_B: Any array with one value a row; it gives B.
+        rows_B: Any array with one value per row, from which B is read.
         length: Largest number of tokens L, the end token included.
         eos_id: End token.
 
     Returns:
-        One sequence a row; its score is log P without a penalty.
+        One sequence per row; its score is log P without a penalty.
     """
-    first = _no_sequences(rows_B, 1, length)._replace(scores_BK=jnp.zeros_like(rows_B, jnp.float32)[:, None] + _zero(rows_B))
+    first = _no_sequences(rows_B, 1, length)._replace(
+        scores_BK=jnp.zeros_like(rows_B, jnp.float32)[:, None] + _zero(rows_B)
+    )
 
     def is_open(tokens_B1L: jax.Array) -> jax.Array:
         return jnp.all(tokens_B1L != eos_id, axis=-1)
@@ -89,23 +94,25 @@ def beam_search(
     alpha: float = 0.6,
     eos_id: int = EOS_ID,
 ) -> Sequences:
-    """Keeps the best `num_beams` open sequences at every position and the best `num_beams` that have ended.
+    """Keeps the `num_beams` best open and the `num_beams` best ended sequences at each position.
 
-    A row is done when no open sequence can reach the score of its worst ended one, or at `length`; its result then stays as
-    it is while other rows go on, so it does not depend on them. With enough beams to hold every sequence the search is
-    exact. A row in which nothing has ended returns its open sequences, scored as if they ended at `length`.
+    A row is done when no open sequence can reach the score of its worst ended one, or at `length`.
+    Its result does not change while other rows continue, so it does not depend on them. With enough
+    beams for all sequences the search is exact. A row without an ended sequence returns its open
+    sequences, scored as if they ended at `length`.
 
     Args:
         step: Model.
         cache: Its state before the first position, leaves [B, K, ...].
-        rows_B: Any array with one value a row; it gives B.
+        rows_B: Any array with one value per row, from which B is read.
         num_beams: Beams K.
         length: Largest number of tokens L, the end token included.
-        alpha: Exponent of the length penalty; 0 compares plain log P, which favours short sequences.
+        alpha: Exponent of the length penalty; 0 compares plain log P, which favours short
+            sequences.
         eos_id: End token.
     """
     alive = _no_sequences(rows_B, num_beams, length)
-    # One beam only is open at the start: otherwise all would stay the same sequence.
+    # Only one beam is open at the start: otherwise all beams would remain the same sequence.
     alive = alive._replace(scores_BK=alive.scores_BK.at[:, 0].set(0.0) + _zero(rows_B))
     start = _Beams(_zero(rows_B)[0, 0], alive, _no_sequences(rows_B, num_beams, length), cache)
 
@@ -119,11 +126,19 @@ def beam_search(
         return (beams.position < length) & ~jnp.all(is_done(beams))
 
     def extend(beams: _Beams) -> _Beams:
-        open_B, ended_B, parents_B, cache = _candidates(step, beams, num_beams=num_beams, eos_id=eos_id)
+        open_B, ended_B, parents_B, cache = _candidates(
+            step, beams, num_beams=num_beams, eos_id=eos_id
+        )
         penalty = length_penalty(beams.position + 1, alpha)
-        finished = _best(beams.finished, ended_B._replace(scores_BK=ended_B.scores_BK / penalty), num_beams)
+        finished = _best(
+            beams.finished, ended_B._replace(scores_BK=ended_B.scores_BK / penalty), num_beams
+        )
         finished = jax.tree.map(
-            lambda old, new: jnp.where(is_done(beams).reshape(-1, *(1,) * (old.ndim - 1)), old, new), beams.finished, finished
+            lambda old, new: jnp.where(
+                is_done(beams).reshape(-1, *(1,) * (old.ndim - 1)), old, new
+            ),
+            beams.finished,
+            finished,
         )
         alive, order_BK = _top(open_B, num_beams)
         parents_BK = jnp.take_along_axis(parents_B, order_BK, axis=1)
@@ -139,16 +154,27 @@ def beam_search(
     )
 
 
-def _candidates(step: Step, beams: _Beams, *, num_beams: int, eos_id: int) -> tuple[Sequences, Sequences, jax.Array, Any]:
-    """Returns the 2K best continuations as open and as ended sequences (the others at -inf), their parents, and the cache.
+def _candidates(
+    step: Step, beams: _Beams, *, num_beams: int, eos_id: int
+) -> tuple[Sequences, Sequences, jax.Array, Any]:
+    """Returns the 2K best continuations as open and as ended sequences, parents, and the cache.
+
+    The score is -inf for sequences of the other kind.
 
     At most K of 2K continuations end, one for each beam, so at least K stay open.
     """
-    logits_BKV, cache = step(_previous(beams.alive.tokens_BKL, beams.position), beams.position, beams.cache)
-    log_probs_BKV = jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + beams.alive.scores_BK[..., None]
+    logits_BKV, cache = step(
+        _previous(beams.alive.tokens_BKL, beams.position), beams.position, beams.cache
+    )
+    log_probs_BKV = (
+        jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + beams.alive.scores_BK[..., None]
+    )
     vocab_size = logits_BKV.shape[-1]
-    scores_BC, flat_BC = jax.lax.top_k(log_probs_BKV.reshape(log_probs_BKV.shape[0], -1), 2 * num_beams)
-    parents_BC, token_BC = flat_BC // vocab_size, flat_BC % vocab_size
+    scores_BC, flat_BC = jax.lax.top_k(
+        log_probs_BKV.reshape(log_probs_BKV.shape[0], -1), 2 * num_beams
+    )
+    parents_BC = flat_BC // vocab_size
+    token_BC = flat_BC % vocab_size
     tokens_BCL = _write(_gather(beams.alive.tokens_BKL, parents_BC), token_BC, beams.position)
     ends_BC = token_BC == eos_id
     still_open = Sequences(tokens_BCL, jnp.where(ends_BC, -jnp.inf, scores_BC))
@@ -168,16 +194,22 @@ def _top(sequences: Sequences, count: int) -> tuple[Sequences, jax.Array]:
 
 def _gather(leaf: jax.Array, index_BK: jax.Array) -> jax.Array:
     """Returns leaf[b, index[b, k]] for a leaf [B, J, ...]."""
-    return jnp.take_along_axis(leaf, index_BK.reshape(*index_BK.shape, *(1,) * (leaf.ndim - 2)), axis=1)
+    return jnp.take_along_axis(
+        leaf, index_BK.reshape(*index_BK.shape, *(1,) * (leaf.ndim - 2)), axis=1
+    )
 
 
 def _previous(tokens_BKL: jax.Array, position: jax.Array) -> jax.Array:
-    last_BK = jax.lax.dynamic_index_in_dim(tokens_BKL, jnp.maximum(position - 1, 0), axis=2, keepdims=False)
+    last_BK = jax.lax.dynamic_index_in_dim(
+        tokens_BKL, jnp.maximum(position - 1, 0), axis=2, keepdims=False
+    )
     return jnp.where(position > 0, last_BK, START_ID)
 
 
 def _write(tokens_BKL: jax.Array, token_BK: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(tokens_BKL, token_BK[..., None].astype(jnp.int32), position, axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(
+        tokens_BKL, token_BK[..., None].astype(jnp.int32), position, axis=2
+    )
 
 
 def _no_sequences(rows_B: jax.Array, count: int, length: int) -> Sequences:
@@ -186,5 +218,6 @@ def _no_sequences(rows_B: jax.Array, count: int, length: int) -> Sequences:
 
 
 def _zero(rows_B: jax.Array) -> jax.Array:
-    # Zeros [B, 1] made from the rows vary over the ranks of a `shard_map` as the rows do; a loop must start with what it carries.
+    # Zeros [B, 1] made from the rows vary over the ranks of a `shard_map` as the rows do; the
+    # initial carry of a loop must vary as the loop's results do.
     return jnp.zeros_like(rows_B, jnp.int32)[:, None] + (rows_B * 0).astype(jnp.int32)[:, None]

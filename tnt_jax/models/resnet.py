@@ -1,7 +1,8 @@
-"""Residual networks for images of about 224 x 224 pixels (He et al. 2015, arXiv:1512.03385), in the v1.5 form.
+"""Residual networks for images of about 224 x 224 pixels, in the v1.5 form.
 
-v1.5 puts the stride of a bottleneck on its 3x3 convolution, where the paper has it on the first 1x1; it is what
-Goyal et al. 2017 (arXiv:1706.02677) and most published ResNet-50 figures use.
+He et al. 2015, arXiv:1512.03385. v1.5 puts the stride of a bottleneck on its 3x3 convolution, where
+the paper has it on the first 1x1; Goyal et al. 2017 (arXiv:1706.02677) and most published ResNet-50
+figures use it.
 
     model = resnet50(num_classes=1000, dtype=jnp.bfloat16, bn_axis_name="data")
     variables = model.init(key, images, train=False)
@@ -48,7 +49,9 @@ class BasicBlock(nn.Module):
         y_BHWC = self.conv(self.features, (3, 3), padding=1)(y_BHWC)
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
         if x_BHWC.shape != y_BHWC.shape:
-            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(x_BHWC)
+            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(
+                x_BHWC
+            )
             x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
         return nn.relu(x_BHWC + y_BHWC)
 
@@ -61,7 +64,8 @@ class BottleneckBlock(nn.Module):
         strides: Stride of the block.
         conv: Convolution without bias.
         norm: Normalisation over the last dimension.
-        stride_first: Whether the first 1x1 convolution has the stride (v1, as in the paper), not the 3x3 (v1.5).
+        stride_first: Whether the first 1x1 convolution has the stride (v1, as in the paper) instead
+            of the 3x3 (v1.5).
     """
 
     features: int
@@ -81,25 +85,33 @@ class BottleneckBlock(nn.Module):
         y_BHWC = self.conv(4 * self.features, (1, 1))(y_BHWC)
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
         if x_BHWC.shape != y_BHWC.shape:
-            x_BHWC = self.conv(4 * self.features, (1, 1), strides=self.strides, name="shortcut_conv")(x_BHWC)
+            x_BHWC = self.conv(
+                4 * self.features, (1, 1), strides=self.strides, name="shortcut_conv"
+            )(x_BHWC)
             x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
         return nn.relu(x_BHWC + y_BHWC)
 
 
 class ResNet(nn.Module):
-    """A residual network with the ImageNet stem: 7x7 convolution of stride 2, 3x3 max-pooling of stride 2.
+    """A residual network with the ImageNet stem.
 
-    Convolutions are He-initialised and have no bias; the last BatchNorm scale of each block starts at zero and the
-    classifier from N(0, 0.01), so that training starts from the identity (Goyal et al. 2017, section 5.1).
+    The stem is a 7x7 convolution and a 3x3 max-pooling, both of stride 2.
+
+    Convolutions are He-initialized and have no bias; the last BatchNorm scale of each block starts
+    at zero and the classifier from N(0, 0.01), so that training starts from the identity (Goyal et
+    al. 2017, section 5.1).
 
     Attributes:
-        stage_sizes: Blocks in each stage; a stage after the first halves the image and doubles the channels.
+        stage_sizes: Blocks in each stage; a stage after the first halves the image and doubles the
+            channels.
         block: `BasicBlock` or `BottleneckBlock`.
         num_classes: Classes K.
         width: Channels of the stem and of the first stage.
-        dtype: Type of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
-        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
+        dtype: Dtype of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
+            rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
+            collection `losses`.
         bn_epsilon: Added to the variance in BatchNorm.
     """
 
@@ -124,8 +136,12 @@ class ResNet(nn.Module):
             Logits [B, K], float32.
         """
         conv = partial(nn.Conv, use_bias=False, padding=0, dtype=self.dtype, kernel_init=he_normal)
-        norm = batch_norm(train=train, axis_name=self.bn_axis_name, epsilon=self.bn_epsilon, dtype=self.dtype)
-        x_BHWC = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")(images.astype(self.dtype))
+        norm = batch_norm(
+            train=train, axis_name=self.bn_axis_name, epsilon=self.bn_epsilon, dtype=self.dtype
+        )
+        x_BHWC = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")(
+            images.astype(self.dtype)
+        )
         x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
         # Padding a maximum with zeros is exact here: ReLU leaves nothing below zero.
         x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -134,18 +150,22 @@ class ResNet(nn.Module):
             for index in range(num_blocks):
                 strides = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"
-                x_BHWC = self.block(self.width * 2**stage, strides, conv=conv, norm=norm, name=name)(x_BHWC)
+                x_BHWC = self.block(
+                    self.width * 2**stage, strides, conv=conv, norm=norm, name=name
+                )(x_BHWC)
         logits_BK = classify(x_BHWC, num_classes=self.num_classes)
         if train:
             sow_kernel_penalty(self, l2=self.kernel_l2)
         return logits_BK
 
 
-def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5, momentum: float = 0.9) -> Layer:
-    """Returns `nn.BatchNorm` with everything set but the name and the initialisers.
+def batch_norm(
+    *, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5, momentum: float = 0.9
+) -> Layer:
+    """Returns `nn.BatchNorm` with everything set except the name and the initializers.
 
-    The defaults are those of Goyal et al. 2017, section 5.1; Flax writes moving = momentum * moving + (1 - momentum) *
-    batch. Statistics are float32 whatever the `dtype` of the result.
+    The defaults are those of Goyal et al. 2017, section 5.1; Flax writes moving = momentum * moving
+    + (1 - momentum) * batch. Statistics are float32 whatever the `dtype` of the result.
     """
     return partial(
         nn.BatchNorm,
@@ -158,7 +178,10 @@ def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float
 
 
 def classify(x_BHWC: jax.Array, *, num_classes: int) -> jax.Array:
-    """Averages over the image and adds a float32 dense layer: [B, H, W, C] to [B, K]. Call inside a compact module."""
+    """Averages over the image and adds a float32 dense layer: [B, H, W, C] to [B, K].
+
+    Call inside a compact module.
+    """
     x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
     return nn.Dense(num_classes, kernel_init=nn.initializers.normal(0.01), name="classifier")(x_BC)
 
@@ -169,5 +192,8 @@ resnet34 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BasicBlock)
 resnet50 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BottleneckBlock)
 resnet101 = partial(ResNet, stage_sizes=(3, 4, 23, 3), block=BottleneckBlock)
 resnet152 = partial(ResNet, stage_sizes=(3, 8, 36, 3), block=BottleneckBlock)
-# The form of the paper and of keras.applications (which adds a bias, of no effect, before each BatchNorm).
-resnet50_v1 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=partial(BottleneckBlock, stride_first=True))
+# The form of the paper and of keras.applications, which adds an ineffective bias before each
+# BatchNorm.
+resnet50_v1 = partial(
+    ResNet, stage_sizes=(3, 4, 6, 3), block=partial(BottleneckBlock, stride_first=True)
+)

@@ -1,4 +1,6 @@
-"""Residual networks for 32 x 32 images: ResNet-20, 32, 44, 56 and 110 of He et al. 2015, arXiv:1512.03385, section 4.2.
+"""Residual networks for 32 x 32 images: ResNet-20, 32, 44, 56 and 110.
+
+He et al. 2015, arXiv:1512.03385, section 4.2.
 
 Shape legend: B batch, H height, W width, C channels, K classes.
 """
@@ -17,7 +19,8 @@ from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal
 class CifarBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut without parameters (the paper's option A).
 
-    Where the block changes the shape, the shortcut takes every second pixel and pads the missing channels with zeros.
+    Where the block changes the shape, the shortcut takes every second pixel and pads the missing
+    channels with zeros.
 
     Attributes:
         features: Channels of the result.
@@ -40,21 +43,27 @@ class CifarBlock(nn.Module):
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
         new_channels = self.features - x_BHWC.shape[-1]
         shortcut_BHWC = x_BHWC[:, :: self.strides, :: self.strides]
-        shortcut_BHWC = jnp.pad(shortcut_BHWC, ((0, 0), (0, 0), (0, 0), (new_channels // 2, new_channels - new_channels // 2)))
+        shortcut_BHWC = jnp.pad(
+            shortcut_BHWC,
+            ((0, 0), (0, 0), (0, 0), (new_channels // 2, new_channels - new_channels // 2)),
+        )
         return nn.relu(shortcut_BHWC + y_BHWC)
 
 
 class CifarResNet(nn.Module):
-    """A residual network of depth 6n + 2 with 16, 32 and 64 channels on images of full, half and quarter size.
+    """A residual network of depth 6n + 2 with 16, 32 and 64 channels.
 
-    The zero-initialised last BatchNorm scale of each block follows Goyal et al. 2017 (arXiv:1706.02677), not the paper.
+    The image has full, half and quarter size. The zero-initialized last BatchNorm scale of each
+    block follows Goyal et al. 2017 (arXiv:1706.02677), not the paper.
 
     Attributes:
         depth: Weighted layers, 6n + 2: 20, 32, 44, 56, 110 in the paper's table 6.
         num_classes: Classes K.
-        dtype: Type of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
-        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
+        dtype: Dtype of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
+            rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
+            collection `losses`.
     """
 
     depth: int
@@ -65,7 +74,10 @@ class CifarResNet(nn.Module):
 
     def __post_init__(self) -> None:
         if self.depth < 8 or (self.depth - 2) % 6:
-            raise ValueError(f"depth must be 6n + 2 with n at least 1 (20, 32, 44, 56, 110 ...), but is {self.depth}.")
+            raise ValueError(
+                "depth must be 6n + 2 with n at least 1 (20, 32, 44, 56, 110 ...), but is "
+                f"{self.depth}."
+            )
         super().__post_init__()
 
     @nn.compact
@@ -73,7 +85,8 @@ class CifarResNet(nn.Module):
         """Returns the logits of `images`.
 
         Args:
-            images: Float pixels [B, H, W, C], already normalised; 32 x 32 in the paper, any size works.
+            images: Float pixels [B, H, W, C], already normalised; 32 x 32 in the paper, any size
+                works.
             train: Whether BatchNorm uses (and updates) the statistics of the batch.
 
         Returns:

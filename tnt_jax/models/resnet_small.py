@@ -19,7 +19,7 @@ class SmallBlock(nn.Module):
 
     Attributes:
         features: Channels of every convolution and of the result.
-        strides: Stride of the first convolution; the shortcut is a convolution exactly where it is 2.
+        strides: Stride of the first convolution; the shortcut is a convolution if it is 2.
         conv: Convolution with bias.
         norm: Normalisation over the last dimension.
     """
@@ -32,28 +32,37 @@ class SmallBlock(nn.Module):
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
-        y_BHWC = nn.relu(self.norm()(self.conv(self.features, (1, 1), strides=self.strides)(x_BHWC)))
+        y_BHWC = nn.relu(
+            self.norm()(self.conv(self.features, (1, 1), strides=self.strides)(x_BHWC))
+        )
         y_BHWC = nn.relu(self.norm()(self.conv(self.features, (3, 3), padding=1)(y_BHWC)))
         y_BHWC = self.norm()(self.conv(self.features, (1, 1))(y_BHWC))
         if self.strides > 1:
-            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(x_BHWC)
+            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(
+                x_BHWC
+            )
             x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
         return nn.relu(x_BHWC + y_BHWC)
 
 
 class ResNetSmall(nn.Module):
-    """A 3x3 stem, four stages of 64, 128, 256 and 512 channels, two blocks each, and a classifier: 26 weighted layers.
+    """A residual network of 26 weighted layers.
 
-    Every stage halves the image, the first one too. Unlike in the ImageNet networks, convolutions have a bias and every
-    BatchNorm scale starts at one, as in the course. The course leaves the decay of some BatchNorms at Keras's 0.99 and
-    sets it to 0.9 in others; here it is 0.9 (and epsilon 1e-5) in all, so that short runs evaluate with settled
-    statistics.
+    It has a 3x3 stem, four stages of 64, 128, 256 and 512 channels with two blocks each, and a
+    classifier.
+
+    Every stage, including the first, halves the image. Unlike in the ImageNet networks,
+    convolutions have a bias and every BatchNorm scale starts at one, as in the course. The course
+    leaves the decay of some BatchNorms at Keras's 0.99 and sets it to 0.9 in others; here it is 0.9
+    (and epsilon 1e-5) in all, so that the statistics are settled after short runs.
 
     Attributes:
         num_classes: Classes K.
-        dtype: Type of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each rank's own rows.
-        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the collection `losses`.
+        dtype: Dtype of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
+            rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
+            collection `losses`.
     """
 
     num_classes: int = 10
@@ -78,7 +87,9 @@ class ResNetSmall(nn.Module):
         x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
         for stage, features in enumerate((64, 128, 256, 512), start=1):
             for index, strides in enumerate((2, 1), start=1):
-                x_BHWC = SmallBlock(features, strides, conv=conv, norm=norm, name=f"stage{stage}_block{index}")(x_BHWC)
+                x_BHWC = SmallBlock(
+                    features, strides, conv=conv, norm=norm, name=f"stage{stage}_block{index}"
+                )(x_BHWC)
         logits_BK = classify(x_BHWC, num_classes=self.num_classes)
         if train:
             sow_kernel_penalty(self, l2=self.kernel_l2)

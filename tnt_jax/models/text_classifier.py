@@ -1,4 +1,6 @@
-"""A text classifier: averaged word embeddings and three dense layers (the NNLM model of the `tf.distribute` lesson).
+"""A text classifier: averaged word embeddings and three dense layers.
+
+This is the NNLM model of the `tf.distribute` lesson.
 
 Shape legend: B batch, T tokens, D width, K outputs.
 """
@@ -14,18 +16,21 @@ PAD_ID = 0
 
 
 class TextClassifier(nn.Module):
-    """The mean of a text's word vectors, then dense layers of 256 and 64 with ReLU, then one of `num_outputs`.
+    """Averages a text's word vectors and applies three dense layers.
 
-    The lesson takes its word vectors ready-made from the neural language model of Bengio et al. 2003 (NNLM-128); here
-    they are learnt with the rest. A text without any word has the mean zero.
+    The dense layers have 256 and 64 units with ReLU, then `num_outputs`.
+
+    The lesson takes pretrained word vectors from the neural language model of Bengio et al. 2003
+    (NNLM-128); here they are trained with the rest. The mean of a text without words is zero.
 
     Attributes:
         vocab_size: Number of token ids, the padding id 0 included.
-        num_outputs: Outputs K: 1 for a yes-no question, else the number of classes.
+        num_outputs: Outputs K: 1 for binary classification, else the number of classes.
         embedding_dim: Length D of a word vector.
         hidden_dims: Widths of the hidden dense layers.
-        dropout: Share of the mean vector dropped in training, from 0 to 1; the lesson has none.
-        dtype: Type of the computation; parameters and logits are float32.
+        dropout: Fraction of the mean vector dropped in training, from 0 to 1; the lesson has no
+            dropout.
+        dtype: Dtype of the computation; parameters and logits are float32.
     """
 
     vocab_size: int
@@ -40,7 +45,7 @@ class TextClassifier(nn.Module):
         """Returns the logits of `tokens`.
 
         Args:
-            tokens: Token ids [B, T], integers; 0 is padding, wherever it stands.
+            tokens: Token ids [B, T], integers; 0 is padding at any position.
             train: Whether dropout is on (it needs a `dropout` key then).
 
         Returns:
@@ -55,7 +60,10 @@ class TextClassifier(nn.Module):
 
 
 def masked_mean(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Averages `x_BTD` over the positions where `mask_BT` is true, in float32; zeros where there are none."""
+    """Averages `x_BTD` over the positions where `mask_BT` is true, in float32.
+
+    The mean of no positions is zero.
+    """
     weight_BT1 = mask_BT[..., None].astype(jnp.float32)
     total_BD = jnp.sum(x_BTD.astype(jnp.float32) * weight_BT1, axis=1)
     return total_BD / jnp.maximum(jnp.sum(weight_BT1, axis=1), 1.0)

@@ -1,12 +1,16 @@
-"""The Transformer for translation (Vaswani et al. 2017, arXiv:1706.03762), as the tutorial trains it.
+"""The Transformer for translation, as the tutorial trains it.
+
+Vaswani et al. 2017, arXiv:1706.03762.
 
     model = Transformer(**PARAM_SETS["big"], vocab_size=33708, dtype=jnp.bfloat16)
     variables = model.init(key, sources, targets, train=False)
     logits = model.apply(variables, sources, targets, train=False)
 
-Token 0 is padding, always at the end of a sentence. `Translator` in `translation.py` decodes with the same variables.
+Token 0 is padding, always at the end of a sentence. `Translator` in `translation.py` decodes with
+the same variables.
 
-Shape legend: B batch, S sources, T targets, L places in the cache, K beams, D width, V vocabulary, N heads, H width of a head.
+Shape legend: B batch, S sources, T targets, L positions in the cache, K beams, D width, V
+vocabulary, N heads, H width of a head.
 """
 
 import math
@@ -22,7 +26,7 @@ from tnt_jax.models.transformer_layers import DecoderLayer, EncoderLayer, FeedFo
 
 PAD_ID = 0
 
-# Vaswani et al. 2017, table 3 (base and big); tiny is the tutorial's set for trying things out.
+# Vaswani et al. 2017, table 3 (base and big); tiny is the tutorial's set for experiments.
 PARAM_SETS: dict[str, dict[str, Any]] = {
     "tiny": {"width": 32, "num_heads": 4, "filter_dim": 256, "dropout": 0.1},
     "base": {"width": 512, "num_heads": 8, "filter_dim": 2048, "dropout": 0.1},
@@ -31,11 +35,11 @@ PARAM_SETS: dict[str, dict[str, Any]] = {
 
 
 class Memory(NamedTuple):
-    """Encoded sources, as decoding needs them.
+    """Encoded sources for decoding.
 
     Attributes:
         layers: Keys and values [B, S, N, H] for each decoder layer.
-        lengths_B: Real positions of each source, int32, at least 1.
+        lengths_B: Number of real positions of each source, int32, at least 1.
     """
 
     layers: list[tuple[jax.Array, jax.Array]]
@@ -43,19 +47,22 @@ class Memory(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, and one matrix that embeds sources and targets and turns the decoder's result into logits.
+    """Encoder, decoder, and a shared embedding matrix.
+
+    The matrix embeds sources and targets and maps the decoder's result to logits.
 
     Attributes:
         vocab_size: Number of token ids V, padding included.
         width: Width D.
         num_heads: Attention heads N.
         filter_dim: Width of the feed-forward layers.
-        num_layers: Layers of the encoder, and as many of the decoder.
-        dropout: Share of embeddings and of each sub-layer's result dropped in training.
-        attention_dropout: Share of attention weights dropped in training; 0 lets training use the fused attention kernels.
-        relu_dropout: Share of the feed-forward layers' inner values dropped in training.
-        dtype: Type of the computation; parameters and logits are float32.
-        implementation: Attention kernel, "cudnn" or "xla"; None for the fastest that the device has.
+        num_layers: Number of layers of the encoder, and of the decoder.
+        dropout: Fraction of embeddings and of each sublayer's result dropped in training.
+        attention_dropout: Fraction of attention weights dropped in training; with 0, training can
+            use the fused attention kernels.
+        relu_dropout: Fraction of the feed-forward layers' inner values dropped in training.
+        dtype: Dtype of the computation; parameters and logits are float32.
+        implementation: Attention kernel, "cudnn" or "xla"; None for the fastest one on the device.
     """
 
     vocab_size: int = 33708
@@ -72,9 +79,21 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         """Builds the layers; Flax calls it."""
         norm = partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
-        attention = partial(Attention, self.num_heads, self.width, self.attention_dropout, self.dtype, self.implementation)
+        attention = partial(
+            Attention,
+            self.num_heads,
+            self.width,
+            self.attention_dropout,
+            self.dtype,
+            self.implementation,
+        )
         feed_forward = partial(FeedForward, self.filter_dim, self.relu_dropout, self.dtype)
-        layer = {"norm": norm, "attention": attention, "feed_forward": feed_forward, "dropout": self.dropout}
+        layer = {
+            "norm": norm,
+            "attention": attention,
+            "feed_forward": feed_forward,
+            "dropout": self.dropout,
+        }
         init = nn.initializers.normal(self.width**-0.5)
         self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
         self.encoder = [EncoderLayer(**layer) for _ in range(self.num_layers)]
@@ -88,7 +107,7 @@ class Transformer(nn.Module):
 
         Args:
             sources: Token ids [B, S], padded with 0 at the end.
-            targets: Token ids [B, T], padded with 0 at the end; shifted right in here.
+            targets: Token ids [B, T], padded with 0 at the end; this method shifts them right.
             train: Whether dropout is on (it needs a `dropout` key then).
 
         Returns:
@@ -104,7 +123,10 @@ class Transformer(nn.Module):
         return self._logits(self.decoder_norm(x_BTD))
 
     def encode(self, sources: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the encoded sources [B, S, D] of token ids [B, S]; rows of padding alone are finite and mean nothing."""
+        """Returns the encoded sources [B, S, D] of token ids [B, S].
+
+        Rows that are all padding have finite values without meaning.
+        """
         lengths_B = real_lengths(sources)
         x_BSD = self._add_positions(self._embed(sources), jnp.arange(sources.shape[1]))
         x_BSD = self.drop(x_BSD, deterministic=not train)
@@ -113,38 +135,51 @@ class Transformer(nn.Module):
         return self.encoder_norm(x_BSD)
 
     def remember(self, sources: jax.Array) -> Memory:
-        """Encodes token ids [B, S] and projects them for every decoder layer, once a translation."""
+        """Encodes token ids [B, S] and projects them for every decoder layer.
+
+        Call it once per translation.
+        """
         memory_BSD = self.encode(sources, train=False)
-        return Memory([layer.project_memory(memory_BSD) for layer in self.decoder], real_lengths(sources))
+        return Memory(
+            [layer.project_memory(memory_BSD) for layer in self.decoder], real_lengths(sources)
+        )
 
     def empty_cache(self, batch_size: int, *, num_beams: int, num_places: int) -> list[LayerCache]:
         """Returns zeros [B, K, L, N, H] for the keys and values of each decoder layer."""
         shape = (batch_size, num_beams, num_places, self.num_heads, self.width // self.num_heads)
-        return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(self.num_layers)]
+        return [
+            (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+            for _ in range(self.num_layers)
+        ]
 
     def decode_step(
         self, tokens_BK: jax.Array, cache: list[LayerCache], memory: Memory, *, position: jax.Array
     ) -> tuple[jax.Array, list[LayerCache]]:
-        """Returns the logits of the token at `position` of every beam, and the cache for the next position.
+        """Returns the logits of the token at `position` of every beam, and the updated cache.
 
         Args:
             tokens_BK: Token before `position` in every beam; 0 at the start.
-            cache: Keys and values of the positions before.
+            cache: Keys and values of earlier positions.
             memory: Encoded sources.
-            position: Place of the token in the target, a scalar from 0 on.
+            position: Position of the token in the target, a scalar from 0 on.
 
         Returns:
             Logits [B, K, V], float32, and the cache.
         """
         x_BKD = self._add_positions(self._embed(tokens_BK), position)
         filled = []
-        for layer, layer_cache, layer_memory in zip(self.decoder, cache, memory.layers, strict=True):
-            x_BKD, layer_cache = layer.step(x_BKD, layer_cache, layer_memory, position=position, lengths_B=memory.lengths_B)
+        for layer, layer_cache, layer_memory in zip(
+            self.decoder, cache, memory.layers, strict=True
+        ):
+            x_BKD, layer_cache = layer.step(
+                x_BKD, layer_cache, layer_memory, position=position, lengths_B=memory.lengths_B
+            )
             filled.append(layer_cache)
         return self._logits(self.decoder_norm(x_BKD)), filled
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        # Section 3.4: the embedding times sqrt(D). Padding, which also starts a target, embeds to zero.
+        # Section 3.4: the embedding times sqrt(D). The embedding of padding, which also starts a
+        # target, is zero.
         x = self.embedding[tokens] * (tokens != PAD_ID)[..., None] * math.sqrt(self.width)
         return x.astype(self.dtype)
 
@@ -152,22 +187,31 @@ class Transformer(nn.Module):
         return x + sinusoids(positions, self.width).astype(self.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum("...D,VD->...V", x, self.embedding.astype(self.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "...D,VD->...V",
+            x,
+            self.embedding.astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
 
 
 def real_lengths(tokens: jax.Array) -> jax.Array:
-    """Returns the number of tokens that are not padding [B], int32; at least 1, so that attention has something to look at."""
+    """Returns the number of tokens that are not padding [B], int32.
+
+    It is at least 1, because attention needs a position.
+    """
     return jnp.maximum(jnp.sum(tokens != PAD_ID, axis=-1, dtype=jnp.int32), 1)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     """Returns the position encoding [..., width] of `positions` [...], float32.
 
-    Sines in the first half, cosines in the second, of wavelengths from 2 pi to 2 pi * 10,000 in a geometric series. The paper
-    (section 3.5) interleaves them, which is the same up to a fixed order of the dimensions.
+    The first half are sines and the second cosines, with wavelengths from 2 pi to 2 pi * 10,000 in
+    a geometric series. The paper (section 3.5) interleaves them, which is the same up to a fixed
+    order of the dimensions.
 
     Args:
-        positions: Places in the sentence, from 0 on.
+        positions: Positions in the sentence, from 0 on.
         width: Width D, even and at least 4.
 
     Raises:
@@ -176,5 +220,7 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     if width % 2 or width < 4:
         raise ValueError(f"width must be even and at least 4, but is {width}.")
     step = math.log(1e4) / (width // 2 - 1)
-    angles = jnp.asarray(positions, jnp.float32)[..., None] * jnp.exp(-step * jnp.arange(width // 2, dtype=jnp.float32))
+    angles = jnp.asarray(positions, jnp.float32)[..., None] * jnp.exp(
+        -step * jnp.arange(width // 2, dtype=jnp.float32)
+    )
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -1,10 +1,11 @@
-"""The encoder and decoder stacks of the Transformer, with layer normalisation before each sub-layer.
+"""The encoder and decoder stacks of the Transformer, with pre-layer normalization.
 
-Vaswani et al. 2017 (arXiv:1706.03762) normalise after the residual sum; normalising before it, with one more normalisation
-at the end of each stack, is the form of the tutorial and of tensor2tensor, and trains without a delicate warm-up.
+Vaswani et al. 2017 (arXiv:1706.03762) normalise after the residual sum. The tutorial and
+tensor2tensor normalise before each sublayer, and once more at the end of each stack, which trains
+without a delicate warm-up.
 
-Shape legend: B batch, T targets, S sources, L places in the cache, K beams, D width, F width of the inner layer, N heads,
-H width of a head.
+Shape legend: B batch, T targets, S sources, L positions in the cache, K beams, D width, F width of
+the inner layer, N heads, H width of a head.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ class FeedForward(nn.Module):
 
     Attributes:
         filter_dim: Width F of the inner layer.
-        dropout: Share of the inner layer dropped in training.
-        dtype: Type of the computation.
+        dropout: Fraction of the inner layer dropped in training.
+        dtype: Dtype of the computation.
     """
 
     filter_dim: int
@@ -94,18 +95,22 @@ class DecoderLayer(nn.Module):
         self.filter_norm, self.filter = self.norm(), self.feed_forward()
         self.drop = nn.Dropout(self.dropout)
 
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array, *, lengths_B: jax.Array, train: bool) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, memory_BSD: jax.Array, *, lengths_B: jax.Array, train: bool
+    ) -> jax.Array:
         """Maps [B, T, D] to [B, T, D]; `lengths_B` are the real positions of `memory_BSD`."""
         y_BTD = self.attend_norm(x_BTD)
         y_BTD = self.attend(y_BTD, y_BTD, lengths_B=None, causal=True, train=train)
         x_BTD = x_BTD + self.drop(y_BTD, deterministic=not train)
-        y_BTD = self.attend_memory(self.memory_norm(x_BTD), memory_BSD, lengths_B=lengths_B, train=train)
+        y_BTD = self.attend_memory(
+            self.memory_norm(x_BTD), memory_BSD, lengths_B=lengths_B, train=train
+        )
         x_BTD = x_BTD + self.drop(y_BTD, deterministic=not train)
         y_BTD = self.filter(self.filter_norm(x_BTD), train=train)
         return x_BTD + self.drop(y_BTD, deterministic=not train)
 
     def project_memory(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values of the encoded sources, computed once a translation."""
+        """Returns the keys and values of the encoded sources, computed once per translation."""
         return self.attend_memory.project(memory_BSD)
 
     def step(
@@ -117,12 +122,13 @@ class DecoderLayer(nn.Module):
         position: jax.Array,
         lengths_B: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
-        """Returns the layer's result for one position of every beam, and the cache with that position in it.
+        """Returns the layer's result for one position of every beam, and the updated cache.
 
         Args:
             x_BKD: The position of every beam.
             cache: Keys and values [B, K, L, N, H] of earlier positions.
-            memory: Keys and values [B, S, N, H] of the sources; all beams of a row share them, as queries of one attention.
+            memory: Keys and values [B, S, N, H] of the sources; all beams of a row share them, as
+                queries of one attention call.
             position: Number of earlier positions, a scalar.
             lengths_B: Real positions of the sources.
         """
@@ -134,7 +140,9 @@ class DecoderLayer(nn.Module):
         y_R1D = y_BKD.reshape(num_rows * num_beams, 1, -1)
         seen_R = jnp.full(num_rows * num_beams, position + 1, jnp.int32)
         x_BKD = x_BKD + self.attend.attend(y_R1D, *flat, lengths_B=seen_R).reshape(x_BKD.shape)
-        x_BKD = x_BKD + self.attend_memory.attend(self.memory_norm(x_BKD), *memory, lengths_B=lengths_B)
+        x_BKD = x_BKD + self.attend_memory.attend(
+            self.memory_norm(x_BKD), *memory, lengths_B=lengths_B
+        )
         x_BKD = x_BKD + self.filter(self.filter_norm(x_BKD), train=False)
         return x_BKD, cache
 

@@ -15,12 +15,13 @@ from tnt_jax.models.transformer import Transformer
 
 
 class Translator(Transformer):
-    """A `Transformer` that returns translations: same attributes, same variables, another call.
+    """A `Transformer` that translates: same attributes, same variables, another `__call__`.
 
     Attributes:
-        num_beams: Beams of the search; the defaults here are those of Vaswani et al. 2017, section 6.1.
+        num_beams: Beams of the search; the defaults here are those of Vaswani et al. 2017, section
+            6.1.
         alpha: Exponent of the length penalty.
-        extra_length: Tokens by which a translation may be longer than the padded sources.
+        extra_length: Number of tokens by which a translation may exceed the padded sources.
     """
 
     num_beams: int = 4
@@ -32,16 +33,20 @@ class Translator(Transformer):
 
         Args:
             sources: Token ids [B, S], padded with 0 at the end.
-            train: Must be False: there is nothing to train in a search.
+            train: Must be False: a search cannot be trained.
 
         Returns:
-            `outputs`: token ids [B, S + extra_length], int32, ended by 1 and padded with 0; `scores` [B]: log P / length penalty.
+            `outputs`: token ids [B, S + extra_length], int32, ended by 1 and padded with 0;
+            `scores` [B]: log P / length penalty.
 
         Raises:
             ValueError: If `train` is true.
         """
         if train:
-            raise ValueError("Translator only decodes. Train a Transformer and give its variables to the Translator.")
+            raise ValueError(
+                "Translator only decodes. Train a Transformer and give its variables to the "
+                "Translator."
+            )
         if self.is_initializing():
             super().__call__(sources, sources, train=False)
         found = translate(
@@ -56,7 +61,11 @@ class Translator(Transformer):
 
     def as_transformer(self) -> Transformer:
         """Returns the training view, without variables."""
-        names = [field.name for field in dataclasses.fields(Transformer) if field.name not in ("parent", "name")]
+        names = [
+            field.name
+            for field in dataclasses.fields(Transformer)
+            if field.name not in ("parent", "name")
+        ]
         return Transformer(**{name: getattr(self, name) for name in names}, parent=None)
 
 
@@ -69,7 +78,9 @@ def translate(
     alpha: float = 0.6,
     extra_length: int = 50,
 ) -> Sequences:
-    """Returns the `num_beams` best translations of each source, with a key/value cache; call it inside `jax.jit`.
+    """Returns the `num_beams` best translations of each source, with a key-value cache.
+
+    Call it inside `jax.jit`.
 
     Args:
         transformer: Model, without variables.
@@ -77,29 +88,43 @@ def translate(
         sources: Token ids [B, S], padded with 0 at the end.
         num_beams: Beams K.
         alpha: Exponent of the length penalty.
-        extra_length: Tokens by which a translation may be longer than S.
+        extra_length: Number of tokens by which a translation may exceed S.
     """
     length = sources.shape[1] + extra_length
     step, cache = _prepare(transformer, variables, sources, num_beams=num_beams, length=length)
-    return beam_search(step, cache, rows_B=sources[:, 0], num_beams=num_beams, length=length, alpha=alpha)
+    return beam_search(
+        step, cache, rows_B=sources[:, 0], num_beams=num_beams, length=length, alpha=alpha
+    )
 
 
 def translate_greedily(
-    transformer: Transformer, variables: Mapping[str, Any], sources: jax.Array, *, extra_length: int = 50
+    transformer: Transformer,
+    variables: Mapping[str, Any],
+    sources: jax.Array,
+    *,
+    extra_length: int = 50,
 ) -> Sequences:
-    """Returns one translation of each source, made of the most probable token at every position; see `translate`."""
+    """Returns one translation of each source, with the most probable token at each position.
+
+    The arguments are those of `translate`.
+    """
     length = sources.shape[1] + extra_length
     step, cache = _prepare(transformer, variables, sources, num_beams=1, length=length)
     return greedy_search(step, cache, rows_B=sources[:, 0], length=length)
 
 
 def _prepare(
-    transformer: Transformer, variables: Mapping[str, Any], sources: jax.Array, *, num_beams: int, length: int
+    transformer: Transformer,
+    variables: Mapping[str, Any],
+    sources: jax.Array,
+    *,
+    num_beams: int,
+    length: int,
 ) -> tuple[Any, Any]:
     apply = partial(transformer.apply, variables)
     memory = apply(sources, method="remember")
     cache = transformer.empty_cache(sources.shape[0], num_beams=num_beams, num_places=length)
-    # A zero of the sources makes the cache vary over ranks as they do.
+    # A zero made from the sources makes the cache vary over ranks as they do.
     zero = (sources[0, 0] * 0).astype(transformer.dtype)
     cache = jax.tree.map(lambda leaf: leaf + zero, cache)
 

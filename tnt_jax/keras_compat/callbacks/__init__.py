@@ -1,7 +1,11 @@
-"""Callbacks with Keras's names, hooks and order of calls; real Keras callbacks work beside them.
+"""Callbacks with Keras's names, hooks and order of calls; Keras's own callbacks work, too.
 
 ```python
-callbacks = [tnt.callbacks.EarlyStopping(patience=3), tnt.callbacks.ModelCheckpoint("runs/a"), keras.callbacks.CSVLogger("log.csv")]
+callbacks = [
+    tnt.callbacks.EarlyStopping(patience=3),
+    tnt.callbacks.ModelCheckpoint("runs/a"),
+    keras.callbacks.CSVLogger("log.csv"),
+]
 model.fit(dataset, epochs=90, callbacks=callbacks)
 ```
 """
@@ -14,14 +18,19 @@ from tnt_jax.keras_compat.callbacks.early_stopping import EarlyStopping
 from tnt_jax.keras_compat.callbacks.fingerprint import Fingerprint
 from tnt_jax.keras_compat.callbacks.history import History
 from tnt_jax.keras_compat.callbacks.lambda_callback import LambdaCallback
-from tnt_jax.keras_compat.callbacks.learning_rate import LearningRateScheduler, LearningRateWarmup, ReduceLROnPlateau
+from tnt_jax.keras_compat.callbacks.learning_rate import (
+    LearningRateScheduler,
+    LearningRateWarmup,
+    ReduceLROnPlateau,
+)
 from tnt_jax.keras_compat.callbacks.logs import LazyLogs
 from tnt_jax.keras_compat.callbacks.model_checkpoint import ModelCheckpoint
-from tnt_jax.keras_compat.callbacks.placement import OnAllRanks, OnMaster
+from tnt_jax.keras_compat.callbacks.orbax_checkpoint import OrbaxCheckpoint
 from tnt_jax.keras_compat.callbacks.plot_history import PlotHistory
 from tnt_jax.keras_compat.callbacks.progbar import ProgbarLogger
 from tnt_jax.keras_compat.callbacks.remote_monitor import RemoteMonitor
 from tnt_jax.keras_compat.callbacks.runtime_profiler import RuntimeProfiler
+from tnt_jax.keras_compat.callbacks.scope import OnAllRanks, OnMaster
 from tnt_jax.keras_compat.callbacks.swap_ema_weights import SwapEMAWeights
 from tnt_jax.keras_compat.callbacks.tensorboard import TensorBoard
 from tnt_jax.keras_compat.callbacks.terminate_on_nan import TerminateOnNaN
@@ -41,6 +50,7 @@ __all__ = [
     "ModelCheckpoint",
     "OnAllRanks",
     "OnMaster",
+    "OrbaxCheckpoint",
     "PlotHistory",
     "ProgbarLogger",
     "ReduceLROnPlateau",

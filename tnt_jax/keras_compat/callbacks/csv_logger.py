@@ -1,4 +1,4 @@
-"""The logs of every epoch in a table."""
+"""Writes the logs of each epoch to a CSV file."""
 
 import csv
 import os
@@ -9,21 +9,50 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 
 
 class CSVLogger(Callback):
-    """Writes the logs of every epoch to a CSV file, one row each, byte for byte as Keras's callback does for the same logs.
+    """Writes the logs of each epoch to a CSV file, one row per epoch.
 
-    The columns are those of the first epoch, sorted, and their `val_` forms; a value that an epoch lacks is `NA`.
+    For the same logs the file is byte for byte that of Keras's callback.
+
+    The columns are those of the first epoch, sorted, and their `val_` forms; a missing value is
+    `NA`. With `append=True`, a run that resumes from a backup does not repeat the rows that the
+    interrupted run wrote after that backup.
 
     Args:
-        filename: Where to write.
-        separator: What stands between values.
-        append: Whether to go on with an existing file.
+        filename: File to write.
+        separator: Separator between values.
+        append: Whether to append to an existing file.
     """
 
-    def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
+    def __init__(
+        self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
+    ) -> None:
         super().__init__()
-        self.filename, self.separator, self.append = os.fspath(filename), separator, append
+        self.filename = os.fspath(filename)
+        self.separator = separator
+        self.append = append
         self._file: IO[str] | None = None
         self._writer: Any = None
+        self._written: set[str] = set()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the file, and how far it is written."""
+        return (
+            {}
+            if self._file is None
+            else {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
+        )
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Records which epochs the interrupted run wrote after the backup."""
+        if (
+            self._file is None
+            or not self.append
+            or state["filename"] != os.path.abspath(self.filename)
+        ):
+            return
+        with open(self.filename) as file:
+            file.seek(state["size"])
+            self._written = {row[0] for row in csv.reader(file, delimiter=self.separator) if row}
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Opens the file."""
@@ -31,14 +60,17 @@ class CSVLogger(Callback):
             # The csv module ends lines by itself; Keras leaves that to the text file as well.
             self._file = open(self.filename, "a" if self.append else "w")  # noqa: SIM115
             self._writer = None
+            self._written = set()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes a row."""
-        if self._file is None:
+        if self._file is None or str(epoch) in self._written:
             return
         logs = logs or {}
         if self._writer is None:
-            self._writer = csv.DictWriter(self._file, ["epoch", *_columns(logs)], delimiter=self.separator)
+            self._writer = csv.DictWriter(
+                self._file, ["epoch", *_columns(logs)], delimiter=self.separator
+            )
             if self._file.tell() == 0:
                 self._writer.writeheader()
         values = {name: logs.get(name, "NA") for name in self._writer.fieldnames if name != "epoch"}
@@ -55,4 +87,8 @@ class CSVLogger(Callback):
 def _columns(logs: Mapping[str, float]) -> list[str]:
     names = sorted(logs)
     # The first epoch may come without validation.
-    return names if any(name.startswith("val_") for name in names) else [*names, *(f"val_{name}" for name in names)]
+    return (
+        names
+        if any(name.startswith("val_") for name in names)
+        else [*names, *(f"val_{name}" for name in names)]
+    )

@@ -13,19 +13,19 @@ class EarlyStopping(Callback):
     """Ends training when a log has not improved for some epochs, as Keras's callback does.
 
     Args:
-        monitor: Log to watch.
+        monitor: Log to monitor.
         min_delta: Smallest change that counts as an improvement.
-        patience: Epochs without improvement after which training ends.
+        patience: Number of epochs without improvement after which training ends.
         verbose: 1 to print what happens.
         mode: `"min"`, `"max"` or `"auto"`.
         baseline: Value that must be reached within `patience` epochs.
-        restore_best_weights: Whether the weights of the best epoch come back at the end.
-        start_from_epoch: Epochs at the beginning that are not watched.
+        restore_best_weights: Whether to restore the weights of the best epoch at the end.
+        start_from_epoch: Number of epochs at the beginning that are not monitored.
 
     Attributes:
         best: Best value so far, or None.
         best_epoch: Epoch of the best value.
-        stopped_epoch: Epoch after which training was ended, 0 if it was not.
+        stopped_epoch: Epoch after which training was ended, or 0.
         wait: Epochs since the last improvement.
     """
 
@@ -41,28 +41,32 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__()
-        self.monitor, self.patience, self.baseline = monitor, patience, baseline
-        self.start_from_epoch, self.restore_best_weights, self.verbose = start_from_epoch, restore_best_weights, verbose
+        self.monitor = monitor
+        self.patience = patience
+        self.baseline = baseline
+        self.start_from_epoch = start_from_epoch
+        self.restore_best_weights = restore_best_weights
+        self.verbose = verbose
         self._watch = Monitor(monitor, mode=mode, min_delta=min_delta)
         self._reset()
 
     def set_model(self, model: Any) -> None:
-        """Receives the model, whose metrics say which direction is better."""
+        """Receives the model, whose metrics determine the direction of improvement."""
         super().set_model(model)
         self._watch.resolve(model)
 
     def state(self) -> dict[str, Any]:
-        """Returns what has been seen so far, the best weights included."""
+        """Returns the state of the monitor, including the best weights."""
         weights = {} if self.best_weights is None else {"best_weights": self.best_weights}
         return {"wait": self.wait, "best": self.best, "best_epoch": self.best_epoch, **weights}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an interrupted run."""
+        """Restores the state of an interrupted run."""
         self.wait, self.best, self.best_epoch = state["wait"], state["best"], state["best_epoch"]
         self.best_weights = state.get("best_weights")
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Forgets an earlier run."""
+        """Clears the state of an earlier run."""
         self._reset()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -72,7 +76,8 @@ class EarlyStopping(Callback):
             return
         if self.restore_best_weights and self.best_weights is None:
             # Should no epoch beat a NaN, the first one is the best.
-            self.best_weights, self.best_epoch = self.model.get_weights(), epoch
+            self.best_weights = self.model.get_weights()
+            self.best_epoch = epoch
         self.wait += 1
         if self._watch.is_better(value, self.best):
             self._keep(epoch, value)
@@ -81,12 +86,16 @@ class EarlyStopping(Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Restores the best weights, if asked to."""
+        """Restores the best weights, if requested."""
         if self.stopped_epoch > 0 and self.verbose:
             print(f"Epoch {self.stopped_epoch + 1}: early stopping", flush=True)
         if self.restore_best_weights and self.best_weights is not None:
             if self.verbose:
-                print(f"Restoring model weights from the end of the best epoch: {self.best_epoch + 1}.", flush=True)
+                print(
+                    "Restoring model weights from the end of the best epoch: "
+                    f"{self.best_epoch + 1}.",
+                    flush=True,
+                )
             self.model.set_weights(self.best_weights)
 
     def _keep(self, epoch: int, value: float) -> None:

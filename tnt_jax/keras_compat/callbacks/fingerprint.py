@@ -1,4 +1,4 @@
-"""A digest of everything that training changes, for comparing two runs to the bit."""
+"""Digests of the training state, for comparing two runs bit by bit."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,28 +9,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.checkpoint import state_arrays
+from tnt_jax.distributed.runtime import is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.launch.fingerprint import fingerprint_line
-from tnt_jax.runtime import is_master_rank
+from tnt_jax.train.state_arrays import state_arrays
 
 
 class Fingerprint(Callback):
-    """Writes a digest of each array of the training state: weights, model state, optimizer state, number of steps and random key.
+    """Writes a digest of each array of the training state to a file.
 
-    `tnt-jax fingerprint A B` compares two files and names the first step and the arrays that differ. A run that goes on appends to
-    its file. Arrays of which every rank keeps a part of its own, as with `shard_optimizer_state`, are left out.
+    The state consists of weights, model state, optimizer state, step count and random key.
+
+    `tnt-jax fingerprint A B` compares two files and names the first step and the arrays that
+    differ. A resumed run appends to its file. Arrays that are sharded over the ranks, as with
+    `shard_optimizer_state`, are left out.
 
     Args:
         path: File to write, on the master.
-        every: Write after every so many steps, too; after each epoch alone by default.
+        every: Number of steps after which to write, too; by default only after each epoch.
     """
 
     def __init__(self, path: str | Path, *, every: int | None = None) -> None:
         super().__init__()
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1 step, but is {every}.")
-        self._path, self._every = Path(path), every
+        self._path = Path(path)
+        self._every = every
         self._epoch = 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -40,7 +44,7 @@ class Fingerprint(Callback):
             self._path.write_text("")
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Remembers the epoch."""
+        """Records the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:

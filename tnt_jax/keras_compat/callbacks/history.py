@@ -7,10 +7,10 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 
 
 class History(Callback):
-    """Collects the logs of every epoch; `fit` returns one, the same on every process.
+    """Records the logs of each epoch; `fit` returns one, the same on every process.
 
     Attributes:
-        history: For each log its values by epoch.
+        history: The values of each log by epoch.
         epoch: Numbers of the epochs, from 0.
     """
 
@@ -24,11 +24,12 @@ class History(Callback):
         return {"epoch": self.epoch, "history": self.history}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the record of an interrupted run."""
-        self.epoch, self.history = list(state["epoch"]), {name: list(values) for name, values in state["history"].items()}
+        """Restores the record of an interrupted run."""
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Forgets an earlier run's epoch numbers, as Keras does."""
+        """Clears the epoch numbers of an earlier run, as Keras does."""
         self.epoch = []
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -38,6 +39,6 @@ class History(Callback):
             self.history.setdefault(name, []).append(value)
 
     def set_model(self, model: Any) -> None:
-        """Makes itself the model's `history`."""
+        """Sets itself as the model's `history`."""
         super().set_model(model)
         model.history = self

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate; none of them makes the step compile again."""
+"""Callbacks that set the learning rate, without recompilation."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
@@ -13,45 +13,53 @@ class LearningRateScheduler(Callback):
     """Sets the learning rate at the beginning of each epoch.
 
     Args:
-        schedule: From epoch (from 0) and the rate so far to the rate of the epoch; it may also take the epoch alone.
+        schedule: Maps the epoch (from 0) and the previous rate to the rate of the epoch; it may
+            also take only the epoch.
         verbose: 1 to print the rate.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
-        self.schedule, self.verbose = schedule, verbose
-        self._epoch, self._before = -1, 0.0
+        self.schedule = schedule
+        self.verbose = verbose
+        self._epoch = -1
+        self._before = 0.0
 
     def state(self) -> dict[str, Any]:
-        """Returns the rate before the epoch that runs."""
+        """Returns the rate before the current epoch."""
         return {"epoch": self._epoch, "before": self._before}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an interrupted run."""
+        """Restores the state of an interrupted run."""
         self._epoch, self._before = state["epoch"], state["before"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Sets the rate of the epoch.
 
         Raises:
-            TypeError: If the schedule returns no number.
+            TypeError: If the schedule does not return a number.
         """
-        # A run that goes on within an epoch begins this epoch again.
+        # A run that resumes within an epoch begins this epoch again.
         before = self._before if epoch == self._epoch else float(self.model.optimizer.learning_rate)
         self._epoch, self._before = epoch, before
         try:
             rate = self.schedule(epoch, before)
         except TypeError:
-            # Keras's first schedules took the epoch alone.
+            # Early Keras schedules took only the epoch.
             rate = self.schedule(epoch)
         if np.ndim(rate) != 0 or np.asarray(rate).dtype.kind not in "fiu":
-            raise TypeError(f"The schedule must return a number, but returned {rate!r} for epoch {epoch}.")
+            raise TypeError(
+                f"The schedule must return a number, but returned {rate!r} for epoch {epoch}."
+            )
         self.model.optimizer.learning_rate = float(rate)
         if self.verbose:
-            print(f"\nEpoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.", flush=True)
+            print(
+                f"\nEpoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.",
+                flush=True,
+            )
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Forgets an earlier run."""
+        """Clears the state of an earlier run."""
         self._epoch = -1
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -63,19 +71,19 @@ class ReduceLROnPlateau(Callback):
     """Reduces the learning rate when a log has stopped improving, as Keras's callback does.
 
     Args:
-        monitor: Log to watch.
-        factor: What the rate is multiplied by, below 1.
-        patience: Epochs without improvement before a reduction.
+        monitor: Log to monitor.
+        factor: Factor by which the rate is multiplied, below 1.
+        patience: Number of epochs without improvement before a reduction.
         verbose: 1 to print reductions.
         mode: `"min"`, `"max"` or `"auto"`.
         min_delta: Smallest change that counts as an improvement.
-        cooldown: Epochs after a reduction that are not watched.
+        cooldown: Number of epochs after a reduction that are not monitored.
         min_lr: Smallest rate.
 
     Attributes:
         best: Best value so far, or None.
         wait: Epochs since the last improvement or reduction.
-        cooldown_counter: Epochs of cooldown that are left.
+        cooldown_counter: Remaining epochs of cooldown.
 
     Raises:
         ValueError: If `factor` is 1 or more.
@@ -95,26 +103,34 @@ class ReduceLROnPlateau(Callback):
         super().__init__()
         if factor >= 1:
             raise ValueError(f"ReduceLROnPlateau needs a factor below 1, but got {factor}.")
-        self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
-        self.cooldown, self.min_lr = cooldown, min_lr
+        self.monitor = monitor
+        self.factor = factor
+        self.patience = patience
+        self.verbose = verbose
+        self.cooldown = cooldown
+        self.min_lr = min_lr
         self._watch = Monitor(monitor, mode=mode, min_delta=min_delta)
         self.on_train_begin()
 
     def set_model(self, model: Any) -> None:
-        """Receives the model, whose metrics say which direction is better."""
+        """Receives the model, whose metrics determine the direction of improvement."""
         super().set_model(model)
         self._watch.resolve(model)
 
     def state(self) -> dict[str, Any]:
-        """Returns what has been seen so far."""
+        """Returns the state of the monitor."""
         return {"wait": self.wait, "best": self.best, "cooldown_counter": self.cooldown_counter}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an interrupted run."""
-        self.wait, self.best, self.cooldown_counter = state["wait"], state["best"], state["cooldown_counter"]
+        """Restores the state of an interrupted run."""
+        self.wait, self.best, self.cooldown_counter = (
+            state["wait"],
+            state["best"],
+            state["cooldown_counter"],
+        )
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Forgets an earlier run."""
+        """Clears the state of an earlier run."""
         self.wait = self.cooldown_counter = 0
         self.best: float | None = None
 
@@ -128,7 +144,8 @@ class ReduceLROnPlateau(Callback):
             self.cooldown_counter -= 1
             self.wait = 0
         if self._watch.is_better(value, self.best):
-            self.best, self.wait = value, 0
+            self.best = value
+            self.wait = 0
         elif self.cooldown_counter == 0:
             self.wait += 1
             if self.wait >= self.patience:
@@ -140,21 +157,26 @@ class ReduceLROnPlateau(Callback):
             return
         rate = max(before * self.factor, self.min_lr)
         self.model.optimizer.learning_rate = rate
-        self.wait, self.cooldown_counter = 0, self.cooldown
+        self.wait = 0
+        self.cooldown_counter = self.cooldown
         if self.verbose:
-            print(f"\nEpoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.", flush=True)
+            print(
+                f"\nEpoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.",
+                flush=True,
+            )
 
 
 class LearningRateWarmup(Callback):
-    """Raises the learning rate step by step over the first epochs (Goyal et al. 2017, arXiv:1706.02677, section 2.2).
+    """Raises the learning rate step by step over the first epochs.
 
-    Before step i (from 0) of the warm-up's n steps the rate is initial + (target - initial) * (i + 1) / n, so its last step runs at
-    the target; afterwards the rate is left alone. The paper's linear scaling rule sets the target to the rate of a small batch times
-    the ratio of the batch sizes, and starts from the rate of the small batch.
+    Goyal et al. 2017, arXiv:1706.02677, section 2.2. Before step i (from 0) of the warm-up's n
+    steps the rate is initial + (target - initial) * (i + 1) / n, so the last step runs at the
+    target; afterwards the rate is not changed. The paper's linear scaling rule starts from the rate
+    of a small batch; the target is this rate times the ratio of the batch sizes.
 
     Args:
         target_learning_rate: Rate at the end of the warm-up.
-        initial_learning_rate: Rate that the first step starts from.
+        initial_learning_rate: Rate from which the first step starts.
         epochs: Length of the warm-up; 5 in the paper. It may be a fraction.
         verbose: 1 to print when the warm-up is done.
 
@@ -163,12 +185,20 @@ class LearningRateWarmup(Callback):
     """
 
     def __init__(
-        self, target_learning_rate: float, *, initial_learning_rate: float = 0.0, epochs: float = 5, verbose: int = 0
+        self,
+        target_learning_rate: float,
+        *,
+        initial_learning_rate: float = 0.0,
+        epochs: float = 5,
+        verbose: int = 0,
     ) -> None:
         super().__init__()
         if epochs <= 0:
             raise ValueError(f"The warm-up must last longer than 0 epochs, but epochs is {epochs}.")
-        self.target, self.initial, self.epochs, self.verbose = target_learning_rate, initial_learning_rate, epochs, verbose
+        self.target = target_learning_rate
+        self.initial = initial_learning_rate
+        self.epochs = epochs
+        self.verbose = verbose
         self._epoch = self._num_steps = 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -178,20 +208,28 @@ class LearningRateWarmup(Callback):
             ValueError: If the number of steps of an epoch is unknown.
         """
         if not self.params["steps"]:
-            raise ValueError("LearningRateWarmup needs to know the steps of an epoch: pass steps_per_epoch to fit.")
+            raise ValueError(
+                "LearningRateWarmup needs to know the steps of an epoch: pass steps_per_epoch to "
+                "fit."
+            )
         self._num_steps = max(round(self.epochs * self.params["steps"]), 1)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Notes the epoch."""
+        """Records the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Sets the rate of the step."""
         done = self._epoch * self.params["steps"] + batch + 1
         if done <= self._num_steps:
-            self.model.optimizer.learning_rate = self.initial + (self.target - self.initial) * done / self._num_steps
+            self.model.optimizer.learning_rate = (
+                self.initial + (self.target - self.initial) * done / self._num_steps
+            )
         if done == self._num_steps and self.verbose:
-            print(f"\nEpoch {self._epoch + 1}: the learning rate is warmed up to {self.target}.", flush=True)
+            print(
+                f"\nEpoch {self._epoch + 1}: the learning rate is warmed up to {self.target}.",
+                flush=True,
+            )
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Adds the rate to the logs."""
@@ -200,4 +238,6 @@ class LearningRateWarmup(Callback):
 
 def _add_rate(model: Any, logs: Mapping[str, float] | None) -> None:
     if logs is not None:
-        cast(MutableMapping[str, float], logs)["learning_rate"] = float(model.optimizer.learning_rate)
+        cast(MutableMapping[str, float], logs)["learning_rate"] = float(
+            model.optimizer.learning_rate
+        )

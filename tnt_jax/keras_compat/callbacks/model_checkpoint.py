@@ -5,37 +5,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.checkpoint import Checkpoints
+from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingTimes
+from tnt_jax.keras_compat.file_names import is_file_name
+from tnt_jax.train.checkpoint import Checkpoints
 
-# Endings of what is one file; anything else is a directory, written in the background.
+# Extensions of single files; anything else is a directory, written in the background.
 _FILES = (".weights.h5", ".h5", ".keras", ".safetensors")
 
 
 class ModelCheckpoint(Callback):
-    """Saves the model after epochs or batches, always or when a log has improved, as Keras's callback does.
+    """Saves the model after epochs or batches, as Keras's callback does.
 
-    A path without one of the endings `.weights.h5`, `.safetensors`, `.keras` is an Orbax directory: it is written while training
-    continues, by all processes together, and an earlier one stays readable until the new one is complete.
+    It saves always, or only if a log has improved.
+
+    A path without one of the extensions `.weights.h5`, `.safetensors` and `.keras` is an Orbax
+    directory. All processes write it together while training continues, and an earlier one stays
+    readable until the new one is complete.
 
     Args:
-        filepath: Where to save; `{epoch}` (from 1), `{batch}` (from 1, when batches decide) and names of logs are filled in, for
-            instance `"runs/{epoch:02d}-{val_loss:.2f}"`.
-        monitor: Log that decides with `save_best_only`.
+        filepath: Where to save; `{epoch}` (from 1), `{batch}` (from 1, when batches decide) and
+            names of logs are filled in, for instance `"runs/{epoch:02d}-{val_loss:.2f}"`.
+        monitor: Log that decides if `save_best_only` is True.
         verbose: 1 to print what happens.
         save_best_only: Whether to save only when the log has improved.
-        save_weights_only: Whether to leave out what is needed to make and compile the model again.
+        save_weights_only: Whether to leave out what is needed to recreate and compile the model.
         mode: `"min"`, `"max"` or `"auto"`.
-        save_freq: `"epoch"`, or batches between two saves.
-        initial_value_threshold: Value to improve on at first.
+        save_freq: `"epoch"`, or the number of batches between two saves.
+        initial_value_threshold: Value that the first save must improve on.
 
     Attributes:
         best: Best value so far, or None.
 
     Raises:
-        ValueError: If `save_freq` or `mode` is unknown, or a file name does not fit `save_weights_only`.
+        ValueError: If `save_freq` or `mode` is unknown, or a file name does not fit
+            `save_weights_only`.
     """
 
     def __init__(
@@ -54,23 +60,38 @@ class ModelCheckpoint(Callback):
         is_weights = self.filepath.endswith((".weights.h5", ".safetensors"))
         if is_weights and not save_weights_only:
             raise ValueError(
-                f"{self.filepath} can hold weights only: pass save_weights_only=True, or a name without that ending."
+                f"{self.filepath} can hold weights only: pass save_weights_only=True, or a name "
+                "without this extension."
             )
         if self.filepath.endswith(_FILES) and save_weights_only and not is_weights:
             raise ValueError(
-                f"Weights go to a name ending in .weights.h5 or .safetensors, or to a directory, not to {self.filepath}."
+                "Weights go to a name ending in .weights.h5 or .safetensors, or to a directory, "
+                f"not to {self.filepath}."
             )
-        self.monitor, self.verbose, self.save_best_only = monitor, verbose, save_best_only
-        self.save_weights_only, self.save_freq = save_weights_only, save_freq
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.save_weights_only = save_weights_only
+        self.save_freq = save_freq
         self.best = initial_value_threshold
         self._watch = Monitor(monitor, mode=mode)
         self._times = SavingTimes(save_freq)
         self._epoch = 0
         self._checkpoints: Checkpoints | None = None
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the path is a file rather than a directory."""
+        return self.filepath.endswith(_FILES)
+
     def set_model(self, model: Any) -> None:
-        """Receives the model, whose metrics say which direction is better."""
+        """Receives the model, whose metrics determine the direction of improvement.
+
+        Raises:
+            ValueError: If the path has a file extension that this model does not support.
+        """
         super().set_model(model)
+        is_file_name(Path(self.filepath), of_keras=keras_files.is_keras(model.module))
         if self.save_best_only:
             self._watch.resolve(model)
 
@@ -79,11 +100,11 @@ class ModelCheckpoint(Callback):
         return {"best": self.best}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an interrupted run."""
+        """Restores the state of an interrupted run."""
         self.best = state["best"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Notes the epoch."""
+        """Records the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -92,7 +113,7 @@ class ModelCheckpoint(Callback):
             self._save_if_wanted({"epoch": self._epoch + 1, "batch": batch + 1, **(logs or {})})
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Saves after the epoch, unless batches decide."""
+        """Saves after the epoch, unless `save_freq` counts batches."""
         if self.save_freq == "epoch":
             self._save_if_wanted({"epoch": epoch + 1, **(logs or {})})
 
@@ -104,7 +125,9 @@ class ModelCheckpoint(Callback):
         try:
             path = self.filepath.format(**values)
         except KeyError as error:
-            raise KeyError(f"The path {self.filepath!r} names {error}, but there are only {', '.join(values)}.") from error
+            raise KeyError(
+                f"The path {self.filepath!r} names {error}, but there are only {', '.join(values)}."
+            ) from error
         if self._is_wanted(values, path):
             self._save(path)
             if self.verbose:
@@ -120,20 +143,30 @@ class ModelCheckpoint(Callback):
         if self._watch.is_better(value, self.best):
             self.best = value
             if self.verbose:
-                print(f"\nEpoch {values['epoch']}: {self.monitor} improved from {before} to {value:.5f}, saving to {path}")
+                print(
+                    "\n"
+                    f"Epoch {values['epoch']}: {self.monitor} improved from {before} to "
+                    f"{value:.5f}, saving to {path}"
+                )
             return True
         if self.verbose:
-            print(f"\nEpoch {values['epoch']}: {self.monitor} did not improve from {before}", flush=True)
+            print(
+                f"\nEpoch {values['epoch']}: {self.monitor} did not improve from {before}",
+                flush=True,
+            )
         return False
 
     def _save(self, path: str) -> None:
-        if path.endswith(_FILES):
+        if self.is_file:
             (self.model.save_weights if self.save_weights_only else self.model.save)(path)
             return
         if self._checkpoints is None or self._checkpoints.directory != Path(path).absolute():
             self._finish()
-            self._checkpoints = Checkpoints(path, alone=self.company != "together")
-        self.model.start_saving(self._checkpoints, whole=not self.save_weights_only)
+            self._checkpoints = self._open(path)
+        self.model.saver.start_saving(self._checkpoints, with_model=not self.save_weights_only)
+
+    def _open(self, path: str) -> Checkpoints:
+        return Checkpoints(path, alone=self.scope != "all_processes")
 
     def _finish(self) -> None:
         if self._checkpoints is not None:

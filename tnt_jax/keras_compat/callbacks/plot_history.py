@@ -1,4 +1,4 @@
-"""A picture of the curves after every epoch."""
+"""Plots the logs after each epoch."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ class PlotHistory(Callback):
     """Draws the curves of all logs after every epoch, on the master.
 
     Args:
-        filepath: File to write; its ending chooses the format, for instance `.png`.
+        filepath: File to write; its extension determines the format, for instance `.png`.
     """
 
     def __init__(self, filepath: str | os.PathLike[str]) -> None:
@@ -27,12 +27,14 @@ class PlotHistory(Callback):
         return {"epochs": self._epochs, "history": self._history}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the curves of an interrupted run."""
-        self._epochs, self._history = list(state["epochs"]), {name: list(values) for name, values in state["history"].items()}
+        """Restores the curves of an interrupted run."""
+        self._epochs = list(state["epochs"])
+        self._history = {name: list(values) for name, values in state["history"].items()}
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Forgets an earlier run."""
-        self._epochs, self._history = [], {}
+        """Clears the curves of an earlier run."""
+        self._epochs = []
+        self._history = {}
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Draws the curves."""

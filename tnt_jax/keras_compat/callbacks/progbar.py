@@ -1,8 +1,9 @@
-"""Progress on the screen: a bar on a terminal, plain lines elsewhere, silence on other ranks."""
+"""Progress output: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 import sys
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,23 @@ from tqdm import tqdm
 
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.logs import LazyLogs
+from tnt_jax.log import beside_bars
 
-# Seconds between two refreshes of a bar, and between two progress lines where there is no terminal.
+# Seconds between two refreshes of a bar, and between two progress lines without a terminal.
 _BAR_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 10.0
-_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_BAR_FORMAT = (
+    "{desc}: {percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+)
 _OPEN_FORMAT = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
 
 
 class ProgbarLogger(Callback):
     """Shows step, examples/s, remaining time and running metrics.
 
-    With `verbose=1` a bar moves during the epoch; with 2 there is one line per epoch. Where the output is no terminal, the bar
-    becomes a line every ten seconds. A moving bar shows the metrics of the step before the last, so that it need not wait for the
-    devices; the line at the end of an epoch is exact.
+    With `verbose=1` a bar moves during the epoch; with 2 there is one line per epoch. If the output
+    is not a terminal, the bar becomes a line every ten seconds. A moving bar shows the metrics of
+    the step before the last one, so that it need not wait for the devices; the line at the end of
+    an epoch is exact.
 
     Args:
         verbose: 1 or 2.
@@ -32,6 +37,7 @@ class ProgbarLogger(Callback):
         super().__init__()
         self._verbose = verbose
         self._bar: Any = None
+        self._show_warning: Any = None
         self._epoch = self._steps = self._rows = self._first_rows = 0
         self._start = self._shown = self._train_s = self._first_end = 0.0
         self._before: LazyLogs | Mapping[str, float] | None = None
@@ -41,16 +47,25 @@ class ProgbarLogger(Callback):
         self._epoch = epoch
         self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params.get("steps"))
 
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Shows that the step is being compiled, which takes a while."""
+        if self._bar is not None and self.model.is_compiling:
+            self._bar.set_postfix_str(
+                "compiling" if batch == 0 else "compiling for a batch of another size",
+                refresh=False,
+            )
+            self._bar.refresh()
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Moves the bar."""
         self._advance(logs)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Replaces the bar by the epoch's exact numbers."""
+        """Replaces the bar with the exact numbers of the epoch."""
         self._end(f"Epoch {epoch + 1}/{self.params['epochs']}", logs)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Notes the end of the training steps, or starts the bar of an evaluation of its own."""
+        """Marks the end of the training steps, or starts the bar of a separate evaluation."""
         if self._is_training():
             self._train_s = time.perf_counter() - self._start
         else:
@@ -62,7 +77,7 @@ class ProgbarLogger(Callback):
             self._advance(logs)
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Shows the result of an evaluation of its own."""
+        """Shows the result of a separate evaluation."""
         if not self._is_training():
             self._end("Evaluate", logs)
 
@@ -87,8 +102,17 @@ class ProgbarLogger(Callback):
         self._train_s, self._before = 0.0, None
         if self._verbose == 1 and sys.stdout.isatty():
             layout = _BAR_FORMAT if total else _OPEN_FORMAT
+            self._show_warning, warnings.showwarning = (
+                warnings.showwarning,
+                _beside_bars(warnings.showwarning),
+            )
             self._bar = tqdm(
-                total=total, desc=title, bar_format=layout, file=sys.stdout, leave=False, mininterval=_BAR_INTERVAL_S
+                total=total,
+                desc=title,
+                bar_format=layout,
+                file=sys.stdout,
+                leave=False,
+                mininterval=_BAR_INTERVAL_S,
             )
 
     def _advance(self, logs: Mapping[str, float] | None) -> None:
@@ -96,7 +120,8 @@ class ProgbarLogger(Callback):
         self._rows += self.model.rows_in_batch
         elapsed = time.perf_counter()
         if self._steps == 1:
-            self._first_rows, self._first_end = self._rows, elapsed
+            self._first_rows = self._rows
+            self._first_end = elapsed
         interval = _BAR_INTERVAL_S if self._bar is not None else _LINE_INTERVAL_S
         if self._verbose == 1 and elapsed - self._shown >= interval:
             self._show(elapsed)
@@ -106,7 +131,10 @@ class ProgbarLogger(Callback):
         self._shown = moment
         rate = self._rate(moment)
         text = "".join(
-            [f", {rate:,.0f} examples/s", *(f", {name} {_short(value)}" for name, value in (self._before or {}).items())]
+            [
+                f", {rate:,.0f} examples/s",
+                *(f", {name} {_short(value)}" for name, value in (self._before or {}).items()),
+            ]
         )
         if self._bar is not None:
             self._bar.set_postfix_str(text[2:], refresh=False)
@@ -114,26 +142,53 @@ class ProgbarLogger(Callback):
             self._bar.refresh()
         else:
             total = self.params.get("steps")
-            left = f", {(total - self._steps) * self._rows / self._steps / rate:.0f} s left" if total and rate else ""
+            left = (
+                f", {(total - self._steps) * self._rows / self._steps / rate:.0f} s left"
+                if total and rate
+                else ""
+            )
             print(f"  step {self._steps}{f'/{total}' if total else ''}{text}{left}", flush=True)
 
     def _end(self, title: str, logs: Mapping[str, float] | None) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+            warnings.showwarning = self._show_warning
         total_s = time.perf_counter() - self._start
         rate = self._rate(self._start + (self._train_s or total_s))
         values = "".join(f" - {name}: {_exact(value)}" for name, value in (logs or {}).items())
-        print(f"{title} - {self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s{values}", flush=True)
+        print(
+            f"{title} - {self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s{values}",
+            flush=True,
+        )
 
     def _rate(self, moment: float) -> float:
-        """Returns the examples per second since the first step, whose program had to be compiled; of all steps if there is but one."""
-        rows, start = (self._rows - self._first_rows, self._first_end) if self._steps > 1 else (self._rows, self._start)
+        """Returns the examples per second since the first step, which includes compilation.
+
+        If there is only one step, it counts.
+        """
+        rows, start = (
+            (self._rows - self._first_rows, self._first_end)
+            if self._steps > 1
+            else (self._rows, self._start)
+        )
         return rows / max(moment - start, 1e-9)
 
 
+def _beside_bars(show: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that prints a warning on its own lines, and the bar below it."""
+
+    def show_beside(*args: Any, **kwargs: Any) -> None:
+        with beside_bars():
+            show(*args, **kwargs)
+
+    return show_beside
+
+
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if np.ndim(value) == 0 else np.array2string(np.asarray(value), precision=4)
+    return (
+        f"{value:.4g}" if np.ndim(value) == 0 else np.array2string(np.asarray(value), precision=4)
+    )
 
 
 def _exact(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Evaluates and saves the averaged weights."""
+"""Uses the averaged weights for evaluation and saving."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,13 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 
 
 class SwapEMAWeights(Callback):
-    """Puts the averaged weights of an optimizer with `use_ema=True` into the model for evaluations, as Keras's callback does.
+    """Swaps the averaged weights of an optimizer with `use_ema=True` in for evaluations.
+
+    It works as Keras's callback.
 
     Args:
-        swap_on_epoch: Whether the averages are also in the model at the end of each epoch, for callbacks that come later, such as
-            `ModelCheckpoint`.
+        swap_on_epoch: Whether the averages are also in the model at the end of each epoch, for
+            later callbacks such as `ModelCheckpoint`.
     """
 
     def __init__(self, swap_on_epoch: bool = False) -> None:
@@ -24,36 +26,36 @@ class SwapEMAWeights(Callback):
         return {"average_is_in_model": self._average_is_in_model}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an interrupted run."""
+        """Restores the state of an interrupted run."""
         self._average_is_in_model = state["average_is_in_model"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Takes the averages out."""
+        """Swaps the averages out."""
         if self.swap_on_epoch:
             self._put_average(False)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Puts the averages in."""
+        """Swaps the averages in."""
         if self.swap_on_epoch and not self._average_is_in_model:
             self._put_average(True)
             if epoch == self.params["epochs"] - 1:
-                # The end of training puts the averages in again.
+                # The end of training swaps the averages in again.
                 self.model.optimizer.copy_weights_to_average()
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Puts the averages in."""
+        """Swaps the averages in."""
         self._put_average(True)
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Takes the averages out."""
+        """Swaps the averages out."""
         self._put_average(False)
 
     def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Puts the averages in."""
+        """Swaps the averages in."""
         self._put_average(True)
 
     def on_predict_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Takes the averages out."""
+        """Swaps the averages out."""
         self._put_average(False)
 
     def _put_average(self, wanted: bool) -> None:

@@ -8,68 +8,105 @@ from typing import Any, Literal
 
 import jax
 
+from tnt_jax.distributed.runtime import get_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.runtime import get_rank
+from tnt_jax.keras_compat.callbacks.tensorboard_weights import (
+    embedding_tables,
+    write_embeddings,
+    write_images,
+    write_keras_graph,
+)
 
 
 class TensorBoard(Callback):
     """Writes logs for TensorBoard, with Keras's tags and folders, through tensorboardX.
 
-    Folders are `train` and `validation` below `log_dir`, in `OnAllRanks` with a sub-folder `rank_N` each. Tags are `epoch_loss` (at
-    the number of the epoch, `epoch_learning_rate` among them), `batch_loss` (at the number of the step, from 1),
-    `evaluation_loss_vs_iterations` and `<path of a weight>/histogram`. Steps are counted by the optimizer, so that a run that goes
-    on continues its curves.
+    The folders are `train` and `validation` below `log_dir`; in `OnAllRanks` each has a subfolder
+    `rank_N`. The tags are `epoch_loss` and the like, including `epoch_learning_rate` (by epoch
+    number), `batch_loss` (by step number, from 1), `evaluation_loss_vs_iterations` and `<path of a
+    weight>/histogram`. The optimizer counts the steps, so a resumed run continues its curves.
 
     Args:
         log_dir: Folder of the run.
-        histogram_freq: Epochs between two histograms of the weights; 0 for none.
-        write_steps_per_second: Whether to write `epoch_steps_per_second` (training and validation).
-        update_freq: `"epoch"`, or steps between two writes of logs of a step, which then wait for the devices; `"batch"` is 1.
-        profile_batch: Step, or first and last step, that the JAX profiler records, numbered from 1 in this run; 0 for none.
+        histogram_freq: Number of epochs between two histograms of the weights; 0 for none.
+        write_graph: Whether to write the layers of a functional or Sequential Keras model; other
+            models have no layer graph.
+        write_images: Whether to write weights as images, too, together with histograms.
+        write_steps_per_second: Whether to write `epoch_steps_per_second` (training and validation)
+            and, with step logs, `batch_steps_per_second`, the mean since the last write.
+        update_freq: `"epoch"`, or the number of steps between two writes of step logs, which wait
+            for the devices; `"batch"` is 1.
+        profile_batch: Step, or first and last step, that the JAX profiler records, counted from 1
+            in this run; 0 for none.
+        embeddings_freq: Number of epochs between two writes of embedding tables for the projector;
+            0 for none. The tables are the two-dimensional arrays named `embedding` or `embeddings`.
+        embeddings_metadata: File below `log_dir` with one label per line: one file for all tables,
+            or a dict by the path of the layer.
 
     Raises:
         ModuleNotFoundError: If tensorboardX is not installed.
-        ValueError: If `update_freq` or `profile_batch` is out of range.
+        ValueError: If `update_freq` or `profile_batch` is out of range, or `embeddings_metadata`
+            names an unknown layer.
     """
 
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",
         histogram_freq: int = 0,
-        *,
+        write_graph: bool = True,
+        write_images: bool = False,
         write_steps_per_second: bool = False,
         update_freq: int | Literal["epoch", "batch"] = "epoch",
-        profile_batch: int | tuple[int, int] = 0,
+        profile_batch: int | tuple[int, int] | str = 0,
+        embeddings_freq: int = 0,
+        embeddings_metadata: str | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self.log_dir, self.histogram_freq = Path(log_dir), histogram_freq
+        self.log_dir = os.fspath(log_dir)
+        self.histogram_freq = histogram_freq
+        self.write_graph = write_graph
+        self.write_images = write_images
+        self.embeddings_freq = embeddings_freq
+        self.embeddings_metadata = embeddings_metadata
         self.write_steps_per_second = write_steps_per_second
         self.update_freq = 1 if update_freq == "batch" else update_freq
-        if self.update_freq != "epoch" and (not isinstance(self.update_freq, int) or self.update_freq < 1):
-            raise ValueError(f"update_freq must be 'epoch', 'batch' or a number of steps from 1, but is {update_freq!r}.")
-        first, last = profile_batch if isinstance(profile_batch, (tuple, list)) else (profile_batch, profile_batch)
-        if first < 0 or last < first:
-            raise ValueError(f"profile_batch must be a step from 1, or a pair of first and last step, but is {profile_batch!r}.")
-        self._profiled = (first, last)
+        if self.update_freq != "epoch" and (
+            not isinstance(self.update_freq, int) or self.update_freq < 1
+        ):
+            raise ValueError(
+                "update_freq must be 'epoch', 'batch' or a number of steps from 1, but is "
+                f"{update_freq!r}."
+            )
+        self._profiled = _profiled_steps(profile_batch)
         _summary_writer()
         self._writers: dict[str, Any] = {}
         self._steps_before = self._run_steps = self._steps_at_epoch = 0
         self._epoch_start = 0.0
+        self._last_write = (0.0, 0)
         self._is_profiling = self._is_training = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Notes the steps of earlier runs."""
-        self._steps_before, self._run_steps, self._is_training = self.model.optimizer.iterations, 0, True
+        """Records the steps of earlier runs."""
+        self._steps_before = self.model.optimizer.iterations
+        self._run_steps = 0
+        self._is_training = True
+        if self.write_graph and self.writes:
+            write_keras_graph(self._writer("train"), self.model.module)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Starts the profiler when its step comes."""
+        """Starts the profiler at its first step."""
         first, last = self._profiled
-        if first and first <= self._run_steps + 1 <= last and not self._is_profiling and self.writes:
+        if (
+            first
+            and first <= self._run_steps + 1 <= last
+            and not self._is_profiling
+            and self.writes
+        ):
             jax.profiler.start_trace(str(self._folder("train")))
             self._is_profiling = True
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Writes the logs of the step when its turn comes, and stops the profiler after its last step."""
+        """Writes the logs of the step when due, and stops the profiler after its last step."""
         before = self._run_steps
         self._run_steps = self._steps_at_epoch + batch + 1
         if self._is_profiling and self._run_steps >= self._profiled[1]:
@@ -80,17 +117,34 @@ class TensorBoard(Callback):
             step = self._steps_before + self._run_steps
             for name, value in (logs or {}).items():
                 self._write("train", f"batch_{name}", value, step)
+            if self.write_steps_per_second:
+                # Reading the logs has waited for the step.
+                now, (moment, first) = time.perf_counter(), self._last_write
+                self._write(
+                    "train",
+                    "batch_steps_per_second",
+                    (self._run_steps - first) / (now - moment),
+                    step,
+                )
+                self._last_write = (now, self._run_steps)
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Writes the results of an evaluation against the steps of training."""
         for name, value in (logs or {}).items():
-            self._write("validation", f"evaluation_{name}_vs_iterations", value, self.model.optimizer.iterations)
+            self._write(
+                "validation",
+                f"evaluation_{name}_vs_iterations",
+                value,
+                self.model.optimizer.iterations,
+            )
         if not self._is_training:
             self._close()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Starts the clock."""
-        self._epoch_start, self._steps_at_epoch = time.perf_counter(), self._run_steps
+        self._epoch_start = time.perf_counter()
+        self._steps_at_epoch = self._run_steps
+        self._last_write = (self._epoch_start, self._run_steps)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes the logs, the learning rate and the histograms of an epoch."""
@@ -106,8 +160,18 @@ class TensorBoard(Callback):
             where = "validation" if name.startswith("val_") else "train"
             self._write(where, f"epoch_{name.removeprefix('val_')}", value, epoch)
         if self.histogram_freq and epoch % self.histogram_freq == 0:
-            for path, weight in self.model.weights_by_path().items():
+            weights = self.model.weights_by_path()
+            for path, weight in weights.items():
                 self._writer("train").add_histogram(f"{path}/histogram", weight, epoch)
+            if self.write_images:
+                write_images(self._writer("train"), weights, epoch)
+        if self.embeddings_freq and epoch % self.embeddings_freq == 0:
+            write_embeddings(
+                self.log_dir,
+                embedding_tables(self.model.weights_by_path()),
+                self.embeddings_metadata,
+                epoch,
+            )
         for writer in self._writers.values():
             writer.flush()
 
@@ -119,7 +183,7 @@ class TensorBoard(Callback):
         self._close()
 
     def _stop_profiler(self, logs: Mapping[str, float] | None) -> None:
-        # The steps run behind the host: reading waits until they are in the profile.
+        # The host runs ahead of the steps: reading waits until they are in the profile.
         dict(logs or {})
         jax.profiler.stop_trace()
         self._is_profiling = False
@@ -134,8 +198,8 @@ class TensorBoard(Callback):
         return self._writers[where]
 
     def _folder(self, where: str) -> Path:
-        folder = self.log_dir / where
-        return folder / f"rank_{get_rank()}" if self.company == "each" else folder
+        folder = Path(self.log_dir) / where
+        return folder / f"rank_{get_rank()}" if self.scope == "per_process" else folder
 
     def _close(self) -> None:
         for writer in self._writers.values():
@@ -143,9 +207,28 @@ class TensorBoard(Callback):
         self._writers = {}
 
 
+def _profiled_steps(profile_batch: Any) -> tuple[int, int]:
+    """Returns the first and the last step to profile.
+
+    They are given as a step, a pair, or a string of either.
+    """
+    given = profile_batch.split(",") if isinstance(profile_batch, str) else profile_batch
+    steps = [int(step) for step in given] if isinstance(given, (tuple, list)) else [given]
+    first = steps[0]
+    last = steps[-1]
+    if len(steps) > 2 or first < 0 or last < first:
+        raise ValueError(
+            "profile_batch must be a step from 1, or a pair of first and last step, but is "
+            f"{profile_batch!r}."
+        )
+    return first, last
+
+
 def _summary_writer() -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("The TensorBoard callback needs tensorboardX: pip install tensorboardX.") from error
+        raise ModuleNotFoundError(
+            "The TensorBoard callback needs tensorboardX: pip install tensorboardX."
+        ) from error
     return SummaryWriter

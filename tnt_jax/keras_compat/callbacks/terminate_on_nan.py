@@ -1,4 +1,4 @@
-"""Ends training when the loss is no number."""
+"""Ends training when the loss is not finite."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,15 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 
 
 class TerminateOnNaN(Callback):
-    """Ends training after the first step whose loss is NaN or infinite, on all ranks at the same step.
+    """Ends training after the first step whose loss is NaN or infinite.
+
+    All ranks stop at the same step.
 
     It reads the loss of every step, so the host waits for each one.
 
     Args:
-        raise_error: Whether to raise instead of ending training quietly; `on_train_end` then does not run.
+        raise_error: Whether to raise an error instead of ending training; `on_train_end` then does
+            not run.
     """
 
     def __init__(self, raise_error: bool = False) -> None:
@@ -20,7 +23,7 @@ class TerminateOnNaN(Callback):
         self.raise_error = raise_error
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Looks at the loss.
+        """Checks the loss.
 
         Raises:
             RuntimeError: If the loss is not finite and `raise_error` is set.
@@ -29,6 +32,9 @@ class TerminateOnNaN(Callback):
         if loss is None or math.isfinite(loss):
             return
         if self.raise_error:
-            raise RuntimeError(f"The loss is {loss} after batch {batch}. Look at the inputs, or lower the learning rate.")
+            raise RuntimeError(
+                f"The loss is {loss} after batch {batch}. Check the inputs, or lower the learning "
+                "rate."
+            )
         print(f"Batch {batch}: Invalid loss, terminating training", flush=True)
         self.model.stop_training = True

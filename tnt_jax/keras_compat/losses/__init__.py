@@ -5,16 +5,20 @@ model.compile(loss=tnt_jax.losses.SparseCategoricalCrossentropy(from_logits=True
 value = tnt_jax.losses.get("mse")(y_true, y_pred)
 ```
 
-A training step calls `Loss.terms`, whose sums add up over ranks. Functions in lower case give values [batch, ...].
+A training step calls `Loss.terms`, whose sums add up over ranks. Functions in lower case return
+values [batch, ...].
 """
 
-from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper, divide_no_nan
+from tnt_jax.keras_compat.losses.alignment import CTC, Circle, circle, ctc
+from tnt_jax.keras_compat.losses.arrays import divide_no_nan
+from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.checks import check_labels, check_outputs, check_rows
 from tnt_jax.keras_compat.losses.crossentropy import (
     binary_crossentropy,
     binary_focal_crossentropy,
     categorical_crossentropy,
     categorical_focal_crossentropy,
+    categorical_generalized_cross_entropy,
     kl_divergence,
     sparse_categorical_crossentropy,
 )
@@ -23,11 +27,19 @@ from tnt_jax.keras_compat.losses.crossentropy_classes import (
     BinaryFocalCrossentropy,
     CategoricalCrossentropy,
     CategoricalFocalCrossentropy,
+    CategoricalGeneralizedCrossEntropy,
     KLDivergence,
     SparseCategoricalCrossentropy,
 )
-from tnt_jax.keras_compat.losses.lookup import get
-from tnt_jax.keras_compat.losses.margin import CategoricalHinge, Hinge, SquaredHinge, categorical_hinge, hinge, squared_hinge
+from tnt_jax.keras_compat.losses.lookup import deserialize, get, serialize
+from tnt_jax.keras_compat.losses.margin import (
+    CategoricalHinge,
+    Hinge,
+    SquaredHinge,
+    categorical_hinge,
+    hinge,
+    squared_hinge,
+)
 from tnt_jax.keras_compat.losses.regression import (
     CosineSimilarity,
     Huber,
@@ -46,14 +58,19 @@ from tnt_jax.keras_compat.losses.regression import (
     mean_squared_logarithmic_error,
     poisson,
 )
+from tnt_jax.keras_compat.losses.segmentation import Dice, Tversky, dice, tversky
 
 __all__ = [
+    "CTC",
     "BinaryCrossentropy",
     "BinaryFocalCrossentropy",
     "CategoricalCrossentropy",
     "CategoricalFocalCrossentropy",
+    "CategoricalGeneralizedCrossEntropy",
     "CategoricalHinge",
+    "Circle",
     "CosineSimilarity",
+    "Dice",
     "Hinge",
     "Huber",
     "KLDivergence",
@@ -67,15 +84,21 @@ __all__ = [
     "Poisson",
     "SparseCategoricalCrossentropy",
     "SquaredHinge",
+    "Tversky",
     "binary_crossentropy",
     "binary_focal_crossentropy",
     "categorical_crossentropy",
     "categorical_focal_crossentropy",
+    "categorical_generalized_cross_entropy",
     "categorical_hinge",
     "check_labels",
     "check_outputs",
     "check_rows",
+    "circle",
     "cosine_similarity",
+    "ctc",
+    "deserialize",
+    "dice",
     "divide_no_nan",
     "get",
     "hinge",
@@ -87,6 +110,8 @@ __all__ = [
     "mean_squared_error",
     "mean_squared_logarithmic_error",
     "poisson",
+    "serialize",
     "sparse_categorical_crossentropy",
     "squared_hinge",
+    "tversky",
 ]

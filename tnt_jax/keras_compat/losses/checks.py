@@ -1,6 +1,6 @@
-"""What the first batch tells about a loss: logits taken for probabilities, labels out of range, shapes that do not fit.
+"""Checks of a loss on the first batch: logits or probabilities, range of labels, shapes.
 
-These run on the host, on concrete arrays; inside a compiled step nothing can be checked.
+They run on the host, on concrete arrays; inside a compiled step nothing can be checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.keras_compat.losses.base import Loss, standardized
+from tnt_jax.keras_compat.losses.arrays import standardized
+from tnt_jax.keras_compat.losses.base import Loss
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
 
 _SUM_TOLERANCE = 1e-2  # bfloat16 rounds a probability by up to 2**-9 of its size.
@@ -19,59 +20,72 @@ _SUM_TOLERANCE = 1e-2  # bfloat16 rounds a probability by up to 2**-9 of its siz
 def check_outputs(loss: Loss, outputs: Any) -> None:
     """Checks that a loss that expects probabilities gets them.
 
-    NaN is no evidence of logits: it is left to whoever watches for NaN.
+    NaN does not indicate logits; it is left to callbacks that check for NaN.
 
     Args:
         loss: The loss; one with `expects_probabilities` false accepts everything.
         outputs: Concrete outputs of the model for the first batch [batch, ...].
 
     Raises:
-        ValueError: If outputs are negative, above one, or (for classes) do not sum to one; the error names the remedies.
+        ValueError: If outputs are negative, above one, or (for classes) do not sum to one; the
+            error names the remedies.
     """
     if not loss.expects_probabilities:
         return
     outputs = np.asarray(outputs, np.float64)
-    is_independent = loss.targets == "binary" or (loss.targets == "by_shape" and outputs.shape[-1] == 1)
-    problem = _range_problem(outputs) or ("" if is_independent else _sum_problem(outputs, loss.axis))
+    is_independent = loss.targets == "binary" or (
+        loss.targets == "by_shape" and outputs.shape[-1] == 1
+    )
+    problem = _range_problem(outputs) or (
+        "" if is_independent else _sum_problem(outputs, loss.axis)
+    )
     if problem:
         layer = "sigmoid" if is_independent else "softmax"
         raise ValueError(
-            f"Loss {loss.name!r} expects probabilities, but the outputs of the model are not: {problem}. If they are logits, "
-            f"use a loss that takes logits, {_logits_loss(loss, is_independent)}; or end the model with jax.nn.{layer}."
+            f"Loss {loss.name!r} expects probabilities, but the outputs of the model are not: "
+            f"{problem}. If they are logits, use a loss that takes logits, "
+            f"{_logits_loss(loss, is_independent)}; or end the model with jax.nn.{layer}."
         )
 
 
 def check_labels(loss: Loss, y_true: Any, y_pred_shape: tuple[int, ...]) -> None:
-    """Checks that the targets are of the kind, range and shape that a loss takes.
+    """Checks that the targets have the kind, range and shape that a loss takes.
 
     Args:
-        loss: The loss; `loss.targets` says what it takes.
+        loss: The loss; `loss.targets` is the kind that it takes.
         y_true: Concrete targets of the first batch [batch, ...].
         y_pred_shape: Shape of the outputs of the model.
 
     Raises:
-        ValueError: If the shapes do not fit, or a target is out of range; the error names its row and value.
+        ValueError: If the shapes do not fit, or a target is out of range; the error names its row
+            and value.
     """
-    targets, shape = np.asarray(y_true), tuple(y_pred_shape)
+    targets = np.asarray(y_true)
+    shape = tuple(y_pred_shape)
     kind = kind_of_labels(targets.shape, shape) if loss.targets == "by_shape" else loss.targets
     if targets.shape[:1] != shape[:1]:
-        raise ValueError(f"Loss {loss.name!r} needs as many targets as outputs, got shapes {targets.shape} and {shape}.")
+        raise ValueError(
+            f"Loss {loss.name!r} needs as many targets as outputs, got shapes {targets.shape} and "
+            f"{shape}."
+        )
     if kind == "class_index":
         _check_class_index(loss, targets, shape)
     elif kind != "any":
         _check_same_shape(loss, kind, targets, shape)
     if kind == "binary":
-        _require(loss, (targets >= 0) & (targets <= 1) | np.isnan(targets), targets, "targets in [0, 1]")
+        _require(
+            loss, (targets >= 0) & (targets <= 1) | np.isnan(targets), targets, "targets in [0, 1]"
+        )
     if kind == "sign":
         is_sign = (targets == 1) | (targets == (-1 if (targets == -1).any() else 0))
         _require(loss, is_sign, targets, "targets that are -1 and 1, or 0 and 1")
 
 
 def check_rows(loss: Loss, y_true: Any, outputs: Any) -> None:
-    """Checks that a loss gives a row the same value whatever other rows are there.
+    """Checks that a loss gives a row the same value whatever the other rows.
 
-    Ranks see parts of a batch: a loss that compares rows with each other would depend on their number. Ours do not; this is for
-    functions and classes of users.
+    Ranks see parts of a batch: a loss that compares rows with each other would depend on the number
+    of ranks. The losses of tnt_jax do not; this check is for custom functions and classes.
 
     Args:
         loss: The loss.
@@ -79,7 +93,8 @@ def check_rows(loss: Loss, y_true: Any, outputs: Any) -> None:
         outputs: Concrete outputs of the model [batch, ...].
 
     Raises:
-        ValueError: If a row's value changes when the batch is halved; the error names the row and both values.
+        ValueError: If a row's value changes when the batch is halved; the error names the row and
+            both values.
     """
     y_true, outputs = standardized(y_true, outputs)
     rows = jax.tree.leaves(outputs)[0].shape[0]
@@ -89,18 +104,26 @@ def check_rows(loss: Loss, y_true: Any, outputs: Any) -> None:
     def values_of(part: slice) -> np.ndarray:
         return np.asarray(loss.call(*jax.tree.map(lambda leaf: leaf[part], (y_true, outputs))))
 
-    whole, halves = values_of(slice(None)), [values_of(part) for part in (slice(rows // 2), slice(rows // 2, None))]
+    whole = values_of(slice(None))
+    halves = [values_of(part) for part in (slice(rows // 2), slice(rows // 2, None))]
     if whole.ndim == 0:
-        return  # Loss.terms refuses it with its own reason.
+        return  # Loss.terms refuses it with its own message.
     parts = np.concatenate(halves)
-    is_same = np.isclose(whole, parts, rtol=1e-3, atol=1e-5, equal_nan=True) if whole.shape == parts.shape else np.zeros(1, bool)
+    is_same = (
+        np.isclose(whole, parts, rtol=1e-3, atol=1e-5, equal_nan=True)
+        if whole.shape == parts.shape
+        else np.zeros(1, bool)
+    )
     wrong = np.argwhere(~is_same)
     if wrong.size:
         row = int(wrong[0][0])
-        seen = f"row {row} has {whole[row].ravel()[:3]} in the batch but {parts[row].ravel()[:3]} in half of it"
+        seen = (
+            f"row {row} has {whole[row].ravel()[:3]} in the batch but {parts[row].ravel()[:3]} in "
+            "half of it"
+        )
         raise ValueError(
-            f"Loss {loss.name!r} compares rows of a batch with each other: {seen}. Training on parts of a batch needs values "
-            "[batch, ...] that depend on their own row only."
+            f"Loss {loss.name!r} compares rows of a batch with each other: {seen}. Training on "
+            "parts of a batch needs values [batch, ...] that depend on their own row only."
         )
 
 
@@ -114,13 +137,18 @@ def _range_problem(outputs: np.ndarray) -> str:
 def _sum_problem(outputs: np.ndarray, axis: int) -> str:
     sums = outputs.sum(axis=axis)
     wrong = np.argwhere(np.abs(sums - 1) > _SUM_TOLERANCE)  # A NaN sum compares false.
-    return f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes" if wrong.size else ""
+    return (
+        f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes"
+        if wrong.size
+        else ""
+    )
 
 
 def _logits_loss(loss: Loss, is_independent: bool) -> str:
     if "from_logits" in getattr(loss, "fn_kwargs", {}):
         return f"tnt_jax.losses.{type(loss).__name__}(from_logits=True)"
-    return f"for instance tnt_jax.losses.{'Binary' if is_independent else 'Categorical'}Crossentropy(from_logits=True)"
+    kind = "Binary" if is_independent else "Categorical"
+    return f"for instance tnt_jax.losses.{kind}Crossentropy(from_logits=True)"
 
 
 def _check_class_index(loss: Loss, labels: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -131,11 +159,17 @@ def _check_class_index(loss: Loss, labels: np.ndarray, shape: tuple[int, ...]) -
     if labels.shape != expected:
         hint = " One-hot targets need 'categorical_crossentropy'." if given == shape else ""
         raise ValueError(
-            f"Loss {loss.name!r} needs integer labels of shape {expected} for outputs of shape {shape}, got {given}.{hint}"
+            f"Loss {loss.name!r} needs integer labels of shape {expected} for outputs of shape "
+            f"{shape}, got {given}.{hint}"
         )
     is_label = (labels >= 0) & (labels < shape[loss.axis]) & (labels == np.round(labels))
     is_label |= labels == getattr(loss, "ignore_class", None)
-    _require(loss, is_label, labels, f"integer labels in [0, {shape[loss.axis]}) for {shape[loss.axis]} outputs")
+    _require(
+        loss,
+        is_label,
+        labels,
+        f"integer labels in [0, {shape[loss.axis]}) for {shape[loss.axis]} outputs",
+    )
 
 
 def _check_same_shape(loss: Loss, kind: str, targets: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -143,7 +177,10 @@ def _check_same_shape(loss: Loss, kind: str, targets: np.ndarray, shape: tuple[i
     if short != long and (*short, 1) != long:
         is_index = kind == "distribution" and targets.shape in (shape[:-1], (*shape[:-1], 1))
         hint = " Integer labels need 'sparse_categorical_crossentropy'." if is_index else ""
-        raise ValueError(f"Loss {loss.name!r} needs targets of the outputs' shape {shape}, got {targets.shape}.{hint}")
+        raise ValueError(
+            f"Loss {loss.name!r} needs targets of the outputs' shape {shape}, got "
+            f"{targets.shape}.{hint}"
+        )
 
 
 def _require(loss: Loss, is_allowed: np.ndarray, targets: np.ndarray, needed: str) -> None:
@@ -152,5 +189,6 @@ def _require(loss: Loss, is_allowed: np.ndarray, targets: np.ndarray, needed: st
         first = tuple(wrong[0].tolist())
         where = f"row {first[0]}" + (f" at {first[1:]}" if targets[0].size > 1 else "")
         raise ValueError(
-            f"Loss {loss.name!r} needs {needed}; {where} of this batch holds {targets[first]} ({len(wrong)} such values in all)."
+            f"Loss {loss.name!r} needs {needed}; {where} of this batch holds {targets[first]} "
+            f"({len(wrong)} such values in all)."
         )

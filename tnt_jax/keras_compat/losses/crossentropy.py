@@ -1,20 +1,28 @@
 """Cross-entropies, in Keras's conventions: probabilities unless `from_logits=True`.
 
-Probabilities are normalised along the classes and clipped to [1e-7, 1 - 1e-7] before the logarithm, as in Keras.
+Probabilities are normalised along the classes and clipped to [1e-7, 1 - 1e-7] before the logarithm,
+as in Keras.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import EPSILON, match_ranks
+from tnt_jax.keras_compat.losses.arrays import EPSILON, of_one_dtype
+from tnt_jax.train.row_weights import match_ranks
 
 
-def crossentropy(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns the cross-entropy of probabilities that the shapes call for, as Keras's string `"crossentropy"` does."""
-    y_true, y_pred = match_ranks(y_true, y_pred)
+def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
+    """Returns the cross-entropy of probabilities that fits the shapes.
+
+    It is chosen as for Keras's string `"crossentropy"`.
+    """
+    y_true, y_pred = match_ranks(jnp.asarray(y_true), jnp.asarray(y_pred))
     functions = {
         "binary": binary_crossentropy,
         "class_index": sparse_categorical_crossentropy,
@@ -24,7 +32,10 @@ def crossentropy(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
 
 
 def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> str:
-    """Returns `"binary"` for one output, `"class_index"` for labels without a class dimension, else `"distribution"`."""
+    """Returns `"binary"`, `"class_index"` or `"distribution"`.
+
+    `"binary"` is for one output, `"class_index"` for labels without a class dimension.
+    """
     if y_pred_shape[-1] == 1:
         return "binary"
     has_no_classes = len(y_true_shape) < len(y_pred_shape) or y_true_shape[-1] == 1
@@ -32,11 +43,16 @@ def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...])
 
 
 def sparse_categorical_crossentropy(
-    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, ignore_class: int | None = None, axis: int = -1
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
+    from_logits: bool = False,
+    ignore_class: int | None = None,
+    axis: int = -1,
 ) -> jax.Array:
     """Returns -log p(label) for integer labels.
 
-    A label outside [0, classes) has loss 0, as in Keras on JAX; `losses.check_labels` finds such labels.
+    A label outside [0, classes) has loss 0, as in Keras on JAX; `losses.check_labels` finds such
+    labels.
 
     Args:
         y_true: Labels [batch, ...], or with a class dimension of size one.
@@ -48,15 +64,18 @@ def sparse_categorical_crossentropy(
     Returns:
         Values [batch, ...].
     """
-    labels = class_labels(y_true, y_pred, axis)
+    y_pred = jnp.asarray(y_pred)
+    labels = class_labels(jnp.asarray(y_true), y_pred, axis)
     if ignore_class is not None:
         valid = labels != ignore_class
         labels = jnp.where(valid, labels, 0)
-        # Selected here as well as below, so that a NaN at an ignored position does not reach the gradient.
+        # Selected here and below, so that a NaN at an ignored position does not reach the gradient.
         y_pred = jnp.where(jnp.expand_dims(valid, axis), y_pred, 1)
     if from_logits:
         is_class = (labels >= 0) & (labels < y_pred.shape[axis])
-        values = optax.softmax_cross_entropy_with_integer_labels(y_pred, jnp.where(is_class, labels, 0), axis=axis)
+        values = optax.softmax_cross_entropy_with_integer_labels(
+            y_pred, jnp.where(is_class, labels, 0), axis=axis
+        )
         values = jnp.where(is_class, values, 0)
     else:
         one_hot = jax.nn.one_hot(labels, y_pred.shape[axis], axis=axis, dtype=y_pred.dtype)
@@ -65,7 +84,11 @@ def sparse_categorical_crossentropy(
 
 
 def categorical_crossentropy(
-    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, label_smoothing: float = 0.0, axis: int = -1
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
 ) -> jax.Array:
     """Returns -sum(y_true * log p) along the classes.
 
@@ -73,23 +96,25 @@ def categorical_crossentropy(
         y_true: Target distribution [batch, ..., classes].
         y_pred: Probabilities or logits [batch, ..., classes].
         from_logits: Whether `y_pred` holds logits.
-        label_smoothing: In [0, 1]; mixes this much of the uniform distribution into the targets
-            (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+        label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
+            targets (Szegedy et al. 2016, arXiv:1512.00567, section 7).
         axis: Dimension of the classes.
 
     Returns:
         Values [batch, ...].
     """
-    y_true = _same_shape(y_true, y_pred)
-    if label_smoothing:
-        y_true = optax.smooth_labels(y_true, label_smoothing)
+    y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     if from_logits:
         return optax.softmax_cross_entropy(y_pred, y_true, axis)
     return -jnp.sum(y_true * jnp.log(normalized(y_pred, axis)), axis=axis)
 
 
 def binary_crossentropy(
-    y_true: jax.Array, y_pred: jax.Array, from_logits: bool = False, *, label_smoothing: float = 0.0, axis: int = -1
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
 ) -> jax.Array:
     """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)).
 
@@ -103,29 +128,31 @@ def binary_crossentropy(
     Returns:
         Values [batch, ...].
     """
-    y_true = _smoothed_binary(_same_shape(y_true, y_pred), label_smoothing)
+    y_true, y_pred = _same_shape(y_true, y_pred)
+    y_true = _smoothed_binary(y_true, label_smoothing)
     if from_logits:
         return jnp.mean(optax.sigmoid_binary_cross_entropy(y_pred, y_true), axis=axis)
     return jnp.mean(_binary_crossentropy_of_probabilities(y_true, y_pred), axis=axis)
 
 
 def binary_focal_crossentropy(
-    y_true: jax.Array,
-    y_pred: jax.Array,
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
     apply_class_balancing: bool = False,
-    *,
     alpha: float = 0.25,
     gamma: float = 2.0,
     from_logits: bool = False,
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns the mean over `axis` of (1 - p_t)^gamma times the binary cross-entropy (Lin et al. 2017, arXiv:1708.02002).
+    """Returns the mean over `axis` of (1 - p_t)^gamma times the binary cross-entropy.
+
+    Lin et al. 2017, arXiv:1708.02002.
 
     Args:
         y_true: Targets in [0, 1], [batch, ..., outputs].
         y_pred: Probabilities or logits, same shape.
-        apply_class_balancing: Whether to weigh class 1 by `alpha` and class 0 by 1 - `alpha`.
+        apply_class_balancing: Whether to weight class 1 by `alpha` and class 0 by 1 - `alpha`.
         alpha: Weight of class 1.
         gamma: Focusing exponent; 0 gives the binary cross-entropy.
         from_logits: Whether `y_pred` holds logits.
@@ -135,7 +162,8 @@ def binary_focal_crossentropy(
     Returns:
         Values [batch, ...].
     """
-    y_true = _smoothed_binary(_same_shape(y_true, y_pred), label_smoothing)
+    y_true, y_pred = _same_shape(y_true, y_pred)
+    y_true = _smoothed_binary(y_true, label_smoothing)
     y_pred = jax.nn.sigmoid(y_pred) if from_logits else y_pred
     p_t = y_true * y_pred + (1 - y_true) * (1 - y_pred)
     values = (1 - p_t) ** gamma * _binary_crossentropy_of_probabilities(y_true, y_pred)
@@ -145,16 +173,17 @@ def binary_focal_crossentropy(
 
 
 def categorical_focal_crossentropy(
-    y_true: jax.Array,
-    y_pred: jax.Array,
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
     alpha: float = 0.25,
-    *,
     gamma: float = 2.0,
     from_logits: bool = False,
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes (Lin et al. 2017, arXiv:1708.02002).
+    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes.
+
+    Lin et al. 2017, arXiv:1708.02002.
 
     Args:
         y_true: Target distribution [batch, ..., classes].
@@ -162,28 +191,54 @@ def categorical_focal_crossentropy(
         alpha: Weight, one number or one per class [classes].
         gamma: Focusing exponent.
         from_logits: Whether `y_pred` holds logits.
-        label_smoothing: In [0, 1]; mixes this much of the uniform distribution into the targets.
+        label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
+            targets.
         axis: Dimension of the classes.
 
     Returns:
         Values [batch, ...].
     """
-    y_true = _same_shape(y_true, y_pred)
-    if label_smoothing:
-        y_true = optax.smooth_labels(y_true, label_smoothing)
+    y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     p = normalized(jax.nn.softmax(y_pred, axis=axis) if from_logits else y_pred, axis)
     return jnp.sum(-y_true * jnp.log(p) * (1 - p) ** gamma * jnp.asarray(alpha), axis=axis)
 
 
-def kl_divergence(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns sum(y_true * log(y_true / y_pred)) along the last dimension [batch, ...]; both are clipped to [1e-7, 1]."""
-    y_true, y_pred = jnp.clip(_same_shape(y_true, y_pred), EPSILON, 1), jnp.clip(y_pred, EPSILON, 1)
+def kl_divergence(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
+    """Returns sum(y_true * log(y_true / y_pred)) along the last dimension [batch, ...].
+
+    Both are clipped to [1e-7, 1].
+    """
+    y_true, y_pred = (jnp.clip(array, EPSILON, 1) for array in _same_shape(y_true, y_pred))
     return jnp.sum(y_true * jnp.log(y_true / y_pred), axis=-1)
+
+
+def categorical_generalized_cross_entropy(
+    y_true: ArrayLike, y_pred: ArrayLike, q: float
+) -> jax.Array:
+    """Returns (1 - p(label)^q) / q for integer labels [batch, ...].
+
+    Zhang and Sabuncu 2018, arXiv:1805.07836.
+
+    Args:
+        y_true: Labels [batch, ...], or with a class dimension of size one.
+        y_pred: Probabilities [batch, ..., classes].
+        q: In (0, 1): near 0 the loss is like the cross-entropy, near 1 like the mean absolute
+            error.
+
+    Returns:
+        Values [batch, ...].
+    """
+    y_pred = jnp.asarray(y_pred)
+    labels = class_labels(jnp.asarray(y_true), y_pred, -1)
+    p = jnp.sum(y_pred * jax.nn.one_hot(labels, y_pred.shape[-1], dtype=y_pred.dtype), axis=-1)
+    return (1 - p**q) / q
 
 
 def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
     """Returns probabilities that sum to one along `axis`, clipped to [1e-7, 1 - 1e-7]."""
-    return jnp.clip(probabilities / jnp.sum(probabilities, axis, keepdims=True), EPSILON, 1 - EPSILON)
+    return jnp.clip(
+        probabilities / jnp.sum(probabilities, axis, keepdims=True), EPSILON, 1 - EPSILON
+    )
 
 
 def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
@@ -192,19 +247,49 @@ def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
     Raises:
         ValueError: If there is not one label for each vector of `y_pred`.
     """
-    labels = jnp.squeeze(y_true, axis) if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1 else y_true
+    labels = (
+        jnp.squeeze(y_true, axis)
+        if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1
+        else y_true
+    )
     dim = axis % y_pred.ndim
     if labels.shape != y_pred.shape[:dim] + y_pred.shape[dim + 1 :]:
         raise ValueError(
-            f"Labels of shape {y_true.shape} do not fit outputs of shape {y_pred.shape} with the classes along {axis}."
+            f"Labels of shape {y_true.shape} do not fit outputs of shape {y_pred.shape} with the "
+            f"classes along {axis}."
         )
     return labels.astype(jnp.int32)
 
 
-def _same_shape(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+def _same_shape(y_true: ArrayLike, y_pred: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    y_true, y_pred = of_one_dtype(y_true, y_pred)
     if y_true.shape != y_pred.shape:
-        raise ValueError(f"Targets of shape {y_true.shape} do not fit outputs of shape {y_pred.shape}: the shapes must be equal.")
-    return y_true.astype(y_pred.dtype)
+        raise ValueError(
+            f"Targets of shape {y_true.shape} do not fit outputs of shape {y_pred.shape}: they "
+            "must have the same shape."
+        )
+    return y_true, y_pred
+
+
+def _distributions(
+    y_true: ArrayLike, y_pred: ArrayLike, smoothing: float, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns smoothed target distributions and outputs of one shape.
+
+    As in Keras, distributions over a single class cause a warning.
+    """
+    if isinstance(axis, bool):
+        raise ValueError(f"axis must be of type int, got {axis}.")
+    y_true, y_pred = _same_shape(y_true, y_pred)
+    if y_pred.shape[-1] == 1:
+        warnings.warn(
+            f"A categorical cross-entropy of outputs of shape {y_pred.shape} has one class and is "
+            "always 0: expected y_pred.shape to be (batch_size, num_classes) with num_classes > 1. "
+            "Consider using 'binary_crossentropy' if you only have 2 classes.",
+            SyntaxWarning,
+            stacklevel=3,
+        )
+    return optax.smooth_labels(y_true, smoothing) if smoothing else y_true, y_pred
 
 
 def _smoothed_binary(y_true: jax.Array, label_smoothing: float) -> jax.Array:

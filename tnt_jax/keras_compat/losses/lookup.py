@@ -1,22 +1,27 @@
-"""From what a user passes as a loss to a `Loss`."""
+"""Finds the `Loss` for a user's argument."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
-from tnt_jax.keras_compat import keras_objects, names
-from tnt_jax.keras_compat.losses import crossentropy, crossentropy_classes, margin, regression
+from tnt_jax.keras_compat import configuration, keras_objects, names
+from tnt_jax.keras_compat.losses import (
+    alignment,
+    crossentropy,
+    crossentropy_classes,
+    margin,
+    regression,
+    segmentation,
+)
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
+from tnt_jax.keras_compat.losses.from_functions import check_order, optax_loss
 from tnt_jax.keras_compat.losses.from_keras import KerasLoss
 
-_CLASSES: dict[str, Callable[..., Loss]] = {
-    name: cls
-    for module in (crossentropy_classes, regression, margin)
-    for name, cls in vars(module).items()
-    if inspect.isclass(cls) and issubclass(cls, Loss) and cls.__module__ == module.__name__
-}
+_CLASSES: Mapping[str, Callable[..., Loss]] = names.classes_of(
+    (crossentropy_classes, regression, margin, segmentation, alignment), Loss
+)
 _ALIASES: dict[str, Callable[..., Loss]] = {
     "bce": crossentropy_classes.BinaryCrossentropy,
     "kld": crossentropy_classes.KLDivergence,
@@ -28,22 +33,34 @@ _ALIASES: dict[str, Callable[..., Loss]] = {
 _FUNCTIONS = tuple(cls().fn for cls in _CLASSES.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def get(identifier: Any) -> Loss:
+@overload
+def get(identifier: None) -> None: ...
+@overload
+def get(identifier: Any) -> Loss: ...
+def get(identifier: Any) -> Loss | None:
     """Returns the loss that `identifier` stands for.
 
+    Unlike Keras's function, it also returns a `Loss` for the name of a function.
+
     Args:
-        identifier: A name as in Keras (`"mse"`, `"MSE"`, `"mean_squared_error"`, `"MeanSquaredError"`), `"crossentropy"` or
-            `"ce"` (binary, sparse or categorical by the shapes), a `Loss` or a subclass of it, a real `keras.losses.Loss`, or a
-            callable `f(y_true, y_pred) -> values [batch, ...]`. Names that only Keras has need Keras on its JAX backend.
+        identifier: A name as in Keras (`"mse"`, `"MSE"`, `"mean_squared_error"`,
+            `"MeanSquaredError"`), `"crossentropy"` or `"ce"` (binary, sparse or categorical by the
+            shapes), a `Loss` or a subclass of it, a real `keras.losses.Loss`, or a configuration as
+            `serialize` writes it, or a callable `f(y_true, y_pred) -> values [batch, ...]`; None
+            gives None. Names that only Keras has need Keras on its JAX backend. The losses of
+            Optax, which take the outputs first, are called in their own order.
 
     Returns:
-        A loss; named by the string, or by the function.
+        A loss, named after the string or the function.
 
     Raises:
-        ValueError: If the name is unknown; the error lists the known ones.
+        ValueError: If the name is unknown (the error lists the known ones), or a function takes the
+            outputs first.
     """
-    if isinstance(identifier, Loss):
+    if identifier is None or isinstance(identifier, Loss):
         return identifier
+    if isinstance(identifier, Mapping):
+        return get(deserialize(identifier))
     if isinstance(identifier, str):
         return _by_name(identifier)
     if inspect.isclass(identifier):
@@ -52,7 +69,28 @@ def get(identifier: Any) -> Loss:
         return _from_keras(identifier)
     if callable(identifier):
         return _from_function(identifier)
-    raise ValueError(f"loss must be a name, a Loss, a keras.losses.Loss or a callable f(y_true, y_pred), got {identifier!r}.")
+    raise ValueError(
+        "loss must be a name, a Loss, a keras.losses.Loss or a callable f(y_true, y_pred), got "
+        f"{identifier!r}."
+    )
+
+
+def serialize(loss: Any) -> dict[str, Any]:
+    """Returns the configuration of a loss or of a function, as `keras.losses.serialize` does."""
+    return configuration.serialize(loss)
+
+
+def deserialize(name: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Returns the loss or the function that a configuration describes.
+
+    Args:
+        name: What `serialize` or `keras.losses.serialize` wrote, or a name.
+        custom_objects: Classes and functions of the user by name.
+
+    Raises:
+        ValueError: If it names something unknown.
+    """
+    return configuration.deserialize(name, "losses", custom_objects)
 
 
 def _by_name(name: str) -> Loss:
@@ -73,16 +111,28 @@ def _by_name(name: str) -> Loss:
 
 
 def _from_keras(loss: Any) -> Loss:
-    """Returns our loss of the same class and settings where there is one: it knows what it expects of the model."""
+    """Returns the tnt_jax loss of the same class and settings, if there is one.
+
+    It has checks that Keras's loss lacks.
+    """
     cls = _CLASSES.get(type(loss).__name__)
     if cls is None or not type(loss).__module__.startswith("keras."):
         return KerasLoss(loss)
-    return cls(reduction=loss.reduction, name=loss.name, **loss._fn_kwargs)
+    return cls(reduction=loss.reduction, name=loss.name, dtype=loss.dtype, **loss._fn_kwargs)
 
 
 def _from_function(function: Callable[..., Any]) -> Loss:
-    """Returns a loss around a function; one of Keras's or ours becomes the loss of its name, which has its checks."""
-    name, module = getattr(function, "__name__", ""), str(getattr(function, "__module__", ""))
+    """Returns a loss around a function.
+
+    A function of Keras or tnt_jax becomes the loss of its name, which has its checks.
+    """
+    name = getattr(function, "__name__", "")
+    module = str(getattr(function, "__module__", ""))
     is_known = function in _FUNCTIONS or module.startswith("keras.")
     cls = names.find(name, _CLASSES, {}) if is_known else None
-    return LossFunctionWrapper(function) if cls is None else cls()
+    if cls is not None:
+        return cls()
+    loss = optax_loss(function)
+    if loss is None:
+        check_order(function)
+    return loss or LossFunctionWrapper(function)

@@ -1,72 +1,97 @@
 """Losses on real numbers: functions `(y_true, y_pred) -> values [batch, ...]`, and their classes.
 
-The functions reduce the last dimension; a last dimension of size one is added to or removed from either argument to match.
+The functions reduce the last dimension; a last dimension of size one is added to or removed from
+either argument to match.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, match_ranks
+from tnt_jax.keras_compat.losses.arrays import EPSILON, of_one_dtype
+from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
+from tnt_jax.train.row_weights import match_ranks
 
 
-def mean_squared_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+def mean_squared_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns the mean of (y_pred - y_true)^2 [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(jnp.square(y_pred - y_true), axis=-1)
 
 
-def mean_absolute_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+def mean_absolute_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns the mean of |y_pred - y_true| [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(jnp.abs(y_pred - y_true), axis=-1)
 
 
-def mean_absolute_percentage_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+def mean_absolute_percentage_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns the mean of 100 * |y_true - y_pred| / max(|y_true|, 1e-7) [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
-    return 100 * jnp.mean(jnp.abs((y_true - y_pred) / jnp.maximum(jnp.abs(y_true), EPSILON)), axis=-1)
+    return 100 * jnp.mean(
+        jnp.abs((y_true - y_pred) / jnp.maximum(jnp.abs(y_true), EPSILON)), axis=-1
+    )
 
 
-def mean_squared_logarithmic_error(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...]; numbers below 1e-7 count as 1e-7."""
+def mean_squared_logarithmic_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
+    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...].
+
+    Numbers below 1e-7 count as 1e-7.
+    """
     y_true, y_pred = _matched(y_true, y_pred)
-    difference = jnp.log(jnp.maximum(y_pred, EPSILON) + 1) - jnp.log(jnp.maximum(y_true, EPSILON) + 1)
+    difference = jnp.log(jnp.maximum(y_pred, EPSILON) + 1) - jnp.log(
+        jnp.maximum(y_true, EPSILON) + 1
+    )
     return jnp.mean(jnp.square(difference), axis=-1)
 
 
-def huber(y_true: jax.Array, y_pred: jax.Array, delta: float = 1.0) -> jax.Array:
-    """Returns the mean of e^2 / 2 where |e| <= delta, else delta * |e| - delta^2 / 2 [batch, ...] (Huber 1964)."""
+def huber(y_true: ArrayLike, y_pred: ArrayLike, delta: float = 1.0) -> jax.Array:
+    """Returns the mean of e^2 / 2 if |e| <= delta, else delta * |e| - delta^2 / 2 [batch, ...].
+
+    Huber 1964.
+    """
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(optax.huber_loss(y_pred, y_true, delta=delta), axis=-1)
 
 
-def log_cosh(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
+def log_cosh(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns the mean of log(cosh(y_pred - y_true)) [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(optax.log_cosh(y_pred, y_true), axis=-1)
 
 
-def cosine_similarity(y_true: jax.Array, y_pred: jax.Array, axis: int = -1) -> jax.Array:
-    """Returns minus the cosine of the angle between vectors along `axis`, so that less is better [batch, ...]."""
+def cosine_similarity(y_true: ArrayLike, y_pred: ArrayLike, axis: int = -1) -> jax.Array:
+    """Returns the negative cosine of the angle between vectors along `axis` [batch, ...].
+
+    Less is better.
+    """
     y_true, y_pred = _matched(y_true, y_pred)
     return -jnp.sum(_unit(y_true, axis) * _unit(y_pred, axis), axis=axis)
 
 
-def poisson(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Returns the mean of y_pred - y_true * log(y_pred + 1e-7) [batch, ...], for rates `y_pred` >= 0."""
+def poisson(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
+    """Returns the mean of y_pred - y_true * log(y_pred + 1e-7) [batch, ...].
+
+    `y_pred` are rates, at least 0.
+    """
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(y_pred - y_true * jnp.log(y_pred + EPSILON), axis=-1)
 
 
-def _matched(y_true: jax.Array, y_pred: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return match_ranks(jnp.asarray(y_true, y_pred.dtype), y_pred)
+def _matched(y_true: ArrayLike, y_pred: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    return match_ranks(*of_one_dtype(y_true, y_pred))
 
 
 def _unit(vectors: jax.Array, axis: int) -> jax.Array:
-    """Returns vectors of length one; shorter ones than 1e-7 stay shorter, so that zero has a gradient."""
+    """Returns unit vectors.
+
+    Vectors shorter than 1e-7 stay shorter than one, so that zero has a gradient.
+    """
     squares = jnp.sum(jnp.square(vectors), axis=axis, keepdims=True)
     return vectors * jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2))
 
@@ -76,8 +101,13 @@ class MeanSquaredError(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_error") -> None:
-        super().__init__(mean_squared_error, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "mean_squared_error",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mean_squared_error, reduction, name, dtype)
 
 
 class MeanAbsoluteError(LossFunctionWrapper):
@@ -85,8 +115,13 @@ class MeanAbsoluteError(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_error") -> None:
-        super().__init__(mean_absolute_error, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "mean_absolute_error",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mean_absolute_error, reduction, name, dtype)
 
 
 class MeanAbsolutePercentageError(LossFunctionWrapper):
@@ -94,8 +129,13 @@ class MeanAbsolutePercentageError(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_absolute_percentage_error") -> None:
-        super().__init__(mean_absolute_percentage_error, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "mean_absolute_percentage_error",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mean_absolute_percentage_error, reduction, name, dtype)
 
 
 class MeanSquaredLogarithmicError(LossFunctionWrapper):
@@ -103,8 +143,13 @@ class MeanSquaredLogarithmicError(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "mean_squared_logarithmic_error") -> None:
-        super().__init__(mean_squared_logarithmic_error, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "mean_squared_logarithmic_error",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mean_squared_logarithmic_error, reduction, name, dtype)
 
 
 class Huber(LossFunctionWrapper):
@@ -112,8 +157,15 @@ class Huber(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, delta: float = 1.0, *, reduction: str | None = "sum_over_batch_size", name: str = "huber_loss") -> None:
-        super().__init__(huber, reduction, name=name, delta=delta)
+    def __init__(
+        self,
+        delta: float = 1.0,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "huber_loss",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(huber, reduction, name, dtype, delta=delta)
+        self.delta = delta
 
 
 class LogCosh(LossFunctionWrapper):
@@ -121,24 +173,43 @@ class LogCosh(LossFunctionWrapper):
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "log_cosh") -> None:
-        super().__init__(log_cosh, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "log_cosh",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(log_cosh, reduction, name, dtype)
 
 
 class CosineSimilarity(LossFunctionWrapper):
-    """Minus the cosine of the angle between target and output vectors, in [-1, 1]."""
+    """Negative cosine of the angle between target and output vectors, in [-1, 1]."""
 
     targets = "like_outputs"
 
-    def __init__(self, axis: int = -1, *, reduction: str | None = "sum_over_batch_size", name: str = "cosine_similarity") -> None:
-        super().__init__(cosine_similarity, reduction, name=name, axis=axis)
+    def __init__(
+        self,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "cosine_similarity",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(cosine_similarity, reduction, name, dtype, axis=axis)
         self.axis = axis
 
 
 class Poisson(LossFunctionWrapper):
-    """Negative log-likelihood of counts under rates `y_pred`, up to a constant; see `losses.poisson`."""
+    """Negative log-likelihood of counts under rates `y_pred`, up to a constant.
+
+    See `losses.poisson`.
+    """
 
     targets = "like_outputs"
 
-    def __init__(self, reduction: str | None = "sum_over_batch_size", *, name: str = "poisson") -> None:
-        super().__init__(poisson, reduction, name=name)
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "poisson",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(poisson, reduction, name, dtype)

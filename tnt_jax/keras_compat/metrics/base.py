@@ -1,178 +1,280 @@
-"""What every metric shares: sums that add up over rows, ranks and steps, and a result computed from them.
+"""The base class of metrics: sums that add up over rows, ranks and steps, and their result.
 
 ```python
-sums = metric.increments(y_true, y_pred, weight)   # pure, on part of a batch, inside a compiled step
+sums = metric.increments(y_true, y_pred, weight)  # pure, on part of a batch, inside a compiled step
 value = metric.compute(sums_of_all_parts)          # once
 ```
-`update_state`, `result` and `reset_state` do the same with a state, as in Keras.
+
+`update_state`, `result` and `reset_state` do the same with a state of variables, as in Keras. A
+subclass may implement those two instead, with variables from `add_variable`, as in Keras; training
+accepts it only if its updates add up (`metrics.stateful`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import Loss, at_least_float32, divide_no_nan, match_ranks
+from tnt_jax.keras_compat.configuration import config_of
+from tnt_jax.keras_compat.losses.arrays import compute_dtype
+from tnt_jax.keras_compat.metrics.variable import Variable
 from tnt_jax.keras_compat.names import snake_case
 from tnt_jax.keras_compat.recorded import Recorded
+from tnt_jax.train.loops.context import current_step, weight_of_real_rows
 
 
 class Metric(Recorded):
     """Base class of metrics.
 
-    Subclasses implement `increments` and `compute`. Increments are plain sums over rows: those of a batch equal the sum
-    of those of its parts, so the result does not depend on how many ranks worked on it.
+    Subclasses implement `increments` and `compute`. Increments are plain sums over rows: those of a
+    batch are the sum of those of its parts, so the result does not depend on the number of ranks.
+
+    Args:
+        dtype: Dtype of values and results, by default float32, which keeps float64. Sums are at
+            least float32, or integers.
+        name: Name of the metric in logs.
 
     Attributes:
         name: Name of the metric in logs.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, dtype: Any = None, name: str | None = None) -> None:
         self.name = name or snake_case(type(self).__name__)
+        self._dtype = compute_dtype(dtype)
+        self._variables: list[Variable] = []
         self._sums: Any = None
 
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of values and results."""
+        return self._dtype
+
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Any:
-        """Returns what these rows add to the sums.
+        """Returns the contribution of these rows to the sums.
 
         Args:
             y_true: Targets [rows, ...].
             y_pred: Outputs of the model [rows, ...].
-            weight: Weight of each row [rows], or of each value. A row of weight 0 adds nothing, whatever it holds.
+            weight: Weight of each row [rows], or of each value. A row with weight 0 adds nothing,
+                whatever its contents.
 
         Returns:
-            A pytree of arrays, of the same structure and shapes for any number of rows.
+            A pytree of arrays with the same structure and shapes for any number of rows.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement increments(y_true, y_pred, weight) -> sums.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement increments(y_true, y_pred, weight) -> sums."
+        )
 
     def compute(self, sums: Any) -> jax.Array:
         """Returns the metric from the sums of all rows."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sums) -> scalar.")
 
-    def update_state(self, *args: Any, sample_weight: ArrayLike | None = None) -> None:
-        """Adds rows to the state.
+    def update_state(
+        self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
+    ) -> None:
+        """Adds rows to the state; inside a distributed step, the real rows of all ranks.
 
         Args:
-            *args: What `increments` takes, `y_true` and `y_pred`.
-            sample_weight: Weights [rows], or one per value.
+            y_true: Targets [rows, ...].
+            y_pred: Outputs of the model [rows, ...].
+            sample_weight: A scalar, or weights [rows], or one per value.
         """
-        sums = self.increments(*args, weight=sample_weight)
-        self._sums = sums if self._sums is None else jax.tree.map(jnp.add, self._sums, sums)
+        self._add(self.increments(y_true, y_pred, weight_of_real_rows(sample_weight)))
 
     def result(self) -> jax.Array:
-        """Returns the metric of all rows since `reset_state`; 0 if there were none."""
-        return jnp.zeros(()) if self._sums is None else self.compute(self._sums)
+        """Returns the metric of all rows since `reset_state`; 0 if there were none.
+
+        Raises:
+            RuntimeError: Inside a distributed step, which adds to the state when it has run.
+        """
+        self._require_outside("result")
+        if self._sums is None:
+            return jnp.zeros((), self.dtype)
+        return self.compute(jax.tree.map(lambda variable: variable.value, self._sums))
 
     def reset_state(self) -> None:
-        """Forgets all rows."""
-        self._sums = None
+        """Clears the state.
 
-    def __call__(self, *args: Any, sample_weight: ArrayLike | None = None) -> jax.Array:
+        Raises:
+            RuntimeError: Inside a distributed step.
+        """
+        self._require_outside("reset_state")
+        for variable in self.variables:
+            variable.assign(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Adds rows to the state and returns the result."""
-        self.update_state(*args, sample_weight=sample_weight)
+        self.update_state(*args, **kwargs)
         return self.result()
 
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables of the state, including those of metrics and variables in attributes."""
+        held = [
+            *self._made_variables(),
+            *(value for name, value in vars(self).items() if name != "given_arguments"),
+        ]
+        found: dict[int, Variable] = {}
+        for leaf in jax.tree.leaves(
+            held, is_leaf=lambda value: isinstance(value, (Variable, Metric))
+        ):
+            if isinstance(leaf, Variable):
+                found[id(leaf)] = leaf
+            elif isinstance(leaf, Metric):
+                found |= {id(variable): variable for variable in leaf.variables}
+        return list(found.values())
 
-class Mean(Metric):
-    """Weighted mean of values: `Mean().update_state(values, sample_weight=None)`."""
+    def add_variable(
+        self,
+        shape: Sequence[int],
+        initializer: Any,
+        dtype: Any = None,
+        aggregation: str = "sum",
+        name: str | None = None,
+    ) -> Variable:
+        """Creates a variable of the state.
 
-    def __init__(self, name: str = "mean") -> None:
-        super().__init__(name)
+        Args:
+            shape: Shape of the variable.
+            initializer: `"zeros"`, `"ones"`, an array, or a callable `(shape, dtype) -> array`.
+            dtype: Dtype of the variable, float32 by default.
+            aggregation: How values of several ranks are combined; must be `"sum"`.
+            name: Name of the variable.
 
-    def increments(self, values: Any, weight: ArrayLike | None = None) -> dict[str, jax.Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the weighted sum of values [rows, ...] and the sum of the weights; a scalar is one row."""
-        return mean_sums(jnp.atleast_1d(jnp.asarray(values)), weight)
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns total / count, 0 if the count is 0."""
-        return divide_no_nan(sums["total"], sums["count"])
-
-
-class Sum(Metric):
-    """Weighted sum of values: `Sum().update_state(values, sample_weight=None)`."""
-
-    def __init__(self, name: str = "sum") -> None:
-        super().__init__(name)
-
-    def increments(self, values: Any, weight: ArrayLike | None = None) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the weighted sum of values [rows, ...]."""
-        values = at_least_float32(jnp.atleast_1d(jnp.asarray(values)))
-        values, weight = align(values, weight, jnp.sum)
-        return jnp.sum(values if weight is None else weigh(values, weight))
-
-    def compute(self, sums: jax.Array) -> jax.Array:
-        """Returns the sum."""
-        return sums
-
-
-class MeanMetricWrapper(Metric):
-    """Mean over rows of a function `fn(y_true, y_pred, **fn_kwargs) -> values [rows, ...]`.
-
-    Dimensions after the first are averaged within a row, as in Keras.
-
-    Attributes:
-        loss: The loss whose values are averaged, or None.
-    """
-
-    def __init__(self, fn: Callable[..., Any] | Loss, name: str | None = None, **fn_kwargs: Any) -> None:
-        super().__init__(name or getattr(fn, "name", None) or getattr(fn, "__name__", None))
-        self.loss = fn if isinstance(fn, Loss) else None
-        self.fn = fn.call if isinstance(fn, Loss) else fn
-        self.fn_kwargs = fn_kwargs
-
-    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> dict[str, jax.Array]:
-        """Returns the weighted sum of the values [rows, ...] and the sum of the weights."""
-        y_true, y_pred = jax.tree.map(jnp.asarray, y_true), jax.tree.map(at_least_float32, y_pred)
-        values = jnp.asarray(self.fn(y_true, y_pred, **self.fn_kwargs))
-        rows = jax.tree.leaves(y_pred)[0].shape[:1]
-        if values.ndim == 0 or values.shape[:1] != rows:
+        Raises:
+            ValueError: If the values of ranks are not to be summed, or the initializer is unknown.
+        """
+        if aggregation != "sum":
             raise ValueError(
-                f"Metric {self.name!r} returned values of shape {values.shape} for outputs of {rows[0]} rows. A mean over "
-                "parts of a batch needs one value per row: return [batch, ...] and leave the mean over the batch to the metric."
+                "The state of a metric is summed over ranks: aggregation must be 'sum', got "
+                f"{aggregation!r}."
             )
-        return mean_sums(values, weight)
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns total / count, 0 if the count is 0."""
-        return divide_no_nan(sums["total"], sums["count"])
-
-
-def mean_sums(values: jax.Array, weight: ArrayLike | None) -> dict[str, jax.Array]:
-    """Returns the weighted sum of values [rows, ...] averaged within rows, and the sum of the weights."""
-    values, weight = align(at_least_float32(values), weight, jnp.mean)
-    if weight is None:
-        return {"total": jnp.sum(_within_rows(values)), "count": jnp.full((), values.shape[0], values.dtype)}
-    total = jnp.sum(_within_rows(weigh(values, weight)))
-    return {"total": total, "count": jnp.sum(_within_rows(weight))}
-
-
-def align(values: jax.Array, weight: ArrayLike | None, reduce: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """Returns values and weights of one shape; `reduce` removes the dimensions that the weights do not have.
-
-    Raises:
-        ValueError: If the weights fit neither the rows nor the values.
-    """
-    if weight is None:
-        return values, None
-    given = jnp.asarray(weight)
-    shape = values.shape
-    values, weight = match_ranks(values, given.astype(values.dtype))
-    if values.ndim > weight.ndim:
-        values = reduce(values, axis=tuple(range(weight.ndim, values.ndim)))
-    if weight.ndim != values.ndim or any(w not in (1, v) for w, v in zip(weight.shape, values.shape, strict=True)):
-        raise ValueError(
-            f"Weights of shape {given.shape} do not fit values of shape {shape}: pass one per row, {shape[:1]}, or one per value."
+        dtype = compute_dtype(dtype)
+        variable = Variable(
+            _initial(initializer, tuple(shape), jnp.dtype(dtype)), name=name, dtype=dtype
         )
-    return values, jnp.broadcast_to(weight, values.shape)
+        self._made_variables().append(variable)
+        return variable
+
+    def add_weight(
+        self,
+        shape: Sequence[int] = (),
+        initializer: Any = None,
+        dtype: Any = None,
+        name: str | None = None,
+    ) -> Variable:
+        """Creates a variable of the state, by default zeros; see `add_variable`."""
+        return self.add_variable(shape, initializer, dtype, name=name)
+
+    def stateless_update_state(
+        self, metric_variables: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> list[jax.Array]:
+        """Returns the values of the variables after `update_state(*args, **kwargs)`.
+
+        It starts from the given values and changes no state.
+        """
+        with self._holding(metric_variables):
+            self.update_state(*args, **kwargs)
+            return [variable.value for variable in self.variables]
+
+    def stateless_result(self, metric_variables: Sequence[Any]) -> Any:
+        """Returns the result for given values of the variables."""
+        with self._holding(metric_variables):
+            result = self.result()
+            return jax.tree.map(
+                jnp.asarray, result, is_leaf=lambda leaf: isinstance(leaf, Variable)
+            )
+
+    def stateless_reset_state(self) -> list[jax.Array]:
+        """Returns the values of the variables after `reset_state`; changes no state."""
+        with self._holding(self.variables):
+            self.reset_state()
+            return [variable.value for variable in self.variables]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an equal metric."""
+        return config_of(self, "name", "dtype")
+
+    def __repr__(self) -> str:
+        """Returns class and name."""
+        return f"<{type(self).__name__} name={self.name}>"
+
+    def _declare(self, shapes: Mapping[str, Sequence[int]], dtype: Any = None) -> None:
+        """Creates the sums that `increments` returns by name, as attributes with these names."""
+        self._sums = {}
+        for name, shape in shapes.items():
+            self._sums[name] = self.add_variable(shape, "zeros", dtype, name=name)
+            setattr(self, name, self._sums[name])
+
+    def sums(self, like: Any) -> Any:
+        """Returns the arrays of the metric's state for a distributed step.
+
+        Before the first update they are zeros like `like`.
+        """
+        if self._sums is None:
+            self._add(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like))
+        return jax.tree.map(lambda variable: variable.stored, self._sums)
+
+    def replace_sums(self, sums: Any) -> None:
+        """Replaces the arrays of its state by those that a distributed step returned."""
+        jax.tree.map(lambda variable, value: variable.replace(value), self._sums, sums)
+
+    def _require_outside(self, method: str) -> None:
+        if (step := current_step()) is not None:
+            raise RuntimeError(
+                f"{self.name}.{method}() was called inside the distributed step {step.name}, which "
+                f"adds to the metric's state when it has run. Call it after the step."
+            )
+
+    def _add(self, added: Any) -> None:
+        if (step := current_step()) is not None:
+            step.record(self, added)
+            return
+        if self._sums is None and isinstance(added, dict):
+            self._declare({name: jnp.shape(value) for name, value in added.items()})
+        elif self._sums is None:
+            self._sums = jax.tree.map(
+                lambda value: self.add_variable(jnp.shape(value), "zeros", value.dtype), added
+            )
+        jax.tree.map(lambda variable, value: variable.assign_add(value), self._sums, added)
+
+    def _made_variables(self) -> list[Variable]:
+        if "_variables" not in vars(self):
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__ must call super().__init__() before anything else."
+            )
+        return self._variables
+
+    @contextmanager
+    def _holding(self, values: Sequence[Any]) -> Iterator[None]:
+        """Gives the variables other values temporarily."""
+        variables = self.variables
+        if len(values) != len(variables):
+            raise ValueError(
+                f"{self.name!r} has {len(variables)} variables, got {len(values)} values for them."
+            )
+        with ExitStack() as stack:
+            for variable, value in zip(variables, values, strict=True):
+                stack.enter_context(variable.holding(value))
+            yield
 
 
-def weigh(values: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns values * weight, and 0 where the weight is 0 even if the value is NaN or infinite."""
-    return jnp.where(weight == 0, 0, values * weight)
-
-
-def _within_rows(values: jax.Array) -> jax.Array:
-    return jnp.mean(values, axis=tuple(range(1, values.ndim)))
+def _initial(initializer: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if initializer is None or isinstance(initializer, str):
+        known = {None: np.zeros, "zeros": np.zeros, "ones": np.ones}
+        if initializer not in known:
+            raise ValueError(
+                f"initializer must be 'zeros', 'ones', an array or a callable, got {initializer!r}."
+            )
+        return known[initializer](shape, dtype)
+    return (
+        initializer(shape, dtype=dtype)
+        if callable(initializer)
+        else jnp.broadcast_to(jnp.asarray(initializer), shape)
+    )

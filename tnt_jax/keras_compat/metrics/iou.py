@@ -1,67 +1,224 @@
-"""Intersection over union of predicted and labelled classes."""
+"""Intersection over union of predicted and labelled classes, from confusion matrices."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import EPSILON
+from tnt_jax.keras_compat.configuration import config_of
+from tnt_jax.keras_compat.losses.arrays import EPSILON
 from tnt_jax.keras_compat.metrics.base import Metric
 
 
-class MeanIoU(Metric):
-    """Mean over classes of true positives / (labelled or predicted), from a confusion matrix; absent classes do not count.
+class IoU(Metric):
+    """Mean over some classes of true positives / (labelled or predicted).
+
+    Classes that never occur do not count.
 
     Args:
-        num_classes: Number of classes. Labels and predictions outside [0, num_classes) are left out.
-        ignore_class: Label whose positions are left out.
-        sparse_y_true: Whether targets are class numbers rather than one value per class.
-        sparse_y_pred: Whether outputs are class numbers; pass False for the outputs of a classifier.
-        axis: Dimension of the classes where they are not numbers.
+        num_classes: Number of classes. Labels and predictions outside [0, num_classes) are ignored.
+        target_class_ids: The classes of the mean.
         name: Name of the metric.
+        dtype: Dtype of the confusion matrix, by default float32. Keras's default truncates weights
+            to integers; here fractions count. Pass `"int"` for counts beyond 2^24.
+        ignore_class: Label whose positions are ignored.
+        sparse_y_true: Whether targets are class numbers rather than one value per class.
+        sparse_y_pred: Whether outputs are class numbers; pass False for the outputs of a
+            classifier.
+        axis: Dimension of the classes if they are not class numbers.
     """
 
     def __init__(
         self,
         num_classes: int,
-        *,
+        target_class_ids: Sequence[int],
+        name: str | None = None,
+        dtype: Any = None,
         ignore_class: int | None = None,
         sparse_y_true: bool = True,
         sparse_y_pred: bool = True,
         axis: int = -1,
-        name: str | None = None,
     ) -> None:
-        super().__init__(name)
-        self.num_classes, self.ignore_class, self.axis = num_classes, ignore_class, axis
-        self.sparse_y_true, self.sparse_y_pred = sparse_y_true, sparse_y_pred
+        super().__init__(dtype, name)
+        if max(target_class_ids) >= num_classes:
+            raise ValueError(
+                f"Target class id {max(target_class_ids)} is out of range, which is [0, "
+                f"{num_classes})."
+            )
+        self.num_classes = num_classes
+        self.target_class_ids = list(target_class_ids)
+        self.ignore_class = ignore_class
+        self.axis = axis
+        self.sparse_y_true = sparse_y_true
+        self.sparse_y_pred = sparse_y_pred
+        self._declare({"total_cm": (num_classes, num_classes)}, self.dtype)
 
-    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> jax.Array:
+    def increments(
+        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
+    ) -> dict[str, jax.Array]:
         """Returns the weighted confusion matrix [labelled class, predicted class].
 
-        Unlike Keras, which truncates weights to integers, fractions of a weight count.
+        Args:
+            y_true: Labels [rows, ...], or one value per class.
+            y_pred: Predicted classes [rows, ...], or one value per class.
+            weight: A scalar, weights [rows], or one per label.
         """
         labels = self._class_numbers(y_true, self.sparse_y_true)
         predictions = self._class_numbers(y_pred, self.sparse_y_pred)
         shape = labels.shape
-        weight = jnp.ones(shape[:1]) if weight is None else jnp.asarray(weight, jnp.float32)
-        weight = jnp.broadcast_to(weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim)), shape).reshape(-1)
+        weight = jnp.asarray(1 if weight is None else weight).astype(self.dtype)
+        if weight.size == labels.size:
+            weight = weight.reshape(shape)
+        weight = jnp.broadcast_to(
+            weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim)), shape
+        ).reshape(-1)
         labels, predictions = labels.reshape(-1), predictions.reshape(-1)
-        is_class = (labels >= 0) & (labels < self.num_classes) & (predictions >= 0) & (predictions < self.num_classes)
+        is_class = (
+            (labels >= 0)
+            & (labels < self.num_classes)
+            & (predictions >= 0)
+            & (predictions < self.num_classes)
+        )
         is_class &= True if self.ignore_class is None else labels != self.ignore_class
         cell = jnp.where(is_class, labels * self.num_classes + predictions, 0)
         counts = jax.ops.segment_sum(jnp.where(is_class, weight, 0), cell, self.num_classes**2)
-        return counts.reshape(self.num_classes, self.num_classes)
+        return {"total_cm": counts.reshape(self.num_classes, self.num_classes)}
 
-    def compute(self, sums: jax.Array) -> jax.Array:
-        """Returns the mean over the classes that occur."""
-        right = jnp.diagonal(sums)
-        union = jnp.sum(sums, axis=0) + jnp.sum(sums, axis=1) - right
-        iou = jnp.where(union > 0, right / (union + EPSILON), 0)
-        return jnp.sum(iou) / (jnp.sum(union > 0) + EPSILON)
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an equal metric."""
+        return config_of(self, "name", "dtype", "target_class_ids")
+
+    def update_state(
+        self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
+    ) -> None:
+        """Adds rows to the state; see `increments`.
+
+        Warns if a dtype of integers truncates weights.
+        """
+        is_floating = sample_weight is not None and jnp.issubdtype(
+            jnp.asarray(sample_weight).dtype, jnp.floating
+        )
+        if is_floating and jnp.issubdtype(self.dtype, jnp.integer):
+            warnings.warn(
+                f"You are passing weight as `float`, but dtype is `{self.dtype}`: weights are "
+                "truncated to integers.",
+                stacklevel=2,
+            )
+        super().update_state(y_true, y_pred, sample_weight)
+
+    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+        """Returns the mean over the target classes that occur."""
+        matrix = jnp.asarray(sums["total_cm"]).astype(jnp.float32)
+        chosen = jnp.asarray(self.target_class_ids)
+        right = jnp.diagonal(matrix)
+        union = jnp.sum(matrix, axis=0) + jnp.sum(matrix, axis=1) - right
+        right, union = right[chosen], union[chosen]
+        iou = jnp.where(union > 1e-9, right / (union + EPSILON), 0)
+        return jnp.sum(iou) / (jnp.sum(union > 1e-9) + EPSILON)
 
     def _class_numbers(self, values: Any, is_sparse: bool) -> jax.Array:
         values = jnp.asarray(values)
         return (values if is_sparse else jnp.argmax(values, axis=self.axis)).astype(jnp.int32)
+
+
+class BinaryIoU(IoU):
+    """Mean intersection over union of the classes 0 and 1.
+
+    Outputs from `threshold` on are class 1.
+
+    Args:
+        target_class_ids: `(0,)`, `(1,)` or both.
+        threshold: Outputs of at least this value are class 1.
+        name: Name of the metric.
+        dtype: See `IoU`.
+    """
+
+    def __init__(
+        self,
+        target_class_ids: Sequence[int] = (0, 1),
+        threshold: float = 0.5,
+        name: str | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(2, target_class_ids, name, dtype)
+        self.threshold = threshold
+
+    def increments(
+        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
+    ) -> dict[str, jax.Array]:
+        """Returns the weighted confusion matrix [labelled class, predicted class].
+
+        See `IoU.increments`.
+        """
+        return super().increments(
+            y_true, jnp.asarray(y_pred, jnp.float32) >= self.threshold, weight
+        )
+
+
+class MeanIoU(IoU):
+    """Mean over classes of true positives / (labelled or predicted); absent classes do not count.
+
+    See `IoU`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str | None = None,
+        dtype: Any = None,
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,
+        sparse_y_pred: bool = True,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            range(num_classes),
+            name,
+            dtype,
+            ignore_class,
+            sparse_y_true,
+            sparse_y_pred,
+            axis,
+        )
+
+
+class OneHotIoU(IoU):
+    """`IoU` of one-hot targets, and of outputs with one value per class unless `sparse_y_pred`."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        target_class_ids: Sequence[int],
+        name: str | None = None,
+        dtype: Any = None,
+        ignore_class: int | None = None,
+        sparse_y_pred: bool = False,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(
+            num_classes, target_class_ids, name, dtype, ignore_class, False, sparse_y_pred, axis
+        )
+
+
+class OneHotMeanIoU(MeanIoU):
+    """`MeanIoU` of one-hot targets.
+
+    Outputs have one value per class unless `sparse_y_pred`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str | None = None,
+        dtype: Any = None,
+        ignore_class: int | None = None,
+        sparse_y_pred: bool = False,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(num_classes, name, dtype, ignore_class, False, sparse_y_pred, axis)

@@ -1,29 +1,39 @@
-"""From what a user passes as a metric to a `Metric`, and what the first batch tells about it."""
+"""Finds the `Metric` for a user's argument, and checks it on the first batch."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 import numpy as np
 
-from tnt_jax.keras_compat import keras_objects, losses, names
+from tnt_jax.keras_compat import configuration, keras_objects, losses, names
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
-from tnt_jax.keras_compat.metrics import accuracy, base, confusion, of_losses
-from tnt_jax.keras_compat.metrics.base import MeanMetricWrapper, Metric
+from tnt_jax.keras_compat.metrics import (
+    accuracy,
+    auc,
+    confusion,
+    f_score,
+    iou,
+    of_losses,
+    reduction,
+    regression,
+)
+from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.from_keras import from_keras
+from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
+from tnt_jax.keras_compat.metrics.stateful import StatefulMetric, keeps_own_state
 
 _log = logging.getLogger("tnt_jax")
 
-_CLASSES: dict[str, Callable[[], Metric]] = {
+_MODULES = (reduction, accuracy, of_losses, regression, confusion, auc, f_score, iou)
+_CLASSES: dict[str, Callable[..., Metric]] = {
     name: cls
-    for module in (base, accuracy, of_losses, confusion)
-    for name, cls in vars(module).items()
-    if inspect.isclass(cls) and issubclass(cls, Metric) and cls.__module__ == module.__name__
-    if name not in ("Metric", "MeanMetricWrapper", "ThresholdCounts", "_Count")
+    for name, cls in names.classes_of(_MODULES, Metric).items()
+    if name not in ("MeanMetricWrapper", "ThresholdCounts")
 }
 _ALIASES: dict[str, Callable[[], Metric]] = {
     "bce": of_losses.BinaryCrossentropy,
@@ -48,29 +58,53 @@ _BY_SHAPE: dict[str, dict[str, Callable[..., Metric]]] = {
 _SHORT = {"acc": "accuracy", "ce": "crossentropy"}
 
 
+@overload
+def get(identifier: None) -> None: ...
+@overload
 def get(
-    identifier: Any, y_true_shape: tuple[int, ...] = (), y_pred_shape: tuple[int, ...] = (), *, loss: Loss | None = None
-) -> Metric:
+    identifier: Any,
+    y_true_shape: tuple[int, ...] = (),
+    y_pred_shape: tuple[int, ...] = (),
+    *,
+    loss: Loss | None = None,
+) -> Metric: ...
+def get(
+    identifier: Any,
+    y_true_shape: tuple[int, ...] = (),
+    y_pred_shape: tuple[int, ...] = (),
+    *,
+    loss: Loss | None = None,
+) -> Metric | None:
     """Returns the metric that `identifier` stands for.
 
     Args:
-        identifier: A name as in Keras (`"mse"`, `"AUC"`, `"binary_accuracy"`); `"accuracy"` or `"acc"`, `"crossentropy"` or
-            `"ce"`, chosen by the shapes as Keras does: binary for one output, sparse for labels without a class dimension,
-            else categorical; a `Metric` or a subclass of it; a real `keras.metrics.Metric` whose updates
-            add up; a `Loss`; or a callable `f(y_true, y_pred) -> values [batch, ...]`. Names that only Keras has need Keras on
-            its JAX backend.
+        identifier: A name as in Keras (`"mse"`, `"AUC"`, `"binary_accuracy"`); `"accuracy"` or
+            `"acc"`, `"crossentropy"` or `"ce"`, chosen by the shapes as Keras does: binary for one
+            output, sparse for labels without a class dimension, else categorical; a `Metric` or a
+            subclass of it; a real `keras.metrics.Metric` whose updates add up; a configuration as
+            `serialize` writes it; a `Loss`; or a callable `f(y_true, y_pred) -> values [batch,
+            ...]`; None gives None. Names that only Keras has need Keras on its JAX backend.
         y_true_shape: Shape of the targets; needed for the names that depend on it.
         y_pred_shape: Shape of the outputs of the model; needed for the same names.
         loss: The loss trained with: `"crossentropy"` takes logits if it does.
 
     Returns:
-        A metric, named by the string or by the function.
+        A metric, named after the string or the function.
 
     Raises:
-        ValueError: If the name is unknown (the error lists the known ones), or it needs shapes that are missing.
+        ValueError: If the name is unknown (the error lists the known ones), or it needs shapes that
+            are missing.
     """
+    if identifier is None:
+        return None
     if isinstance(identifier, Metric):
-        return identifier
+        return (
+            StatefulMetric(identifier, *_tuples(y_true_shape, y_pred_shape))
+            if keeps_own_state(identifier)
+            else identifier
+        )
+    if isinstance(identifier, Mapping):
+        return get(deserialize(identifier), y_true_shape, y_pred_shape, loss=loss)
     if isinstance(identifier, str):
         metric = _by_name(identifier, tuple(y_true_shape), tuple(y_pred_shape), loss)
         metric.name = identifier
@@ -84,8 +118,27 @@ def get(
         as_loss = losses.get(identifier)
         return MeanMetricWrapper(identifier if type(as_loss) is LossFunctionWrapper else as_loss)
     raise ValueError(
-        f"A metric must be a name, a Metric, a keras.metrics.Metric or a callable f(y_true, y_pred), got {identifier!r}."
+        "A metric must be a name, a Metric, a keras.metrics.Metric or a callable f(y_true, "
+        f"y_pred), got {identifier!r}."
     )
+
+
+def serialize(metric: Any) -> dict[str, Any]:
+    """Returns the configuration of a metric or of a function, as `keras.metrics.serialize` does."""
+    return configuration.serialize(metric)
+
+
+def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Returns the metric or the function that a configuration describes.
+
+    Args:
+        config: What `serialize` or `keras.metrics.serialize` wrote, or a name.
+        custom_objects: Classes and functions of the user by name.
+
+    Raises:
+        ValueError: If it names something unknown.
+    """
+    return configuration.deserialize(config, "metrics", custom_objects)
 
 
 def check_outputs(metric: Metric, outputs: Any) -> None:
@@ -96,7 +149,8 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
         outputs: Concrete outputs of the model for the first batch [batch, ...].
 
     Raises:
-        ValueError: If the metric averages a loss that expects probabilities and the outputs are none.
+        ValueError: If the metric averages a loss that expects probabilities and the outputs are not
+            probabilities.
     """
     loss = getattr(metric, "loss", None)
     if loss is not None:
@@ -107,31 +161,46 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
     if loss is None and getattr(metric, "expects_probabilities", False):
         name = f"tnt_jax.metrics.{type(metric).__name__}"
         raise ValueError(
-            f"Metric {metric.name!r} expects probabilities, but the outputs of the model are not: {span}. If they are logits, "
-            f"pass {name}(from_logits=True)."
+            f"Metric {metric.name!r} expects probabilities, but the outputs of the model are not: "
+            f"{span}. If they are logits, pass {name}(from_logits=True)."
         )
     if getattr(metric, "threshold", None) == 0.5:
+        argument = "threshold" if isinstance(metric, accuracy.BinaryAccuracy) else "thresholds"
         _log.warning(
-            "Metric %r compares outputs with the threshold 0.5, but %s: these look like logits. A threshold of 0.0 counts a "
-            "positive logit as class 1.",
+            "Metric %r compares outputs with the threshold 0.5, but %s: these look like logits. "
+            "Pass tnt_jax.metrics.%s, which counts a positive logit as class 1.",
             metric.name,
             span,
+            f"{type(metric).__name__}({argument}=0.0)",
         )
 
 
-def _by_name(name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None) -> Metric:
+def _tuples(*shapes: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in shapes)
+
+
+def _by_name(
+    name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None
+) -> Metric:
     family = _SHORT.get(name.lower(), name.lower())
     if family not in _BY_SHAPE:
         cls = names.find(name, _CLASSES, _ALIASES)
         return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
-        raise ValueError(f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or name it in full.")
+        raise ValueError(
+            f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or use "
+            "its full name."
+        )
     cls = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
-    from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get("from_logits", False)
+    from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get(
+        "from_logits", False
+    )
     return cls(from_logits=True) if from_logits else cls()
 
 
-def _only_in_keras(name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
+def _only_in_keras(
+    name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
+) -> Metric:
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
         listed = [*map(names.snake_case, _CLASSES), *_ALIASES, "accuracy", "acc", "crossentropy"]

@@ -1,12 +1,15 @@
-"""What every optimizer shares: clipping, weight decay, averaged weights, and the Optax transformation around one rule.
+"""The base class of optimizers: clipping, weight decay, averaged weights, the transformation.
 
-A rule is written for one array (`init_leaf`, `update_leaf`), so that it reads like its formula; `transformation` maps it over
-the parameters. The order is Keras's: clip the gradients, decay the weights, apply the rule, average the weights.
+A rule is written for one array (`init_leaf`, `update_leaf`), so that it reads like its formula;
+`transformation` maps it over the parameters. The order is Keras's: clip the gradients, decay the
+weights, apply the rule, average the weights.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -14,15 +17,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tnt_jax.keras_compat import names
+from tnt_jax.keras_compat.configuration import config_of, plain
 from tnt_jax.keras_compat.optimizers import clipping
 from tnt_jax.keras_compat.recorded import Recorded
+from tnt_jax.train.loss_scale import with_fixed_scale
 
 Slots = dict[str, jax.Array]
 LearningRate = float | Callable[[jax.Array], jax.Array]
 
 
 class OptionsButDecay(TypedDict, total=False):
-    """What every optimizer takes besides its own settings and weight decay; see `Optimizer`."""
+    """The common options of all optimizers, except weight decay; see `Optimizer`."""
 
     clipnorm: float | None
     clipvalue: float | None
@@ -30,12 +36,14 @@ class OptionsButDecay(TypedDict, total=False):
     use_ema: bool
     ema_momentum: float
     ema_overwrite_frequency: int | None
+    loss_scale_factor: float | None
     gradient_accumulation_steps: int | None
     name: str | None
+    decay: float | None
 
 
 class Options(OptionsButDecay, total=False):
-    """What every optimizer takes besides its own settings; see `Optimizer`."""
+    """The common options of all optimizers; see `Optimizer`."""
 
     weight_decay: float | None
 
@@ -46,7 +54,7 @@ class OptimizerState(NamedTuple):
     Attributes:
         count: Number of updates made, int32.
         slots: Like the parameters, each array replaced by the rule's arrays for it, by name.
-        shared: Scalars of the rule that serve all parameters, by name.
+        shared: Scalars of the rule that all parameters share, by name.
         average: Averaged weights like the parameters; None without `use_ema`.
     """
 
@@ -57,20 +65,30 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer(Recorded):
-    """Base class of optimizers, with the options, order and numbers of `keras.optimizers.Optimizer`.
+    """Base class of optimizers, with the options and order of `keras.optimizers.Optimizer`.
+
+    The numbers are those of Keras, too.
 
     Args:
-        learning_rate: A number, or a schedule `step -> rate` (step counts updates from 0, an int32 scalar).
+        learning_rate: A number, a schedule `step -> rate`, or a function without arguments, which
+            is called once. `step` is an int32 scalar, the number of batches before this one; as in
+            Keras, it counts batches also if several make one update.
         weight_decay: Before each update a weight w becomes w - w * weight_decay * learning_rate.
-        clipnorm: Largest norm of each gradient array. At most one of the three clips may be given.
-        clipvalue: Largest absolute value of each gradient entry.
-        global_clipnorm: Largest norm of all gradients taken together.
+        clipnorm: Maximum norm of each gradient array. At most one of the three clipping options may
+            be given.
+        clipvalue: Maximum absolute value of each gradient entry.
+        global_clipnorm: Maximum norm of all gradients together.
         use_ema: Whether to keep an average of the weights, `averaged_params`.
-        ema_momentum: average = ema_momentum * average + (1 - ema_momentum) * weights after each update, in [0, 1].
-        ema_overwrite_frequency: Replace the weights by their average every this many updates; never if None.
-        gradient_accumulation_steps: Update once for this many steps, at least 2, by the mean of their gradients. The training step
-            accumulates; the transformation knows nothing of it.
-        name: Name of the optimizer; that of the class in lower case by default.
+        ema_momentum: average = ema_momentum * average + (1 - ema_momentum) * weights after each
+            step, in [0, 1].
+        ema_overwrite_frequency: Number of updates after which the weights are replaced by their
+            average; never if None.
+        loss_scale_factor: Factor by which the loss is multiplied before differentiation, and the
+            gradients are divided afterwards, so that small gradients do not underflow in float16.
+        gradient_accumulation_steps: Number of steps, at least 2, whose mean gradient makes one
+            update. The training step accumulates; the transformation is not affected.
+        name: Name of the optimizer; by default that of the class in snake_case.
+        decay: Option of Keras 2; ignored with a warning.
 
     Raises:
         ValueError: If an option is out of its range, or several clips are given.
@@ -79,7 +97,6 @@ class Optimizer(Recorded):
     def __init__(
         self,
         learning_rate: LearningRate,
-        *,
         weight_decay: float | None = None,
         clipnorm: float | None = None,
         clipvalue: float | None = None,
@@ -87,54 +104,114 @@ class Optimizer(Recorded):
         use_ema: bool = False,
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        *,
+        decay: float | None = None,
     ) -> None:
+        if decay is not None:
+            warnings.warn(
+                "decay is no longer supported and is ignored: pass a schedule as learning_rate.",
+                stacklevel=3,
+            )
         if not (callable(learning_rate) or jnp.ndim(learning_rate) == 0):
-            raise ValueError(f"learning_rate must be a number or a schedule step -> rate, got {learning_rate!r}.")
+            raise ValueError(
+                f"learning_rate must be a number or a schedule step -> rate, got {learning_rate!r}."
+            )
         if not 0 <= ema_momentum <= 1:
             raise ValueError(f"ema_momentum must be in [0, 1], got {ema_momentum}.")
         if ema_overwrite_frequency is not None and ema_overwrite_frequency < 1:
-            raise ValueError(f"ema_overwrite_frequency must be at least 1 or None, got {ema_overwrite_frequency}.")
+            raise ValueError(
+                "ema_overwrite_frequency must be at least 1 or None, got "
+                f"{ema_overwrite_frequency}."
+            )
         if gradient_accumulation_steps is not None and gradient_accumulation_steps < 2:
-            raise ValueError(f"gradient_accumulation_steps must be at least 2 or None, got {gradient_accumulation_steps}.")
-        self.learning_rate: LearningRate | None = learning_rate if callable(learning_rate) else float(learning_rate)
+            raise ValueError(
+                "gradient_accumulation_steps must be at least 2 or None, got "
+                f"{gradient_accumulation_steps}."
+            )
+        self.learning_rate: LearningRate | None = (
+            learning_rate if callable(learning_rate) else float(learning_rate)
+        )
         self.weight_decay = weight_decay
-        self.clip = clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
+        clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
+        self.clipnorm = clipnorm
+        self.clipvalue = clipvalue
+        self.global_clipnorm = global_clipnorm
         self.use_ema = use_ema
         self.ema_momentum = ema_momentum
         self.ema_overwrite_frequency = ema_overwrite_frequency
+        self.loss_scale_factor = loss_scale_factor
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.name = name or type(self).__name__.lower()
+        self.name = name or names.snake_case(type(self).__name__)
         self._undecayed: tuple[str, ...] = ()
 
-    def exclude_from_weight_decay(self, var_names: Sequence[str]) -> None:
-        """Exempts parameters from weight decay.
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an equal optimizer, as plain values.
+
+        Weights excluded from weight decay are not among them.
+        """
+        shared = {name: getattr(self, name) for name in Options.__annotations__ if name != "decay"}
+        own = [
+            name
+            for name in config_of(self)
+            if name not in ("name", "learning_rate", "decay", *shared)
+        ]
+        rate = {"learning_rate": plain(self.learning_rate)}
+        return {
+            "name": self.name,
+            **rate,
+            **shared,
+            **{name: plain(getattr(self, name)) for name in own},
+        }
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Excludes parameters from weight decay; a second call replaces the first.
 
         Args:
-            var_names: Regular expressions, searched in the path of a parameter (`"Dense_0/bias"`) and in its last part.
+            var_list: Variables of a Keras model, known by their paths, or names as in `var_names`.
+            var_names: Regular expressions, searched in the path of a parameter (`"Dense_0/bias"`)
+                and in its last part.
+
+        Raises:
+            TypeError: If an entry of `var_list` has no path.
         """
-        self._undecayed = tuple(var_names)
+        self._undecayed = (*map(_pattern, var_list or ()), *(var_names or ()))
+
+    def clip(self, grads: list[jax.Array]) -> list[jax.Array]:
+        """Returns the clipped gradients."""
+        return clipping.choose(
+            clipnorm=self.clipnorm, clipvalue=self.clipvalue, global_clipnorm=self.global_clipnorm
+        )(grads)
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
         """Returns the arrays that the rule keeps for one parameter, by name."""
         return {}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule to one parameter.
 
         Args:
             grad: Clipped gradient, at least float32.
             param: The parameter after weight decay, at least float32.
-            slots: What `init_leaf` returned, as of the last update, at least float32.
+            slots: The arrays of `init_leaf` after the last update, at least float32.
             rate: Learning rate, float32 scalar.
             step: Number of this update, from 1, float32 scalar.
-            shared: What `update_shared` returned for this update.
+            shared: The result of `update_shared` for this update.
 
         Returns:
-            What to add to the parameter, and its slots.
+            The change of the parameter, and its new slots.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement update_leaf.")
 
@@ -147,34 +224,62 @@ class Optimizer(Recorded):
         return shared
 
     def decay_of(self, param: jax.Array, path: str) -> float:
-        """Returns the weight decay of one parameter, 0 for an exempt one."""
+        """Returns the weight decay of one parameter, 0 for an excluded one."""
         return 0.0 if self.weight_decay is None or self.is_exempt(path) else self.weight_decay
 
     def is_exempt(self, path: str) -> bool:
-        """Tells whether `exclude_from_weight_decay` names the parameter at `path`."""
+        """Returns whether `exclude_from_weight_decay` names the parameter at `path`."""
         texts = (path, path.rsplit("/", 1)[-1])
         return any(re.search(pattern, text) for pattern in self._undecayed for text in texts)
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns the Optax transformation; its state holds the rate as `hyperparams["learning_rate"]`, a float32 scalar."""
+        """Returns the Optax transformation.
+
+        Its state holds the rate as `hyperparams["learning_rate"]`, a float32 scalar.
+        """
 
         def at_rate(learning_rate: jax.Array) -> optax.GradientTransformation:
-            def update(grads: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
+            def update(
+                grads: Any, state: OptimizerState, params: Any = None
+            ) -> tuple[Any, OptimizerState]:
                 return self._update(grads, state, params, learning_rate)
 
             return optax.GradientTransformation(self._init, update)  # pyright: ignore[reportArgumentType]
 
         injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore[reportArgumentType]
-        return injected(learning_rate=self.learning_rate)  # pyright: ignore[reportReturnType]
+        rate = self._rate_of_update if callable(self.learning_rate) else self.learning_rate
+        transformation: Any = injected(learning_rate=rate)
+        return (
+            transformation
+            if self.loss_scale_factor is None
+            else with_fixed_scale(transformation, self.loss_scale_factor)
+        )
+
+    def rate_at(self, step: Any) -> Any:
+        """Returns the learning rate of the step after `step` steps.
+
+        As in Keras, a schedule counts all steps, with or without accumulation.
+        """
+        rate = self.learning_rate
+        if not callable(rate):
+            return rate
+        return rate(step) if _takes_step(rate) else rate()  # pyright: ignore[reportCallIssue]
+
+    def _rate_of_update(self, count: jax.Array) -> Any:
+        num_steps = self.gradient_accumulation_steps or 1
+        return self.rate_at(count * num_steps + num_steps - 1)
 
     def averaged_params(self, opt_state: Any) -> Any:
-        """Returns the averaged weights held by a state of the transformation.
+        """Returns the averaged weights in a state of the transformation.
 
         Raises:
             ValueError: If the optimizer keeps no average.
         """
         if not self.use_ema:
-            raise ValueError(f"The optimizer {self.name!r} keeps no averaged weights: create it with use_ema=True.")
+            raise ValueError(
+                f"The optimizer {self.name!r} keeps no averaged weights: create it with "
+                "use_ema=True."
+            )
         return optax.tree.get(opt_state, "average")
 
     def _init(self, params: Any) -> OptimizerState:
@@ -183,45 +288,102 @@ class Optimizer(Recorded):
         average = jax.tree.map(jnp.zeros_like, params) if self.use_ema else None
         return OptimizerState(jnp.zeros((), jnp.int32), slots, self.init_shared(), average)
 
-    def _update(self, grads: Any, state: OptimizerState, params: Any, rate: jax.Array) -> tuple[Any, OptimizerState]:
+    def _update(
+        self, grads: Any, state: OptimizerState, params: Any, rate: jax.Array
+    ) -> tuple[Any, OptimizerState]:
         if params is None:
-            raise ValueError(f"The optimizer {self.name!r} needs the parameters: call update(grads, state, params).")
+            raise ValueError(
+                f"The optimizer {self.name!r} needs the parameters: call update(grads, state, "
+                "params)."
+            )
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         all_slots = structure.flatten_up_to(state.slots)
         step = (state.count + 1).astype(jnp.float32)
         shared = self.update_shared(state.shared, step)
         updates, new_slots = [], []
-        for (path, param), grad, slots in zip(leaves, self.clip(structure.flatten_up_to(grads)), all_slots, strict=True):
+        for (path, param), grad, slots in zip(
+            leaves, self.clip(structure.flatten_up_to(grads)), all_slots, strict=True
+        ):
             update, slots = self._update_one(grad, param, slots, _path(path), rate, step, shared)
             updates.append(update)
             new_slots.append(slots)
         updates, average = self._averaged(structure.unflatten(updates), params, state)
-        return updates, OptimizerState(state.count + 1, structure.unflatten(new_slots), shared, average)
+        return updates, OptimizerState(
+            state.count + 1, structure.unflatten(new_slots), shared, average
+        )
 
     def _update_one(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, path: str, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        path: str,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
         wide = jnp.promote_types(param.dtype, jnp.float32)
         decay = self.decay_of(param, path) * rate * param.astype(wide)
         wide_slots = {name: slot.astype(wide) for name, slot in slots.items()}
-        update, wide_slots = self.update_leaf(grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared)
-        return (update - decay).astype(param.dtype), {name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()}
+        update, wide_slots = self.update_leaf(
+            grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared
+        )
+        return (update - decay).astype(param.dtype), {
+            name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()
+        }
 
     def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
-        """Returns updates and averaged weights; the updates lead to the average where it overwrites the weights."""
+        """Returns updates and averaged weights.
+
+        Where the average overwrites the weights, the updates lead to the average.
+        """
         if not self.use_ema:
             return updates, None
         momentum = jnp.where(state.count == 0, 0.0, self.ema_momentum)
-        new_params = optax.apply_updates(params, updates)
-        average = jax.tree.map(
-            lambda old, new: (momentum * old + (1 - momentum) * new).astype(new.dtype), state.average, new_params
-        )
+        # Keras averages after every step, even after those that only accumulate and do not change
+        # the weights.
+        kept = momentum ** ((self.gradient_accumulation_steps or 1) - 1)
+
+        def mean(average: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+            return (momentum * (kept * average + (1 - kept) * old) + (1 - momentum) * new).astype(
+                new.dtype
+            )
+
+        average = jax.tree.map(mean, state.average, params, optax.apply_updates(params, updates))
         if self.ema_overwrite_frequency is None:
             return updates, average
         overwrites = (state.count + 1) % self.ema_overwrite_frequency == 0
-        updates = jax.tree.map(lambda u, p, a: jnp.where(overwrites, a - p, u), updates, params, average)
+        updates = jax.tree.map(
+            lambda u, p, a: jnp.where(overwrites, a - p, u), updates, params, average
+        )
         return updates, average
+
+
+def _pattern(variable: Any) -> str:
+    if isinstance(variable, str):
+        return variable
+    if not isinstance(getattr(variable, "path", None), str):
+        raise TypeError(
+            "var_list takes Keras variables, which have a path, but holds a "
+            f"{type(variable).__name__}. Exclude parameters by name: "
+            "exclude_from_weight_decay(var_names=['bias'])."
+        )
+    return f"^{re.escape(variable.path)}$"
+
+
+def _takes_step(schedule: Callable[..., Any]) -> bool:
+    """Returns whether a schedule takes the step.
+
+    Keras also allows schedules without arguments.
+    """
+    try:
+        inspect.signature(schedule).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # Built-in functions have no signature.
+        return True
+    return True
 
 
 def _path(path: tuple[Any, ...]) -> str:

@@ -1,6 +1,6 @@
-"""Optimizers whose rule treats every number by itself, with the update rules and defaults of Keras 3.
+"""Optimizers with elementwise update rules, with the rules and defaults of Keras 3.
 
-Optax has rules of most of these names; where it differs, the docstring says how.
+Optax has rules with most of these names; if they differ, the docstring says how.
 """
 
 from __future__ import annotations
@@ -10,17 +10,29 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, OptionsButDecay, Slots
+from tnt_jax.keras_compat.optimizers.base import (
+    LearningRate,
+    Optimizer,
+    Options,
+    OptionsButDecay,
+    Slots,
+)
 
 
 class SGD(Optimizer):
-    """Gradient descent, m = momentum * m - rate * g, w += m; with Nesterov w += momentum * m - rate * g.
+    """Gradient descent: m = momentum * m - rate * g, w += m.
 
-    Optax multiplies by the rate after the momentum, which differs when the rate changes.
+    With Nesterov, w += momentum * m - rate * g.
+
+    Optax multiplies by the rate after the momentum, which differs if the rate changes.
     """
 
     def __init__(
-        self, learning_rate: LearningRate = 0.01, momentum: float = 0.0, *, nesterov: bool = False, **options: Unpack[Options]
+        self,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
         if not 0 <= momentum <= 1:
@@ -32,27 +44,36 @@ class SGD(Optimizer):
         return {"momentum": jnp.zeros_like(param)} if self.momentum else {}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if not slots:
             return -rate * grad, slots
         momentum = self.momentum * slots["momentum"] - rate * grad
-        return (self.momentum * momentum - rate * grad if self.nesterov else momentum), {"momentum": momentum}
+        return (self.momentum * momentum - rate * grad if self.nesterov else momentum), {
+            "momentum": momentum
+        }
 
 
 class RMSprop(Optimizer):
-    """Divides by a running root mean square: v = rho * v + (1 - rho) * g^2, w -= rate * g / sqrt(v + epsilon).
+    """Divides by a running root mean square of the gradients.
 
-    With `centered`, v - mean(g)^2 stands for v; with momentum, m = momentum * m + rate * g / sqrt(v + epsilon), w -= m
-    (Hinton, Neural Networks for Machine Learning, lecture 6).
+    v = rho * v + (1 - rho) * g^2, w -= rate * g / sqrt(v + epsilon).
+
+    With `centered`, v - mean(g)^2 replaces v; with momentum, m = momentum * m + rate * g / sqrt(v +
+    epsilon), w -= m (Hinton, Neural Networks for Machine Learning, lecture 6).
     """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         rho: float = 0.9,
-        *,
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         centered: bool = False,
@@ -62,12 +83,22 @@ class RMSprop(Optimizer):
         self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, centered
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
-        """Returns the running square, and the momentum and the running gradient where the settings need them."""
-        names = ["velocity", *(["momentum"] if self.momentum > 0 else []), *(["average_gradient"] if self.centered else [])]
+        """Returns the running square and, if needed, the momentum and the running gradient."""
+        names = [
+            "velocity",
+            *(["momentum"] if self.momentum > 0 else []),
+            *(["average_gradient"] if self.centered else []),
+        ]
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho, slots = self.rho, dict(slots)
@@ -82,18 +113,19 @@ class RMSprop(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980), in the form before section 2.1 with "epsilon hat".
+    """Adam in the form before section 2.1 with "epsilon hat".
 
-    m += (1 - beta_1) * (g - m), v += (1 - beta_2) * (g^2 - v),
-    w -= rate * sqrt(1 - beta_2^t) / (1 - beta_1^t) * m / (sqrt(v) + epsilon); with `amsgrad`, the largest v so far stands for v
-    (Reddi et al. 2018). Optax adds epsilon after the bias correction and defaults to 1e-8.
+    Kingma and Ba 2015, arXiv:1412.6980.
+
+    m += (1 - beta_1) * (g - m), v += (1 - beta_2) * (g^2 - v), w -= rate * sqrt(1 - beta_2^t) /
+    (1 - beta_1^t) * m / (sqrt(v) + epsilon); with `amsgrad`, the largest v so far replaces v (Reddi
+    et al. 2018). Optax adds epsilon after the bias correction and defaults to 1e-8.
     """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
-        *,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
@@ -108,7 +140,13 @@ class Adam(Optimizer):
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
@@ -120,26 +158,38 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay, 0.004 by default (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """Adam with decoupled weight decay, by default 0.004.
+
+    Loshchilov and Hutter 2019, arXiv:1711.05101.
+    """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         weight_decay: float = 0.004,
-        *,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
         **options: Unpack[OptionsButDecay],
     ) -> None:
+        if weight_decay is None:
+            raise ValueError("weight_decay of AdamW must be a number, got None: use Adam for none.")
         super().__init__(
-            learning_rate, beta_1, beta_2=beta_2, epsilon=epsilon, amsgrad=amsgrad, weight_decay=weight_decay, **options
+            learning_rate,
+            beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+            amsgrad=amsgrad,
+            weight_decay=weight_decay,
+            **options,
         )
 
 
 class Adamax(Optimizer):
-    """Adam with the infinity norm, w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|).
+    """Adam with the infinity norm.
+
+    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|).
 
     Kingma and Ba 2015, arXiv:1412.6980, algorithm 2. Optax adds epsilon to |g| instead of u.
     """
@@ -148,7 +198,6 @@ class Adamax(Optimizer):
         self,
         learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
-        *,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         **options: Unpack[Options],
@@ -161,7 +210,13 @@ class Adamax(Optimizer):
         return {"momentum": jnp.zeros_like(param), "norm": jnp.zeros_like(param)}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"] + (1 - self.beta_1) * (grad - slots["momentum"])
@@ -173,15 +228,15 @@ class Adamax(Optimizer):
 class Nadam(Optimizer):
     """Adam with Nesterov momentum and the momentum schedule u_t = beta_1 * (1 - 0.96^t / 2).
 
-    Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 2; w -= rate * m_hat / (sqrt(v / (1 - beta_2^t)) + epsilon)
-    with m_hat = u_(t+1) * m / (1 - prod_(i <= t+1) u_i) + (1 - u_t) * g / (1 - prod_(i <= t) u_i). Optax has no schedule of u.
+    Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 2; w -= rate * m_hat /
+    (sqrt(v / (1 - beta_2^t)) + epsilon) with m_hat = u_(t+1) * m / (1 - prod_(i <= t+1) u_i) + (1 -
+    u_t) * g / (1 - prod_(i <= t) u_i). Optax has no schedule of u.
     """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
-        *,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         **options: Unpack[Options],
@@ -205,31 +260,55 @@ class Nadam(Optimizer):
         return self.beta_1 * (1 - 0.5 * 0.96**step)
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         product, following = shared["u_product"], self._u(step + 1)
-        momentum = following * moments["momentum"] / (1 - product * following) + (1 - self._u(step)) * grad / (1 - product)
+        momentum = following * moments["momentum"] / (1 - product * following) + (
+            1 - self._u(step)
+        ) * grad / (1 - product)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
         return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
 
 
 class Adadelta(Optimizer):
-    """Steps in units of past steps: d = -rms(past d) / rms(g) * g, w += rate * d (Zeiler 2012, arXiv:1212.5701)."""
+    """Steps in units of past steps: d = -rms(past d) / rms(g) * g, w += rate * d.
+
+    Zeiler 2012, arXiv:1212.5701.
+    """
 
     def __init__(
-        self, learning_rate: LearningRate = 0.001, rho: float = 0.95, *, epsilon: float = 1e-7, **options: Unpack[Options]
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
         self.rho, self.epsilon = rho, epsilon
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
         """Returns the running squares of gradients and of steps."""
-        return {"accumulated_grad": jnp.zeros_like(param), "accumulated_delta": jnp.zeros_like(param)}
+        return {
+            "accumulated_grad": jnp.zeros_like(param),
+            "accumulated_delta": jnp.zeros_like(param),
+        }
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho, epsilon = self.rho, self.epsilon
@@ -240,13 +319,15 @@ class Adadelta(Optimizer):
 
 
 class Adagrad(Optimizer):
-    """Divides by all past gradients: a += g^2, w -= rate * g / sqrt(a + epsilon) (Duchi et al. 2011)."""
+    """Divides by all past gradients: a += g^2, w -= rate * g / sqrt(a + epsilon).
+
+    Duchi et al. 2011.
+    """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         initial_accumulator_value: float = 0.1,
-        *,
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
@@ -258,7 +339,13 @@ class Adagrad(Optimizer):
         return {"accumulator": jnp.full_like(param, self.initial_accumulator_value)}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         accumulator = slots["accumulator"] + jnp.square(grad)
@@ -266,14 +353,23 @@ class Adagrad(Optimizer):
 
 
 class Lion(Optimizer):
-    """Steps by a sign: w -= rate * sign(beta_1 * m + (1 - beta_1) * g) (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    """Steps by a sign: w -= rate * sign(beta_1 * m + (1 - beta_1) * g).
+
+    Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    """
 
     def __init__(
-        self, learning_rate: LearningRate = 0.001, beta_1: float = 0.9, *, beta_2: float = 0.99, **options: Unpack[Options]
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
         if not 0 < beta_1 <= 1:
-            raise ValueError(f"beta_1 must be in (0, 1], got {beta_1}; at 0 Lion is the sign of the gradient.")
+            raise ValueError(
+                f"beta_1 must be in (0, 1], got {beta_1}; at 0 Lion is the sign of the gradient."
+            )
         self.beta_1, self.beta_2 = beta_1, beta_2
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
@@ -281,7 +377,13 @@ class Lion(Optimizer):
         return {"momentum": jnp.zeros_like(param)}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"]

@@ -1,7 +1,11 @@
-"""Real Keras optimizers as Optax transformations: their own update rule on their own variables, as a pytree."""
+"""Keras optimizers as Optax transformations.
+
+Their own update rule runs on their own variables, as a pytree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -13,14 +17,16 @@ from jax.core import Tracer
 
 from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.optimizers.base import Optimizer
+from tnt_jax.train.loss_scale import with_fixed_scale
 
 
 class KerasOptimizerState(NamedTuple):
     """State of a Keras optimizer.
 
     Attributes:
-        hyperparams: The learning rate, as in `optax.inject_hyperparams`; with a schedule that of the last update.
-        hyperparams_states: Has the key `"learning_rate"` if a schedule decides the rate.
+        hyperparams: The learning rate, as in `optax.inject_hyperparams`; with a schedule, that of
+            the last update.
+        hyperparams_states: Has the key `"learning_rate"` if a schedule sets the rate.
         average: Averaged weights like the parameters; None without `use_ema`.
         variables: Values of the other variables, in Keras's order.
     """
@@ -32,24 +38,25 @@ class KerasOptimizerState(NamedTuple):
 
 
 class KerasOptimizer(Optimizer):
-    """A `keras.optimizers.Optimizer`, built anew from its configuration; the given object is left as it is.
+    """A `keras.optimizers.Optimizer`, rebuilt from its configuration.
+
+    The given object does not change. If it already has variables, such as momenta after
+    `keras_model.fit`, training starts from them.
 
     Raises:
-        ValueError: If Keras runs on another backend than JAX, or the optimizer needs more of the loop than gradients.
+        ValueError: If Keras uses a backend other than JAX, or the optimizer is not supported.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        keras = require_jax_backend()
-        if optimizer.loss_scale_factor is not None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        require_jax_backend()
+        if optimizer.use_ema and optimizer.gradient_accumulation_steps:
             raise ValueError(
-                f"The Keras optimizer {optimizer.name!r} scales the loss, which is not done here. Use it without loss scaling: "
-                "float32 and bfloat16 do not need it."
+                f"The Keras optimizer {optimizer.name!r} averages weights (use_ema) in each of its "
+                "gradient_accumulation_steps, which is not supported. Use an optimizer of "
+                "tnt_jax.optimizers, which averages once per update, or only one of the two "
+                "options."
             )
-        if getattr(optimizer, "_exclude_from_weight_decay", None):
-            raise ValueError(
-                f"The Keras optimizer {optimizer.name!r} exempts variables from weight decay by object, but parameters here are "
-                "other objects. Exempt them by name: exclude_from_weight_decay(var_names=[...])."
-            )
+        _rebuilt(optimizer)
         schedule = _schedule_of(optimizer)
         rate = float(optimizer.learning_rate) if schedule is None else schedule
         super().__init__(
@@ -60,55 +67,125 @@ class KerasOptimizer(Optimizer):
             name=optimizer.name,
         )
         self.keras_optimizer = optimizer
+        self.loss_scale_factor = optimizer.loss_scale_factor
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns a transformation that applies the Keras optimizer; its state is a `KerasOptimizerState`."""
-        rule = _Rule(self.keras_optimizer, self.learning_rate)
-        return optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore[reportArgumentType]
+        """Returns a transformation that applies the Keras optimizer.
+
+        Its state is a `KerasOptimizerState`, within a `LossScaleState` if the loss is scaled.
+        """
+        return self.transformation_for(dict)
+
+    def transformation_for(
+        self, variables: Callable[[], Mapping[str, Any]]
+    ) -> optax.GradientTransformation:
+        """Returns a transformation like `transformation`, for the parameters of a Keras model.
+
+        Args:
+            variables: Returns the variables of the model by path: the optimizer may exclude some of
+                them from weight decay.
+        """
+        rule = _Rule(self.keras_optimizer, self.learning_rate, variables)
+        transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore[reportArgumentType]
+        return (
+            transformation
+            if self.loss_scale_factor is None
+            else with_fixed_scale(transformation, self.loss_scale_factor)
+        )
 
 
 class _Rule:
-    """The two functions of a transformation, around a Keras optimizer that is built when the parameters are known."""
+    """The two functions of a transformation, around a Keras optimizer.
 
-    def __init__(self, optimizer: Any, learning_rate: Any) -> None:
-        self.given, self.learning_rate = optimizer, learning_rate
+    The optimizer is built when the parameters are known.
+    """
+
+    def __init__(
+        self, optimizer: Any, learning_rate: Any, variables: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self.given = optimizer
+        self.learning_rate = learning_rate
+        self.model_variables = variables
         self.is_scheduled = callable(learning_rate)
 
     def init(self, params: Any) -> KerasOptimizerState:
         """Returns the first values of the variables of a Keras optimizer built for `params`."""
-        # The training step accumulates gradients itself: ranks then exchange them once for an update.
-        changes = {"learning_rate": self.learning_rate, "gradient_accumulation_steps": None}
-        self.optimizer = type(self.given).from_config(self.given.get_config() | changes)
-        for setting in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-            if hasattr(self.given, setting):
-                setattr(self.optimizer, setting, getattr(self.given, setting))
+        self.optimizer = _rebuilt(self.given, learning_rate=self.learning_rate)
+        if self.is_scheduled and self.given.gradient_accumulation_steps:
+            self.optimizer._learning_rate = _counting_steps(
+                self.learning_rate, self.given.gradient_accumulation_steps
+            )
         self.structure = jax.tree.structure(params)
         with jax.ensure_compile_time_eval():
-            self.optimizer.build(_variables_like(params))
+            trained = _variables_like(params)
+            self._exempt(trained)
+            self.optimizer.build(list(trained.values()))
             variables = self.optimizer.variables
-            values = [np.asarray(variable.value) for variable in variables]
+            values = [np.asarray(value) for value in _first_values(self.given, self.optimizer)]
         index = {id(variable): i for i, variable in enumerate(variables)}
         averages = self.optimizer._model_variables_moving_average if self.optimizer.use_ema else []
         self.average_index = [index[id(average)] for average in averages]
-        self.rate_index = None if self.is_scheduled else [variable.name for variable in variables].index("learning_rate")
+        self.rate_index = (
+            None
+            if self.is_scheduled
+            else [variable.name for variable in variables].index("learning_rate")
+        )
         return self._split([jnp.asarray(value) for value in values])
 
-    def update(self, grads: Any, state: KerasOptimizerState, params: Any = None) -> tuple[Any, KerasOptimizerState]:
-        """Returns what the Keras optimizer adds to the parameters, and its variables afterwards."""
+    def _exempt(self, trained: Mapping[str, Any]) -> None:
+        """Excludes from weight decay what the given optimizer excludes, by name or as an object."""
+        chosen = getattr(self.given, "_exclude_from_weight_decay", None) or set()
+        known = {id(variable): path for path, variable in self.model_variables().items()}
+        if not chosen <= set(known):
+            raise ValueError(
+                f"The Keras optimizer {self.given.name!r} excludes variables from weight decay "
+                "that do not belong to this model. Exclude variables of the trained Keras model, "
+                "or exclude by name: exclude_from_weight_decay(var_names=[...])."
+            )
+        paths = {known[key] for key in chosen}
+        self.optimizer._exclude_from_weight_decay = {
+            id(v) for path, v in trained.items() if path in paths
+        }
+        if hasattr(self.given, "_exclude_from_weight_decay_pattern"):
+            self.optimizer._exclude_from_weight_decay_pattern = (
+                self.given._exclude_from_weight_decay_pattern
+            )
+
+    def update(
+        self, grads: Any, state: KerasOptimizerState, params: Any = None
+    ) -> tuple[Any, KerasOptimizerState]:
+        """Returns the Keras optimizer's changes of the parameters, and its variables afterwards."""
         old = jax.tree.leaves(params)
-        new, values = self.optimizer.stateless_apply(self._joined(state), self.structure.flatten_up_to(grads), old)
-        return self.structure.unflatten([after - before for after, before in zip(new, old, strict=True)]), self._split(values)
+        new, values = self.optimizer.stateless_apply(
+            self._joined(state), self.structure.flatten_up_to(grads), old
+        )
+        return self.structure.unflatten(
+            [after - before for after, before in zip(new, old, strict=True)]
+        ), self._split(values)
 
     def _split(self, values: list[jax.Array]) -> KerasOptimizerState:
-        """Returns the state with the rate and the averages apart, where they can be read and set."""
+        """Returns the state with the rate and the averages separate, to read and set them."""
         if self.rate_index is None:
             last_step = jnp.maximum(values[0] - 1, 0)
             rate = jnp.asarray(self.optimizer._learning_rate(last_step), jnp.float32)
         else:
             rate = values[self.rate_index]
-        average = self.structure.unflatten([values[i] for i in self.average_index]) if self.average_index else None
-        rest = [value for i, value in enumerate(values) if i != self.rate_index and i not in self.average_index]
-        return KerasOptimizerState({"learning_rate": rate}, {"learning_rate": ()} if self.is_scheduled else {}, average, rest)
+        average = (
+            self.structure.unflatten([values[i] for i in self.average_index])
+            if self.average_index
+            else None
+        )
+        rest = [
+            value
+            for i, value in enumerate(values)
+            if i != self.rate_index and i not in self.average_index
+        ]
+        return KerasOptimizerState(
+            {"learning_rate": rate},
+            {"learning_rate": ()} if self.is_scheduled else {},
+            average,
+            rest,
+        )
 
     def _joined(self, state: KerasOptimizerState) -> list[jax.Array]:
         """Returns the values of all variables in Keras's order."""
@@ -116,26 +193,110 @@ class _Rule:
         if self.rate_index is not None:
             apart[self.rate_index] = state.hyperparams["learning_rate"]
         rest = iter(state.variables)
-        return [apart[i] if i in apart else next(rest) for i in range(len(apart) + len(state.variables))]
+        return [
+            apart[i] if i in apart else next(rest) for i in range(len(apart) + len(state.variables))
+        ]
 
 
 def _schedule_of(optimizer: Any) -> Any:
-    """Returns the schedule of a Keras optimizer, None if its rate is a number."""
-    schedule = optimizer._learning_rate  # learning_rate itself is the rate at the current iteration.
+    """Returns the schedule of a Keras optimizer, or None if its rate is a number."""
+    schedule = (
+        optimizer._learning_rate
+    )  # learning_rate itself is the rate at the current iteration.
     keras = require_jax_backend()
-    return schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
+    return (
+        schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
+    )
 
 
-def _variables_like(params: Any) -> list[Any]:
-    """Returns Keras variables like parameters, path included: some rules go by the path, or begin with the values."""
+def _rebuilt(optimizer: Any, **changes: Any) -> Any:
+    """Returns a copy of a Keras optimizer, not built, without accumulation and loss scaling.
+
+    The training step does both.
+
+    Raises:
+        ValueError: If the configuration of a custom class leaves out an argument.
+    """
+    # Ranks accumulate by themselves and exchange gradients once per update.
+    changes |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
+    changes.setdefault(
+        "learning_rate",
+        optimizer._learning_rate if _schedule_of(optimizer) else float(optimizer.learning_rate),
+    )
+    try:
+        rebuilt = type(optimizer).from_config(optimizer.get_config() | changes)
+    except TypeError as error:
+        raise ValueError(
+            f"The Keras optimizer {optimizer.name!r} cannot be recreated from its get_config(): "
+            f"{error}. Let its constructor take **kwargs and pass them to super().__init__, and "
+            "let get_config() return its own arguments, too."
+        ) from error
+    plain = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_")
+        and name not in (*changes, "built")
+        and isinstance(value, (bool, int, float, str))
+    }
+    lost = [name for name, value in plain.items() if getattr(rebuilt, name, None) != value]
+    if lost:
+        raise ValueError(
+            f"The get_config() of the Keras optimizer {optimizer.name!r} leaves out "
+            f"{', '.join(lost)}, so a different optimizer would be created from it. Add what the "
+            "constructor needs."
+        )
+    return rebuilt
+
+
+def _counting_steps(schedule: Any, num_steps: int) -> Any:
+    """Returns a schedule by updates for one by steps, of which `num_steps` make an update.
+
+    Keras's schedules count steps.
+    """
     keras = require_jax_backend()
-    variables = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        *scopes, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+
+    class CountingSteps(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step: Any) -> Any:
+            return schedule(step * num_steps + num_steps - 1)
+
+    return CountingSteps()
+
+
+def _first_values(given: Any, built: Any) -> list[Any]:
+    """Returns the initial values of the variables of `built`: those of `given`, if it was built.
+
+    Raises:
+        ValueError: If `given` was built for other variables.
+    """
+    if not given.built:
+        return [variable.value for variable in built.variables]
+    sums = {id(variable) for variable in getattr(given, "_accumulated_gradients", ())}
+    held = [variable for variable in given.variables if id(variable) not in sums]
+    if [v.shape for v in held] != [v.shape for v in built.variables]:
+        raise ValueError(
+            f"The Keras optimizer {given.name!r} was built for other variables than those trained "
+            f"now: it holds {len(held)} arrays, and {len(built.variables)} are needed, or their "
+            "shapes differ. Pass a new optimizer."
+        )
+    # Keras counts steps, several of which make an update.
+    steps = given.gradient_accumulation_steps or 1
+    return [v.value // steps if v is given._iterations else v.value for v in held]
+
+
+def _variables_like(params: Any) -> dict[str, Any]:
+    """Returns Keras variables like the parameters, including their paths.
+
+    Some rules depend on the path, or start from the values.
+    """
+    keras = require_jax_backend()
+    variables = {}
+    for entries, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path = jax.tree_util.keystr(entries, simple=True, separator="/")
+        *scopes, name = path.split("/")
         with ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(keras.name_scope(scope))
-            # Where only shapes are asked for there are no values.
+            # If only shapes are requested, there are no values.
             value = np.zeros(leaf.shape) if isinstance(leaf, Tracer) else np.asarray(leaf)
-            variables.append(keras.Variable(value, dtype=leaf.dtype, name=name or "param"))
+            variables[path] = keras.Variable(value, dtype=leaf.dtype, name=name or "param")
     return variables

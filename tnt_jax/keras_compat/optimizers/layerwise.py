@@ -1,4 +1,4 @@
-"""Optimizers whose rule looks at a whole weight array: its norm, its rows and columns, or its singular values."""
+"""Optimizers whose rule uses a whole weight array: norm, rows and columns, or singular values."""
 
 from __future__ import annotations
 
@@ -9,75 +9,110 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, OptionsButDecay, Slots
+from tnt_jax.keras_compat.optimizers.base import (
+    LearningRate,
+    Optimizer,
+    Options,
+    OptionsButDecay,
+    Slots,
+)
 from tnt_jax.keras_compat.optimizers.elementwise import update_moments
 
 
 class Lamb(Optimizer):
-    """Adam's step scaled to the norm of each weight array (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
+    """Adam's step scaled to the norm of each weight array.
+
+    You et al. 2020, arXiv:1904.00962, algorithm 2.
+    """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         beta_1: float = 0.9,
-        *,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
         """Returns both moments."""
         return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         momentum = moments["momentum"] / (1 - self.beta_1**step)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
         update = momentum / (jnp.sqrt(velocity) + self.epsilon)
-        param_norm, update_norm = jnp.sqrt(jnp.sum(jnp.square(param))), jnp.sqrt(jnp.sum(jnp.square(update)))
+        param_norm, update_norm = (
+            jnp.sqrt(jnp.sum(jnp.square(param))),
+            jnp.sqrt(jnp.sum(jnp.square(update))),
+        )
         has_ratio = (param_norm > 0) & (update_norm > 0)
         ratio = jnp.where(has_ratio, param_norm / jnp.where(has_ratio, update_norm, 1), 1)
         return -ratio * rate * update, moments
 
 
 class Adafactor(Optimizer):
-    """Adam whose second moment of a matrix is kept as row and column means (Shazeer and Stern 2018, arXiv:1804.04235).
+    """Adam with the second moment of a matrix stored as row and column means.
 
-    The rate is at most 1 / sqrt(step) and is scaled by the root mean square of the weights, at least `epsilon_2`.
+    Shazeer and Stern 2018, arXiv:1804.04235.
+
+    The rate is at most 1 / sqrt(step) and is scaled by the root mean square of the weights, at
+    least `epsilon_2`. As in Keras, that bound holds for any `relative_step`.
     """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         beta_2_decay: float = -0.8,
-        *,
         epsilon_1: float = 1e-30,
         epsilon_2: float = 1e-3,
         clip_threshold: float = 1.0,
+        relative_step: bool = True,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.beta_2_decay, self.clip_threshold = beta_2_decay, clip_threshold
-        self.epsilon_1, self.epsilon_2 = epsilon_1, epsilon_2
+        self.beta_2_decay = beta_2_decay
+        self.clip_threshold = clip_threshold
+        self.relative_step = relative_step
+        self.epsilon_1 = epsilon_1
+        self.epsilon_2 = epsilon_2
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
         """Returns row and column means for two or more dimensions, else the full second moment."""
         if param.ndim < 2:
             return {"velocity": jnp.zeros_like(param)}
         columns = (*param.shape[:-2], param.shape[-1])
-        return {"rows": jnp.zeros(param.shape[:-1], param.dtype), "columns": jnp.zeros(columns, param.dtype)}
+        return {
+            "rows": jnp.zeros(param.shape[:-1], param.dtype),
+            "columns": jnp.zeros(columns, param.dtype),
+        }
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
-        square, kept = jnp.square(grad) + self.epsilon_1, 1 - step**self.beta_2_decay
+        square = jnp.square(grad) + self.epsilon_1
+        kept = 1 - step**self.beta_2_decay
         means = {"velocity": square}
         if param.ndim >= 2:
             means = {"rows": jnp.mean(square, axis=-1), "columns": jnp.mean(square, axis=-2)}
@@ -89,33 +124,36 @@ class Adafactor(Optimizer):
             velocity = rows[..., None] * slots["columns"][..., None, :]
         update = grad / jnp.sqrt(velocity)
         update = update / jnp.maximum(1, _root_mean_square(update) / self.clip_threshold)
-        scale = jnp.maximum(self.epsilon_2, _root_mean_square(param)) * jnp.minimum(rate, 1 / jnp.sqrt(step))
+        scale = jnp.maximum(self.epsilon_2, _root_mean_square(param)) * jnp.minimum(
+            rate, 1 / jnp.sqrt(step)
+        )
         return -scale * update, slots
 
 
 class Muon(Optimizer):
     """Momentum with its singular values made equal, for matrices; Adam for everything else.
 
-    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), with the scale 0.2 * sqrt(largest dimension) of Liu et al.
-    2025 (arXiv:2502.16982, equation 4). As in Keras, a weight that is not a matrix, or whose path contains "embedding" or matches
-    `exclude_layers`, is updated by Adam and decayed by `adam_weight_decay`.
+    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), with the scale 0.2 *
+    sqrt(largest dimension) of Liu et al. 2025 (arXiv:2502.16982, equation 4). As in Keras, a weight
+    that is not a matrix, or whose path contains "embedding" or matches `exclude_layers`, is updated
+    by Adam and decayed by `adam_weight_decay`.
     """
 
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
         adam_beta_1: float = 0.9,
-        *,
         adam_beta_2: float = 0.999,
         adam_weight_decay: float | None = 0.004,
         epsilon: float = 1e-7,
         weight_decay: float | None = 0.004,
-        exclude_layers: Sequence[str] = (),
+        *,
+        exclude_layers: Sequence[str] | None = None,
         exclude_embeddings: bool = True,
         muon_a: float = 3.4445,
         muon_b: float = -4.775,
         muon_c: float = 2.0315,
-        adam_lr_ratio: float = 1.0,
+        adam_lr_ratio: float = 1,
         momentum: float = 0.95,
         ns_steps: int = 5,
         nesterov: bool = True,
@@ -123,19 +161,32 @@ class Muon(Optimizer):
         **options: Unpack[OptionsButDecay],
     ) -> None:
         super().__init__(learning_rate, weight_decay=weight_decay, **options)
-        self.adam_beta_1, self.adam_beta_2, self.adam_weight_decay = adam_beta_1, adam_beta_2, adam_weight_decay
-        self.epsilon, self.adam_lr_ratio = epsilon, adam_lr_ratio
-        self.exclude_layers, self.exclude_embeddings = tuple(exclude_layers), exclude_embeddings
-        self.coefficients, self.ns_steps = (muon_a, muon_b, muon_c), ns_steps
-        self.momentum, self.nesterov, self.rms_rate = momentum, nesterov, rms_rate
+        self.adam_beta_1 = adam_beta_1
+        self.adam_beta_2 = adam_beta_2
+        self.adam_weight_decay = adam_weight_decay
+        self.epsilon = epsilon
+        self.adam_lr_ratio = adam_lr_ratio
+        self.exclude_layers = list(exclude_layers or ())
+        self.exclude_embeddings = exclude_embeddings
+        self.muon_a = muon_a
+        self.muon_b = muon_b
+        self.muon_c = muon_c
+        self.ns_steps = ns_steps
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.rms_rate = rms_rate
 
     def uses_adam(self, param: jax.Array, path: str) -> bool:
-        """Tells whether a weight is updated by Adam."""
+        """Returns whether a weight is updated by Adam."""
         is_embedding = self.exclude_embeddings and "embedding" in path.lower()
-        return param.ndim != 2 or is_embedding or any(re.search(pattern, path) for pattern in self.exclude_layers)
+        return (
+            param.ndim != 2
+            or is_embedding
+            or any(re.search(pattern, path) for pattern in self.exclude_layers)
+        )
 
     def decay_of(self, param: jax.Array, path: str) -> float:
-        """Returns `weight_decay` or `adam_weight_decay`, 0 for an exempt weight."""
+        """Returns `weight_decay` or `adam_weight_decay`, 0 for an excluded weight."""
         decay = self.adam_weight_decay if self.uses_adam(param, path) else self.weight_decay
         return 0.0 if decay is None or self.is_exempt(path) else decay
 
@@ -145,30 +196,46 @@ class Muon(Optimizer):
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self, grad: jax.Array, param: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array, shared: Slots
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        slots: Slots,
+        rate: jax.Array,
+        step: jax.Array,
+        shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if "velocity" in slots:
             return self._adam(grad, slots, rate * self.adam_lr_ratio, step)
         momentum = grad + self.momentum * slots["momentum"]
         direction = grad + self.momentum * momentum if self.nesterov else momentum
-        update = -rate * orthogonalized(direction, self.coefficients, self.ns_steps)
+        update = -rate * orthogonalized(
+            direction, (self.muon_a, self.muon_b, self.muon_c), self.ns_steps
+        )
         scale = 1.0 if self.rms_rate is None else self.rms_rate * max(param.shape) ** 0.5
         return update * scale, {"momentum": momentum}
 
-    def _adam(self, grad: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array) -> tuple[jax.Array, Slots]:
+    def _adam(
+        self, grad: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Slots]:
         moments = update_moments(grad, slots, self.adam_beta_1, self.adam_beta_2)
         alpha = rate * jnp.sqrt(1 - self.adam_beta_2**step) / (1 - self.adam_beta_1**step)
-        return -alpha * moments["momentum"] / (jnp.sqrt(moments["velocity"]) + self.epsilon), moments
+        return -alpha * moments["momentum"] / (
+            jnp.sqrt(moments["velocity"]) + self.epsilon
+        ), moments
 
 
-def orthogonalized(matrix: jax.Array, coefficients: tuple[float, float, float], num_iterations: int) -> jax.Array:
-    """Returns a matrix with the same singular vectors and singular values near one, by a quintic Newton-Schulz iteration.
+def orthogonalized(
+    matrix: jax.Array, coefficients: tuple[float, float, float], num_iterations: int
+) -> jax.Array:
+    """Returns a matrix with the same singular vectors and singular values near one.
+
+    It is computed by a quintic Newton-Schulz iteration.
 
     Args:
         matrix: [rows, columns].
         coefficients: a, b, c of x -> a x + b (x x^T) x + c (x x^T)^2 x.
-        num_iterations: How often to apply the polynomial.
+        num_iterations: Number of times to apply the polynomial.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -1,1 +1,1 @@
-"""`tnt-jax doctor`: examines the hosts of a job, measures the links between them, and says what to do about what is wrong."""
+"""`tnt-jax doctor`: examines hosts, measures links between them, and suggests remedies."""

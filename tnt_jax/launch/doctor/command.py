@@ -1,4 +1,4 @@
-"""The command line of the doctor and the order of the examination."""
+"""The command line of the doctor, and the order of its checks."""
 
 import argparse
 import dataclasses
@@ -27,10 +27,13 @@ _CONNECT_TIMEOUT_S = 30.0
 
 
 def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Examines the hosts and prints a table, or JSON; returns 0 if nothing is wrong that keeps a job from running, else 1."""
+    """Examines the hosts and prints a table, or JSON.
+
+    Returns 0 if nothing prevents a job from running, otherwise 1.
+    """
     given = _parser().parse_args(argv)
     options = Options(
-        script="tnt_jax.link_probe",
+        script="tnt_jax.distributed.link_probe",
         interpreter=(sys.executable, "-m"),
         use_gpus=not given.no_gpu,
         exports=(("TNT_INIT_TIMEOUT_S", "60"),),
@@ -42,7 +45,16 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     findings, links = examine_hosts(job_hosts(options, environ), options, environ)
     failed = any(finding.status == FAILURE for finding in findings)
     if given.json:
-        print(json.dumps({"ok": not failed, "findings": list(map(dataclasses.asdict, findings)), "links": links}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "ok": not failed,
+                    "findings": list(map(dataclasses.asdict, findings)),
+                    "links": links,
+                },
+                indent=2,
+            )
+        )
     else:
         print(describe(findings, links))
     return int(failed)
@@ -50,11 +62,20 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tnt-jax doctor", description="Finds out why a job does not run, or runs slowly.", allow_abbrev=False
+        prog="tnt-jax doctor",
+        description="Finds out why a job does not run, or runs slowly.",
+        allow_abbrev=False,
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts to examine (default: this one)")
-    parser.add_argument("--ssh-args", default="", metavar="ARGS", help='arguments for ssh, for instance "-F my_config"')
-    parser.add_argument("--port", type=int, metavar="P", help="port of the coordinator to try (default: a free one)")
+    parser.add_argument(
+        "--ssh-args",
+        default="",
+        metavar="ARGS",
+        help='arguments for ssh, for instance "-F my_config"',
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="P", help="port of the coordinator to try (default: a free one)"
+    )
     parser.add_argument("--no-gpu", action="store_true", help="measure between CPUs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -63,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def examine_hosts(
     entries: Sequence[HostEntry], options: Options, environ: Mapping[str, str]
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Returns all findings, and the measured links if nothing stood in their way."""
+    """Returns all findings, and the measured links if nothing prevented the measurement."""
     unreachable, entries = _try_to_connect(entries, options)
     if not entries:
         return unreachable, []
@@ -73,14 +94,28 @@ def examine_hosts(
         findings = [*unreachable, *judge(hosts, token=token, skews_s=skews_s)]
         findings += judge_reachability(_connect_all_pairs(session, hosts))
         if any(finding.status == FAILURE for finding in findings):
-            return [*findings, Finding(entries[0].name, "all-reduce", WARNING, "not tried", "Mend the failures first.")], []
+            return [
+                *findings,
+                Finding(
+                    entries[0].name,
+                    "all-reduce",
+                    WARNING,
+                    "not tried",
+                    "Resolve the failures first.",
+                ),
+            ], []
         facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
-        job = [Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name)) for entry in entries]
+        job = [
+            Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name))
+            for entry in entries
+        ]
         finding, links = measure_links(session, job, options, environ)
         return [*findings, finding], links
 
 
-def _try_to_connect(entries: Sequence[HostEntry], options: Options) -> tuple[list[Finding], list[HostEntry]]:
+def _try_to_connect(
+    entries: Sequence[HostEntry], options: Options
+) -> tuple[list[Finding], list[HostEntry]]:
     """Returns a finding for each host that cannot be connected to, and the others."""
     started = time.monotonic()
     try:
@@ -88,18 +123,29 @@ def _try_to_connect(entries: Sequence[HostEntry], options: Options) -> tuple[lis
             session.ask("read_clock", {}, timeout_s=_CONNECT_TIMEOUT_S)
     except HostError as error:
         failures = [
-            Finding(host, "connection", FAILURE, reason, find_remedy(host, reason)) for host, reason in error.reasons.items()
+            Finding(host, "connection", FAILURE, reason, find_remedy(host, reason))
+            for host, reason in error.reasons.items()
         ]
         rest = [entry for entry in entries if entry.name not in error.reasons]
         return failures, rest
-    return [Finding(entries[0].name, "connection", OK, f"to {len(entries)} host(s) in {time.monotonic() - started:.1f} s")], list(
-        entries
-    )
+    return [
+        Finding(
+            entries[0].name,
+            "connection",
+            OK,
+            f"to {len(entries)} host(s) in {time.monotonic() - started:.1f} s",
+        )
+    ], list(entries)
 
 
 def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Returns for each host how far its clock is ahead of ours, and the uncertainty: half of the time the question took."""
-    session.ask("read_clock", {}, timeout_s=ASK_TIMEOUT_S)  # The first question waits for the connection.
+    """Returns for each host how far its clock is ahead of ours, and the uncertainty.
+
+    The uncertainty is half of the response time.
+    """
+    session.ask(
+        "read_clock", {}, timeout_s=ASK_TIMEOUT_S
+    )  # The first question waits for the connection.
     skews_s = {}
     for host in hosts:
         before = time.time()
@@ -110,10 +156,15 @@ def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[floa
 
 
 def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[str, Examination]]:
-    """Returns what was written to the working directory meanwhile, and what each host shows."""
+    """Returns what was written to the working directory, and the examination of each host."""
     cwd = working_directory(environ)
-    probe = Path(__file__).parents[2] / "link_probe.py"
-    request = Request(cwd=cwd, script=str(probe), interpreter=sys.executable, environment=carried_environment(environ))
+    probe = Path(__file__).parents[2] / "distributed" / "link_probe.py"
+    request = Request(
+        cwd=cwd,
+        script=str(probe),
+        interpreter=sys.executable,
+        environment=carried_environment(environ),
+    )
     token = secrets.token_hex(8)
     token_file = Path(cwd, f".tnt-jax-doctor-{token}")
     try:
@@ -128,28 +179,35 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
     return token, {host: Examination.from_json(found) for host, found in answers.items()}
 
 
-def _connect_all_pairs(session: Session, hosts: Mapping[str, Examination]) -> dict[str, dict[str, list[str]]]:
-    """Returns for each host the names and addresses under which each other host could connect to it."""
+def _connect_all_pairs(
+    session: Session, hosts: Mapping[str, Examination]
+) -> dict[str, dict[str, list[str]]]:
+    """Returns for each host the names and addresses at which each other host could connect."""
     reached = {}
     for host, found in hosts.items():
         others = [other for other in hosts if other != host]
         port = session.ask("listen", {"port": None}, hosts=[host], timeout_s=ASK_TIMEOUT_S)[host]
         arguments = {"hosts": Facts.from_json(found.facts).addresses(host), "port": port}
-        reached[host] = session.ask("find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S)
+        reached[host] = session.ask(
+            "find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S
+        )
         session.ask("stop_listening", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)
     return reached
 
 
 def describe(findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the findings as a table, each bad one with its remedy below it, and the links as another."""
+    """Returns a table of the findings, with remedies, and a table of the links."""
     host_width = max(len(finding.host) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.host:{host_width}}  {finding.topic:12}  {finding.status:7}  {finding.detail}")
+        lines.append(
+            f"{finding.host:{host_width}}  {finding.topic:12}  {finding.status:7}  {finding.detail}"
+        )
         if finding.remedy:
             lines.append(f"{'':{host_width}}  {'':12}  {'':7}  -> {finding.remedy}")
     for link in links:
         lines.append(
-            f"{link['from']} - {link['to']}: latency {link['latency_us']:g} us, bandwidth {link['bandwidth_mb_per_s']:g} MB/s"
+            f"{link['from']} - {link['to']}: latency {link['latency_us']:g} us, bandwidth "
+            f"{link['bandwidth_mb_per_s']:g} MB/s"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the doctor wants to know of a host, found out on that host."""
+"""The doctor's examination of a host, run on that host."""
 
 import os
 import re
@@ -18,19 +18,20 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 @dataclass(frozen=True)
 class Examination:
-    """What a host shows on top of its `Facts`.
+    """The result of a host's examination, in addition to its `Facts`.
 
     Attributes:
         facts: The facts, as plain data.
         driver: Version of the NVIDIA driver, or None.
         nccl: Installed version of NCCL's Python package, or None.
         proxies: Names of the proxy variables that are set.
-        open_files: Most files that a process may open; None for no limit.
-        locked_kb: Most memory that a process may lock, in kB; None for no limit.
-        processes: Most processes of the user; None for no limit.
+        open_files: Maximum number of files that a process may open; None for no limit.
+        locked_kb: Maximum memory that a process may lock, in kB; None for no limit.
+        processes: Maximum number of processes of the user; None for no limit.
         shm_mb: Free space of /dev/shm, in MB; None if there is no such directory.
-        token: Content of the file that the launcher has just written to the working directory, or None if it is not there.
-        free_disk_mb: Free space where compiled programs are kept, in MB.
+        token: Content of the file that the launcher has just written to the working directory, or
+            None if it is not there.
+        free_disk_mb: Free space on the disk of the compilation cache, in MB.
     """
 
     facts: dict[str, Any]
@@ -46,7 +47,7 @@ class Examination:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Examination":
-        """Returns the examination that came as plain data."""
+        """Returns the examination from plain data."""
         return cls(**{field.name: data[field.name] for field in fields(cls)})
 
 
@@ -86,7 +87,7 @@ def _limit(kind: int) -> int | None:
 
 
 def _free_mb(path: str) -> int | None:
-    """Returns the free space of a directory, or of the nearest one above it that exists."""
+    """Returns the free space of a directory or of its nearest existing parent."""
     here = Path(path)
     if path == "/dev/shm" and not here.is_dir():
         return None

@@ -16,7 +16,7 @@ _TIMEOUT_S = 120.0
 
 
 class Recorder:
-    """Takes the place of the screen: keeps the lines that the processes print."""
+    """Replaces the screen: keeps the lines that the processes print."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -28,21 +28,27 @@ class Recorder:
             self.lines += self._streams.setdefault((rank, name), Lines()).feed(data)
 
     def finish(self, rank: int) -> None:
-        """Every line of interest has its end."""
+        """Does nothing: all relevant lines are complete."""
 
     def shows(self, rank: int) -> bool:
-        """Returns False: the end of a failed process's output is not known to the user."""
+        """Returns False: the user has not seen the end of a failed process's output."""
         return False
 
 
 def measure_links(
     session: Session, hosts: Sequence[Host], options: Options, environ: Mapping[str, str]
 ) -> tuple[Finding, list[dict[str, Any]]]:
-    """Returns a finding about the job as a whole and, for each pair of hosts, latency and bandwidth of an all-reduce.
+    """Returns a finding on the job and, for each pair of hosts, the measured all-reduce.
 
-    A single host is measured against itself, with two processes.
+    A measurement is a latency and a bandwidth. A single host is measured against itself, with two
+    processes.
     """
-    kind = "gpu" if options.use_gpus and all(host.facts.num_gpus and host.facts.has_cuda_jax for host in hosts) else "cpu"
+    kind = (
+        "gpu"
+        if options.use_gpus
+        and all(host.facts.num_gpus and host.facts.has_cuda_jax for host in hosts)
+        else "cpu"
+    )
     count = 2 if len(hosts) == 1 and (kind == "cpu" or hosts[0].facts.num_gpus > 1) else 1
     launch = Launch(
         job_id=new_job_id("doctor"),
@@ -54,12 +60,24 @@ def measure_links(
     processes = plan_processes(hosts, Devices(kind, (count,) * len(hosts)), options, launch)
     recorder = Recorder()
     code = session.run(processes, screen=recorder, timeout_s=_TIMEOUT_S)
-    links = [_link(json.loads(line), processes) for line in recorder.lines if line.startswith(b'{"pair"')]
+    links = [
+        _link(json.loads(line), processes) for line in recorder.lines if line.startswith(b'{"pair"')
+    ]
     if code:
         remedy = "See the output above: it is that of the process that failed first."
-        return Finding(hosts[0].name, "all-reduce", FAILURE, f"failed with code {code} after {len(links)} pair(s)", remedy), links
+        return Finding(
+            hosts[0].name,
+            "all-reduce",
+            FAILURE,
+            f"failed with code {code} after {len(links)} pair(s)",
+            remedy,
+        ), links
     slowest = min((link["bandwidth_mb_per_s"] for link in links), default=None)
-    detail = "one device alone" if slowest is None else f"{len(links)} pair(s) of {kind} processes, slowest {slowest} MB/s"
+    detail = (
+        "one device alone"
+        if slowest is None
+        else f"{len(links)} pair(s) of {kind} processes, slowest {slowest} MB/s"
+    )
     return Finding(hosts[0].name, "all-reduce", OK, detail), links
 
 

@@ -1,0 +1,101 @@
+"""Every name of JAX that is private, experimental or differs between the supported versions.
+
+The rest of the package calls JAX through its documented API and these names; each says with which
+versions it was checked and what would replace it.
+"""
+
+# Documented, but experimental. Checked with JAX 0.10.0 and 0.10.2. A jitted jax.lax.all_gather over
+# all devices would replace both.
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+
+# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. There is no other
+# public way to look into a traced program or to change it.
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun, jaxprs_in_params
+
+# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Without them, dropout
+# by row of the global batch would need a generator of its own in every layer.
+from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_impl
+
+from tnt_jax._jax.arrays import (
+    DATA_AXIS,
+    abstract_data_mesh,
+    all_gather_invariant,
+    from_local_parts,
+    is_varying,
+    local_copy,
+    local_parts,
+    make_data_mesh,
+    make_varying,
+    put,
+    replicate,
+    shard_map,
+    shard_rows,
+    zeros_like,
+)
+from tnt_jax._jax.compiler import convolution_options, deterministic_options
+from tnt_jax._jax.host_call import called_function, host_call
+from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
+from tnt_jax._jax.processes import (
+    await_disconnection,
+    backends_are_initialized,
+    coordination_client,
+    is_distributed,
+    skip_cleanup,
+)
+from tnt_jax._jax.programs import (
+    check_local,
+    communicates,
+    computes_in_half,
+    convolves,
+    is_collective,
+    last_activations,
+    unjitted,
+    without_dead_code,
+)
+
+__all__ = [
+    "DATA_AXIS",
+    "ClosedJaxpr",
+    "Literal",
+    "Var",
+    "abstract_data_mesh",
+    "all_gather_invariant",
+    "await_disconnection",
+    "backends_are_initialized",
+    "broadcast_one_to_all",
+    "called_function",
+    "check_local",
+    "communicates",
+    "computes_in_half",
+    "convolution_options",
+    "convolves",
+    "coordination_client",
+    "define_prng_impl",
+    "deterministic_options",
+    "from_local_parts",
+    "host_call",
+    "is_collective",
+    "is_distributed",
+    "is_varying",
+    "jaxpr_as_fun",
+    "jaxprs_in_params",
+    "last_activations",
+    "local_copy",
+    "local_parts",
+    "make_data_mesh",
+    "make_varying",
+    "mapped_axes",
+    "process_allgather",
+    "put",
+    "replicate",
+    "shard_map",
+    "shard_rows",
+    "skip_cleanup",
+    "threefry2x32_p",
+    "threefry_prng_impl",
+    "tracks_varying",
+    "unjitted",
+    "was_summed",
+    "without_dead_code",
+    "zeros_like",
+]

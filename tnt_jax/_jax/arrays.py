@@ -1,0 +1,159 @@
+"""Meshes, `shard_map`, and arrays on several devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax.job import Slot
+
+DATA_AXIS = "data"
+
+
+def make_data_mesh(devices: Sequence[Any]) -> Mesh:
+    """Returns a mesh of one axis, `data`, over `devices` in the given order."""
+    # jax.make_mesh makes Explicit axes by default and reorders devices; ranks must keep their
+    # order.
+    return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def abstract_data_mesh(num_ranks: int) -> Any:
+    """Returns a mesh of one axis, `data`, that has no devices: for tracing alone."""
+    return AbstractMesh((num_ranks,), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on.
+
+    One rank alone is not checked: nothing can differ, and `psum` needs no collective to make that
+    known.
+    """
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=mesh.size > 1
+    )
+
+
+def all_gather_invariant(x: jax.Array, axis_name: str = DATA_AXIS) -> jax.Array:
+    """Returns the parts of all ranks concatenated, typed as equal on every rank, in `shard_map`."""
+    # Private. Checked with JAX 0.10.0 and 0.10.2. Versions in which jax.lax.all_gather takes
+    # to="invarying" do without.
+    from jax._src.lax import parallel
+
+    if hasattr(parallel, "all_gather_invariant"):
+        return parallel.all_gather_invariant(x, axis_name, axis=0, tiled=True)
+    return jax.lax.all_gather(x, axis_name, axis=0, tiled=True, to="invarying")
+
+
+def local_parts(x: jax.Array) -> Sequence[jax.Array]:
+    """Returns the part of `x` on each device of this process, in the order of the mesh.
+
+    Each part is an array on one device.
+    """
+    whole, parts = _known_parts.get().get(id(x), (None, ()))
+    if whole is not None and whole() is x:
+        return parts
+    # Private. Checked with JAX 0.10.0 and 0.10.2. The public addressable_shards would replace it,
+    # but makes an object with an index for each device, which takes longer than the step of a small
+    # model.
+    return list(x._arrays)  # type: ignore[attr-defined]
+
+
+def from_local_parts(
+    parts: Sequence[jax.Array], shape: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
+    """Returns the global array of `shape` made of `parts`, which lie in the order of the mesh."""
+    kind = (shape, parts[0].dtype, sharding)
+    avals = _avals.get()
+    if kind not in avals:
+        avals[kind] = jax.make_array_from_single_device_arrays(shape, sharding, list(parts)).aval
+    # Private arguments. Checked with JAX 0.10.0 and 0.10.2. The public
+    # make_array_from_single_device_arrays would replace them, but looks at every part again, which
+    # takes longer than to start the programs of a small model.
+    whole = type(parts[0])(avals[kind], sharding, list(parts), committed=True, _skip_checks=True)  # type: ignore[call-arg]
+    # To take it apart again takes as long.
+    known, key = _known_parts.get(), id(whole)
+    known[key] = ref(whole, lambda _: known.pop(key, None)), parts
+    return whole
+
+
+_avals = Slot[dict[Any, Any]](dict)
+# Arrays that were put together, by their id, with the parts.
+_known_parts = Slot[dict[int, tuple[ref[jax.Array], Sequence[jax.Array]]]](dict)
+
+
+def is_varying(x: jax.Array, axis_name: str = DATA_AXIS) -> bool:
+    """Returns whether `x` may differ between ranks inside `shard_map`."""
+    aval = jax.typeof(x)
+    # Differs by version: the set of varying axes stands in the manual axis type, or directly in
+    # `vma`, as in JAX 0.10.0 and 0.10.2. A public question would replace it.
+    return axis_name in (aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+
+
+def make_varying(tree: Any) -> Any:
+    """Marks every array of `tree` as different on each rank, so that its gradient stays local.
+
+    Without it, `shard_map` sums gradients of replicated arrays itself, and a sum of ours makes them
+    `num_ranks` times too large.
+    """
+
+    def vary(x: jax.Array) -> jax.Array:
+        return x if is_varying(x) else jax.lax.pcast(x, DATA_AXIS, to="varying")
+
+    return jax.tree.map(vary, tree)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Returns zeros in the place of arrays, varying where these do."""
+    return jax.tree.map(
+        lambda x: make_varying(jnp.zeros_like(x)) if is_varying(x) else jnp.zeros_like(x), tree
+    )
+
+
+def local_copy(x: Any) -> Any:
+    """Returns this process's copy of a replicated array; other values as they are."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return x
+    is_elsewhere_too = x.is_fully_replicated and not x.is_fully_addressable
+    return x.addressable_data(0) if is_elsewhere_too else x
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Puts host arrays on every device of `mesh`; each process must pass the same values."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def put(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(
+                put(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+            )
+        # A copy, because buffers of the training state are donated and the caller keeps its own.
+        host = np.array(x)
+        return jax.make_array_from_process_local_data(sharding, host, host.shape)
+
+    return jax.tree.map(put, tree)
+
+
+def shard_rows(tree: Any, mesh: Mesh) -> Any:
+    """Places arrays `[ranks, ...]` with one row on each rank.
+
+    Host arrays must be the same on every process.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    return put(tree, jax.tree.map(lambda _: sharding, tree))
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Places each array with its own sharding; host arrays must be the same on every process."""
+
+    def put_one(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        host = np.array(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put_one, tree, shardings)

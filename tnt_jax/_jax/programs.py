@@ -1,0 +1,149 @@
+"""What traced programs compute."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Nothing else finds the
+# programs that an equation calls.
+from jax.extend.core import jaxprs_in_params
+
+from tnt_jax._jax.arrays import DATA_AXIS
+
+
+def check_local(function: Callable, *args: Any, advice: str) -> None:
+    """Raises a ValueError if `function`, inside `shard_map`, communicates over the data axis.
+
+    The message ends with `advice`.
+    """
+    primitive = _communication(jax.make_jaxpr(function)(*args).jaxpr)
+    if primitive is not None:
+        raise ValueError(
+            f"The model communicates over the axis {DATA_AXIS!r} ({primitive}). {advice}"
+        )
+
+
+def is_collective(equation: Any) -> bool:
+    """Returns whether an equation, or a program that it calls, exchanges data over the ranks."""
+    inner = jaxprs_in_params(equation.params)
+    return _names_axis(equation) or any(_communication(jaxpr) for jaxpr in inner)
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """Returns a program without the equations that its results and effects do not need."""
+    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves them out.
+    from jax._src.interpreters import partial_eval
+
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def _communication(jaxpr: Any) -> str | None:
+    found = (equation.primitive.name for equation in _equations(jaxpr) if _names_axis(equation))
+    return next(found, None)
+
+
+def _names_axis(equation: Any) -> bool:
+    names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
+    return equation.primitive.name not in ("pvary", "pcast", "axis_index") and any(
+        name == DATA_AXIS or (isinstance(name, tuple) and DATA_AXIS in name) for name in names
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def communicates(traced: Any) -> bool:
+    """Returns whether the results of a traced function need communication over the data axis.
+
+    `traced` is the value of `jitted.trace(...)`.
+    """
+    return _communication(without_dead_code(traced.jaxpr.jaxpr)) is not None
+
+
+def computes_in_half(traced: Any) -> bool:
+    """Returns whether a traced function computes with floating numbers of fewer than 32 bits."""
+    values = (out.aval for equation in _equations(traced.jaxpr.jaxpr) for out in equation.outvars)
+    dtypes = [value.dtype for value in values if hasattr(value, "dtype")]
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
+
+
+def last_activations(traced: Any) -> list[str | None]:
+    """Returns what last made each leaf of a traced function's results.
+
+    It is `"sigmoid"`, `"softmax"` or None.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    return [_activation(jaxpr, var) for var in jaxpr.outvars]
+
+
+# Operations that leave the values of an array what they are.
+PLAIN = (
+    "convert_element_type",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "pvary",
+    "pcast",
+    "copy",
+    "transpose",
+    "expand_dims",
+)
+
+
+def _activation(jaxpr: Any, var: Any) -> str | None:
+    """Returns the activation that gives `var`, an output of `jaxpr` or a value in it."""
+    while True:
+        equation = next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
+        if equation is None:
+            return None
+        name = equation.primitive.name
+        inner = list(jaxprs_in_params(equation.params))
+        if name == "logistic":
+            return "sigmoid"
+        if name == "div":
+            made_by = [_made_by(jaxpr, part) for part in equation.invars]
+            return "softmax" if made_by == ["exp", "reduce_sum"] else None
+        if name in PLAIN:
+            var = equation.invars[0]
+        elif len(inner) == 1 and len(inner[0].outvars) == len(equation.outvars):
+            jaxpr, var = inner[0], inner[0].outvars[list(equation.outvars).index(var)]
+        else:
+            return None
+
+
+def _made_by(jaxpr: Any, var: Any) -> str:
+    """Returns the name of the operation in `jaxpr` that gives the values of `var`."""
+    equation = next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
+    if equation is None:
+        return ""
+    return (
+        _made_by(jaxpr, equation.invars[0])
+        if equation.primitive.name in PLAIN
+        else equation.primitive.name
+    )
+
+
+def convolves(jitted: Any, *args: Any) -> bool:
+    """Returns whether a jitted function contains a convolution.
+
+    A later call with such arguments is not traced again.
+    """
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        for equation in _equations(jitted.trace(*args).jaxpr.jaxpr)
+    )
+
+
+def unjitted(jitted: Any) -> Callable:
+    """Returns the function behind `jax.jit`.
+
+    A program with compiler options cannot be called within another.
+    """
+    # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 and 0.10.2.
+    return jitted.__wrapped__

@@ -1,0 +1,30 @@
+"""Support for Flax modules that users call themselves on the rows of a rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from flax import linen, nnx
+
+from tnt_jax.adapters.linen import statistics_without_padding
+from tnt_jax.adapters.nnx import batch_norm_of
+from tnt_jax.adapters.replacing import replaced
+
+
+@contextmanager
+def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
+    """Keeps padded rows out of the statistics of all `BatchNorm`s in the `with` block.
+
+    It works for Linen and NNX.
+
+    Args:
+        mask: float32 `[rows]`, 0 for padded rows; None if there are none.
+    """
+    if mask is None:
+        yield
+        return
+    with (
+        linen.intercept_methods(statistics_without_padding(mask)),
+        replaced(nnx.BatchNorm, {"__call__": batch_norm_of(mask)}),
+    ):
+        yield

@@ -1,0 +1,100 @@
+"""Counts the GPUs, processors and memory nodes of this host without importing JAX."""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+_CPU_INFO = Path("/proc/cpuinfo")
+_NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Returns the number of NVIDIA GPUs that this environment allows; see `list_gpus`."""
+    return len(list_gpus(environ))
+
+
+def list_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the NVIDIA GPUs that this environment allows, spelled as in `CUDA_VISIBLE_DEVICES`.
+
+    The sources are `nvidia-smi`, which respects the device limits of containers and SLURM steps,
+    and then the driver's list of devices. `CUDA_VISIBLE_DEVICES` restricts both.
+
+    Args:
+        environ: Variables of the process that will use the GPUs.
+    """
+    listed = _list_gpus_with_nvidia_smi()
+    physical = _parse_nvidia_smi(listed) if listed is not None else _driver_gpus()
+    return visible_gpus(physical, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(physical: int, visible_devices: str | None) -> list[str]:
+    """Returns which of `physical` GPUs are visible with this value of `CUDA_VISIBLE_DEVICES`.
+
+    As in CUDA, the first invalid entry hides itself and all entries after it.
+
+    Args:
+        physical: Number of GPUs of the host.
+        visible_devices: Value of `CUDA_VISIBLE_DEVICES`, or None when it is not set.
+
+    Example:
+        >>> [visible_gpus(4, chosen) for chosen in ("2,3", "0,-1,1", "", None)]
+        [['2', '3'], ['0'], [], ['0', '1', '2', '3']]
+    """
+    if visible_devices is None:
+        return [str(number) for number in range(physical)]
+    visible: list[str] = []
+    for entry in visible_devices.split(","):
+        name = entry.strip()
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < physical)):
+            break
+        visible.append(name)
+    return visible if physical else []
+
+
+def _list_gpus_with_nvidia_smi() -> str | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    try:
+        # The driver can take many seconds to wake up where persistence mode is off.
+        listed = subprocess.run(
+            [command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return listed.stdout if listed.returncode == 0 else None
+
+
+def _parse_nvidia_smi(listed: str) -> int:
+    return len(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))
+
+
+def _driver_gpus() -> int:
+    return len(list(_DRIVER_GPUS.iterdir())) if _DRIVER_GPUS.is_dir() else 0
+
+
+def count_cores() -> int:
+    """Returns the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_kind() -> str:
+    """Returns eight hexadecimal digits that identify the instruction set of the processor."""
+    # The line is called flags on x86 and Features on ARM.
+    found = re.search(r"^(?:flags|Features)\s*:.*$", _CPU_INFO.read_text(), flags=re.MULTILINE)
+    known = " ".join(sorted(found[0].split())) if found else ""
+    return hashlib.sha256(f"{platform.machine()} {known}".encode()).hexdigest()[:8]
+
+
+def numa_nodes() -> list[int]:
+    """Returns the numbers of the host's NUMA nodes; empty if the kernel shows none.
+
+    The command line calls them sockets.
+    """
+    return sorted(int(path.name[4:]) for path in _NUMA_NODES.glob("node[0-9]*"))

@@ -1,0 +1,95 @@
+"""The position of a process in a job, and the choice of a port and of devices.
+
+Several cluster managers leave that choice to the application.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+_FIRST_PORT = 61440
+_NUM_PORTS = 4096
+GpuCounter = Callable[[Mapping[str, str]], int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process must know to join its job.
+
+    Attributes:
+        coordinator_address: `host:port` where process 0 listens.
+        num_processes: Number of processes in the job.
+        process_id: Number of this process, `0 <= process_id < num_processes`.
+        local_device_ids: Indices, among the visible devices, of those that this process owns; None
+            for all.
+        source: Where this comes from, for messages: "TNT_*", "TF_CONFIG", "Open MPI", "SLURM" or
+            "Kubernetes".
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None
+    source: str
+
+
+def choose_port(number: int) -> int:
+    """Returns a port that all processes derive from a number they share, such as the id of the job.
+
+    The range is the end of the dynamic ports (RFC 6335), which Linux by default does not use for
+    outgoing connections.
+    """
+    return _FIRST_PORT + number % _NUM_PORTS
+
+
+def coordinator_address(environ: Mapping[str, str], host: str, port: int) -> str:
+    """Returns the coordinator's address; JAX's own variables override those of the cluster."""
+    given = environ.get("JAX_COORDINATOR_ADDRESS")
+    if given:
+        return (
+            given
+            if given.rpartition(":")[2].isdigit()
+            else f"{given}:{environ.get('JAX_COORDINATOR_PORT') or port}"
+        )
+    return f"{host}:{environ.get('JAX_COORDINATOR_PORT') or port}"
+
+
+def own_devices(
+    environ: Mapping[str, str],
+    *,
+    local_rank: int,
+    local_size: int,
+    gpus_on_node: int | None,
+    count_gpus: GpuCounter,
+) -> tuple[int, ...] | None:
+    """Returns which of the visible GPUs this process owns.
+
+    JAX chooses the GPU whose index is the local rank. That fails if each task sees only its own
+    GPU, as index 0 (jax#23452), and if a task has several. Here, a process that sees fewer GPUs
+    than its node has owns all of them; processes that see all GPUs divide them evenly.
+
+    Args:
+        environ: Variables of the process. `JAX_LOCAL_DEVICE_IDS` takes precedence;
+            `JAX_PLATFORMS=cpu` means no GPU.
+        local_rank: Index of the process on its node.
+        local_size: Number of processes on the node.
+        gpus_on_node: Number of GPUs that the cluster gives the job on this node, or None if
+            unknown.
+        count_gpus: Counts the GPUs that a process with this environment sees.
+
+    Returns:
+        Indices among the visible GPUs, or None for all visible devices.
+    """
+    given = environ.get("JAX_LOCAL_DEVICE_IDS")
+    if given:
+        return tuple(int(number) for number in given.split(","))
+    if local_size == 1 or environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return None
+    visible = count_gpus(environ)
+    if visible <= 1 or (gpus_on_node is not None and visible < gpus_on_node):
+        return None
+    if visible < local_size:
+        # More processes than GPUs: neighbours share one (jax#29669).
+        return (local_rank * visible // local_size,)
+    return tuple(
+        range(local_rank * visible // local_size, (local_rank + 1) * visible // local_size)
+    )

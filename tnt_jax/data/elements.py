@@ -1,0 +1,106 @@
+"""Elements of a stream of batches, as NumPy arrays.
+
+An element is `inputs`, `(inputs, targets)` or `(inputs, targets, sample_weight)`. This module needs
+only NumPy, so that worker processes start fast.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tnt_jax.data.torch_tensors import is_torch_tensor, torch_to_numpy
+
+# Kinds of NumPy arrays that hold text or Python objects.
+_NOT_NUMBERS = "OUSMm"
+
+
+def unpack(data: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and sample weights of an element.
+
+    As in Keras, an element is a tuple or list of up to three, or inputs alone. A list counts as
+    such only if it contains an array: a list of tuples is a stream of batches.
+
+    Raises:
+        ValueError: If there are more than three.
+    """
+    if not isinstance(data, tuple) and not _is_list_of_parts(data):
+        return data, None, None
+    if len(data) > 3:
+        raise ValueError(
+            "An element of the data must be inputs, (inputs, targets) or (inputs, targets, "
+            f"sample_weight), but is a {type(data).__name__} of {len(data)}. Put several inputs "
+            "into a tuple or dict of their own: ((first, second), targets)."
+        )
+    inputs, targets, weight = (*data, None, None)[:3]
+    return inputs, targets, weight
+
+
+def as_batch(element: Any) -> Any:
+    """Returns an element of a stream with NumPy arrays at its leaves.
+
+    PyTorch's tensors and lists of numbers become arrays. A list of anything else counts as a tuple,
+    because the default collation of PyTorch's `DataLoader` makes such lists; inside the element it
+    means several inputs or outputs.
+
+    Raises:
+        ValueError: If a leaf holds text or objects, or rows in a list have different lengths.
+    """
+    try:
+        return _with_arrays(as_tuple(element), "")
+    except ValueError as error:
+        # The message names the leaf; the traceback adds nothing.
+        raise ValueError(str(error)) from None
+
+
+def as_tuple(element: Any) -> Any:
+    """Returns a list of arrays or other parts as a tuple, and anything else unchanged."""
+    return tuple(element) if isinstance(element, list) and not _is_numbers(element) else element
+
+
+def _with_arrays(tree: Any, path: str) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        return {key: _with_arrays(value, f"{path}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)) and not _is_numbers(tree):
+        parts = [_with_arrays(value, f"{path}[{index}]") for index, value in enumerate(tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return _as_array(tree, path)
+
+
+def _as_array(leaf: Any, path: str) -> np.ndarray:
+    where = f"the component {path}" if path else "an element"
+    try:
+        array = torch_to_numpy(leaf) if is_torch_tensor(leaf) else np.asarray(leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"The rows of a batch must have one shape, but {where} of the data is a "
+            f"{type(leaf).__name__} whose rows differ ({error}). Pad them to one length."
+        ) from error
+    if array.dtype.kind in _NOT_NUMBERS and array.dtype.names is None:
+        raise ValueError(
+            f"A batch must hold arrays of numbers, but {where} of the data is a "
+            f"{type(leaf).__name__} that gives an array of {array.dtype}. Turn text into token or "
+            "class indices, and leave out what the model does not take."
+        )
+    return array
+
+
+def _is_numbers(tree: Any) -> bool:
+    """Returns whether a list or tuple holds only Python numbers and lists of them.
+
+    Such a list is the rows of one array.
+    """
+    return isinstance(tree, list) and all(
+        isinstance(value, (bool, int, float, complex)) or _is_numbers(value) for value in tree
+    )
+
+
+def _is_list_of_parts(data: Any) -> bool:
+    return (
+        isinstance(data, list)
+        and bool(data)
+        and not _is_numbers(data)
+        and not all(isinstance(v, (tuple, Mapping)) for v in data)
+    )

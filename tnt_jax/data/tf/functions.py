@@ -1,0 +1,122 @@
+"""Finds operations in a `tf.data` pipeline's functions that keep state or draw random numbers."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.seeding import seed_or_default
+
+# Tarantella's choice.
+_DEFAULT_SEED = 42
+
+# Operations that TensorFlow marks as stateful, although running them for other elements, or more or
+# less often, changes nothing.
+_HARMLESS = frozenset(
+    """Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather If While Case
+    StatefulPartitionedCall PartitionedCall
+    HashTableV2 MutableHashTableV2 LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2
+    AnonymousHashTable""".split()  # noqa: SIM905
+)
+# Datasets made inside a function are marked as stateful because they are resources; only these draw
+# random numbers.
+_RANDOM_DATASETS = frozenset(
+    ["ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3", "RandomDataset", "RandomDatasetV2"]
+)
+# Python code, of which nothing is known; with stateful=False (PyFuncStateless) the user states that
+# it keeps no state.
+_PYTHON = frozenset(["PyFunc", "EagerPyFunc"])
+
+
+def function_nodes(wrapper: Any) -> list[Any]:
+    """Returns the nodes of a dataset's traced function and of the functions that it calls."""
+    graph = _tensorflow.graph_of(wrapper).as_graph_def()
+    return [
+        *graph.node,
+        *(node for function in graph.library.function for node in function.node_def),
+    ]
+
+
+def stateful_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of operation in a function that depend on earlier calls.
+
+    The result of such an operation may depend on how often, or for which elements, it ran before.
+    """
+    return sorted({node.op for node in function_nodes(wrapper) if _keeps_state(node)})
+
+
+def calls_python(wrapper: Any) -> bool:
+    """Returns whether a function calls Python code that may keep state.
+
+    Such code is in `tf.numpy_function` and `tf.py_function`.
+    """
+    return any(node.op in _PYTHON for node in function_nodes(wrapper))
+
+
+def unseeded_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of random operation in a function that each process seeds differently."""
+    nodes = function_nodes(wrapper)
+    constants = {node.name: node for node in nodes if node.op == "Const"}
+    return sorted({node.op for node in nodes if _is_unseeded(node, constants)})
+
+
+def callable_of(wrapper: Any) -> Callable[..., Any]:
+    """Returns the traced function as a plain one, without running the user's Python code again."""
+    return _tensorflow.traced_function(wrapper)
+
+
+def reseeded_callable_of(wrapper: Any) -> Callable[..., Any]:
+    """Returns the user's own function, to be traced anew with seeds.
+
+    See `seeded_tracing`.
+    """
+    return _tensorflow.user_function(wrapper)
+
+
+def seed_of_unseeded() -> int:
+    """Returns the seed of everything that the user left unseeded: that of `set_seed`, or 42.
+
+    With it all processes draw the same numbers.
+    """
+    # TensorFlow treats a pair of zeros as no seed.
+    return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
+
+
+def seeded_tracing() -> AbstractContextManager[None]:
+    """Seeds unseeded random operations and shuffles that are traced inside the block.
+
+    Their seeds are derived from `seed_of_unseeded()`.
+    """
+    return _tensorflow.global_seed(seed_of_unseeded())
+
+
+def name_of(wrapper: Any) -> str:
+    """Returns the name of the user's function."""
+    function = _tensorflow.user_function(wrapper)
+    name = getattr(function, "__name__", type(function).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def _keeps_state(node: Any) -> bool:
+    if node.op in _PYTHON:
+        return True
+    if node.op in _HARMLESS or (
+        node.op.endswith(("Dataset", "DatasetV2", "DatasetV3", "DatasetV4"))
+        and node.op not in _RANDOM_DATASETS
+    ):
+        return False
+    return node.op != "DummySeedGenerator" and _tensorflow.is_stateful(node.op)
+
+
+def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:
+    if node.op in _RANDOM_DATASETS:
+        seeds = [constants.get(name.split(":")[0]) for name in node.input[-4:]]
+        values = [c.attr["value"].tensor for c in seeds if c is not None and "seed" in c.name]
+        return bool(values) and all(not any(value.int64_val) for value in values)
+    attributes = node.attr
+    return (
+        "seed" in attributes
+        and "seed2" in attributes
+        and attributes["seed"].i == 0
+        and attributes["seed2"].i == 0
+    )

@@ -1,0 +1,134 @@
+"""Reads how a `tf.data` pipeline is batched, and its number of examples, without running it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf.replay import BATCHES, MAPS
+from tnt_jax.log import logger
+
+read = _tensorflow.parameter
+
+_TRANSPARENT = (
+    *MAPS, "_OptionsDataset", "_PrefetchDataset", "CacheDataset", "_TakeDataset", "_SkipDataset",
+    "_RepeatDataset", "_ShardDataset",
+    "_ShuffleDataset", "_FilterDataset", "_TakeWhileDataset", "_ConcatenateDataset", "_ZipDataset",
+    "_ScanDataset", "_IgnoreErrorsDataset",
+    "_AssertCardinalityDataset",
+)  # fmt: skip
+_KEEPS_EVERY_EXAMPLE = (
+    *MAPS,
+    "_OptionsDataset",
+    "_PrefetchDataset",
+    "CacheDataset",
+    "_ShuffleDataset",
+    "_AssertCardinalityDataset",
+)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the elements of a dataset are batched.
+
+    Attributes:
+        size: Rows of a full batch; None where batches differ or the pipeline does not tell.
+        drop_remainder: Whether an incomplete last batch is dropped.
+        num_examples: Rows of one pass; None when unknown or infinite.
+    """
+
+    size: int | None
+    drop_remainder: bool = False
+    num_examples: int | None = None
+
+
+def batching_of(dataset: Any) -> Batching | None:
+    """Returns how the dataset is batched, or None if its elements are single examples.
+
+    The last batching operation decides.
+    """
+    try:
+        return _batching_by_operations(dataset)
+    except _tensorflow.Unreadable as error:
+        logger.warning(
+            "How the dataset is batched is read off its shapes alone: this version of TensorFlow "
+            "differs (%s).",
+            error,
+        )
+        sizes = _leading_sizes(dataset)
+        return Batching(None) if len(set(sizes)) == 1 and sizes[0] != 0 else None
+
+
+def _batching_by_operations(dataset: Any) -> Batching | None:
+    stage = dataset
+    keeps_all = True
+    while type(stage).__name__ in _TRANSPARENT:
+        keeps_all = keeps_all and type(stage).__name__ in _KEEPS_EVERY_EXAMPLE
+        stage = _tensorflow.inputs(stage)[0]
+    if type(stage).__name__ in BATCHES:
+        size, drop = int(read(stage, "batch_size")), bool(read(stage, "drop_remainder"))
+        examples = int(_tensorflow.inputs(stage)[0].cardinality()) if keeps_all else -1
+        if drop and examples >= 0:
+            examples = examples // size * size
+        return Batching(size, drop, examples if examples >= 0 else None)
+    if type(stage).__name__ == "_RebatchDataset":
+        sizes = read(stage, "batch_sizes").numpy().reshape(-1)
+        return Batching(
+            int(sizes[0]) if len(sizes) == 1 else None, bool(read(stage, "drop_remainder"))
+        )
+    sizes = set(_leading_sizes(dataset))
+    if type(stage).__name__ == "_TensorDataset" and len(sizes) == 1 and (size := sizes.pop()):
+        # from_tensors() makes one element of whole arrays.
+        return Batching(size, num_examples=size if keeps_all else None)
+    # An operation that says nothing about batches: a generator or bucketing that yields batches has
+    # an open leading dimension.
+    return Batching(None) if sizes == {None} else None
+
+
+def _leading_sizes(dataset: Any) -> list[int | None]:
+    """Returns the leading dimension of each component of an element.
+
+    It is None where it is unknown and 0 where there is none.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    return [
+        spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else 0
+        for spec in specs
+    ]
+
+
+def check_tensors(dataset: Any) -> None:
+    """Raises a `TypeError` that names the first component which cannot be put on a device."""
+    for number, spec in enumerate(tf.nest.flatten(dataset.element_spec)):
+        where = f"component {number}"
+        if not isinstance(spec, tf.TensorSpec):
+            raise TypeError(
+                f"The dataset's elements must be dense tensors, but {where} is a "
+                f"{type(spec).__name__}. "
+                "Add a map that makes it dense, for instance with to_tensor() or "
+                "tf.sparse.to_dense()."
+            )
+        if spec.dtype == tf.string:
+            raise TypeError(
+                f"The dataset's elements must be numbers, but {where} is text (tf.string). "
+                f"Tokenize it or leave it out."
+            )
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Returns whether a shuffle or a stream of random numbers gives each pass its own numbers."""
+    kind = type(dataset).__name__
+    own = (kind == "_ShuffleDataset" and bool(read(dataset, "reshuffle_each_iteration"))) or (
+        kind == "_RandomDataset" and read(dataset, "rerandomize")
+    )
+    return bool(own) or any(reshuffles(source) for source in _tensorflow.inputs(dataset))
+
+
+def reshuffles_within_a_pass(dataset: Any) -> bool:
+    """Returns whether a reshuffling shuffle stands before a repeat.
+
+    If so, one pass draws several orders.
+    """
+    own = type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
+    return own or any(reshuffles_within_a_pass(source) for source in _tensorflow.inputs(dataset))

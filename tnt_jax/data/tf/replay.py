@@ -1,0 +1,356 @@
+"""Rebuilds single operations of a `tf.data` pipeline on other inputs.
+
+The stream is the same, with fixed seeds and a fixed order.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf.functions import (
+    callable_of,
+    name_of,
+    reseeded_callable_of,
+    seed_of_unseeded,
+    seeded_tracing,
+    stateful_operations,
+    unseeded_operations,
+)
+
+Dataset = tf.data.Dataset
+read = _tensorflow.parameter
+Function = Callable[[Any], Callable[..., Any]]
+
+MAPS = ("_MapDataset", "_ParallelMapDataset")
+BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
+# Operations that choose, repeat or reorder elements by their position alone: they commute with any
+# map.
+INDEX_OPERATIONS = (
+    "_TakeDataset",
+    "_SkipDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_ShuffleDataset",
+    "_AssertCardinalityDataset",
+)
+
+# Operations with seeds of their own.
+_ORDERS = ("_ShuffleDataset", "_RandomDataset")
+# Operations that call their function for several elements at once.
+PARALLEL = ("_ParallelMapDataset", "_ParallelInterleaveDataset")
+
+_Replay = Callable[[Any, list[Any], Function], Any]
+
+_REPLAYS: dict[str, _Replay] = {
+    "_TakeDataset": lambda op, ins, _: ins[0].take(read(op, "count")),
+    "_SkipDataset": lambda op, ins, _: ins[0].skip(read(op, "count")),
+    "_RepeatDataset": lambda op, ins, _: ins[0].repeat(read(op, "count")),
+    "_ShardDataset": lambda op, ins, _: ins[0].shard(read(op, "num_shards"), read(op, "index")),
+    "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
+    "_AssertCardinalityDataset": lambda op, ins, _: _tensorflow.made_like(
+        op, ins[0], read(op, "expected_cardinality")
+    ),
+    "_RandomDataset": lambda op, ins, _: _random_like(op),
+    "_PrefetchDataset": lambda op, ins, _: ins[0].prefetch(int(read(op, "buffer_size"))),
+    "CacheDataset": lambda op, ins, _: ins[0].cache(read(op, "filename")),
+    "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op.options()),
+    "_MapDataset": lambda op, ins, f: ins[0].map(f(read(op, "map_func"))),
+    "_ParallelMapDataset": lambda op, ins, f: ins[0].map(
+        f(read(op, "map_func")), int(read(op, "num_parallel_calls")), deterministic=True
+    ),
+    "_FilterDataset": lambda op, ins, f: ins[0].filter(f(read(op, "predicate"))),
+    "_TakeWhileDataset": lambda op, ins, f: ins[0].take_while(f(read(op, "predicate"))),
+    "_FlatMapDataset": lambda op, ins, f: ins[0].flat_map(f(read(op, "map_func"))),
+    "_InterleaveDataset": lambda op, ins, f: ins[0].interleave(
+        f(read(op, "map_func")), int(read(op, "cycle_length")), int(read(op, "block_length"))
+    ),
+    "_ParallelInterleaveDataset": lambda op, ins, f: ins[0].interleave(
+        f(read(op, "map_func")),
+        int(read(op, "cycle_length")),
+        int(read(op, "block_length")),
+        int(read(op, "num_parallel_calls")),
+        deterministic=True,
+    ),
+    "_ScanDataset": lambda op, ins, f: ins[0].scan(
+        read(op, "initial_state"), f(read(op, "scan_func"))
+    ),
+    "_GroupByWindowDataset": lambda op, ins, f: ins[0].group_by_window(
+        f(read(op, "key_func")),
+        f(read(op, "reduce_func")),
+        window_size_func=f(read(op, "window_size_func")),
+    ),
+    # The methods unbatch() and rebatch() put a re-encoding before the operation, which is an
+    # operation of its own here.
+    "_UnbatchDataset": lambda op, ins, _: _tensorflow.made_like(op, ins[0]),
+    "_RebatchDataset": lambda op, ins, _: _tensorflow.made_like(
+        op, ins[0], read(op, "batch_sizes"), read(op, "drop_remainder")
+    ),
+    "_RestructuredDataset": lambda op, ins, _: _with_element_spec(ins[0], op.element_spec),
+    # Whether it logs is not kept; what is skipped in silence is worse than a line too many.
+    "_IgnoreErrorsDataset": lambda op, ins, _: ins[0].ignore_errors(log_warning=True),
+    "_UniqueDataset": lambda op, ins, _: ins[0].unique(),
+    "_WindowDataset": lambda op, ins, _: ins[0].window(
+        read(op, "size"), read(op, "shift"), read(op, "stride"), read(op, "drop_remainder")
+    ),
+    "_BatchDataset": lambda op, ins, _: ins[0].batch(
+        read(op, "batch_size"), read(op, "drop_remainder")
+    ),
+    "_ParallelBatchDataset": lambda op, ins, _: ins[0].batch(
+        read(op, "batch_size"),
+        read(op, "drop_remainder"),
+        int(read(op, "num_parallel_calls")),
+        deterministic=True,
+    ),
+    "_PaddedBatchDataset": lambda op, ins, _: ins[0].padded_batch(
+        read(op, "batch_size"),
+        read(op, "padded_shapes"),
+        read(op, "padding_values"),
+        read(op, "drop_remainder"),
+    ),
+    "_ZipDataset": lambda op, ins, _: Dataset.zip(
+        tf.nest.pack_sequence_as(read(op, "datasets"), ins)
+    ),
+    "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
+}
+_ONE_BY_ONE: dict[str, _Replay] = {
+    **_REPLAYS,
+    "_ParallelMapDataset": _REPLAYS["_MapDataset"],
+    "_ParallelInterleaveDataset": _REPLAYS["_InterleaveDataset"],
+}
+
+
+class Repairs:
+    """Rebuilds pipelines so that every process sees the same stream, and records the changes.
+
+    Args:
+        one_by_one: Whether parallel operations whose functions keep state, random generators for
+            instance, call them for one element at a time: in parallel the order of the draws is
+            random.
+
+    Attributes:
+        notes: One sentence for each change, and for what could not be changed.
+        slowed: One sentence for each parallel operation that runs for one element at a time.
+        disordered: Names of unknown operations after a shuffle without a seed, which thus differs
+            between processes.
+    """
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self.notes: list[str] = []
+        self.slowed: list[str] = []
+        self.disordered: list[str] = []
+        self._one_by_one = one_by_one
+        self._done: dict[int, Any] = {}
+
+    def repaired(self, dataset: Any) -> Any:
+        """Returns the dataset with seeds and a fixed order.
+
+        Unseeded shuffles and random operations are seeded. A dataset that needs nothing is returned
+        itself.
+        """
+        if id(dataset) not in self._done:
+            inputs = [self.repaired(source) for source in _tensorflow.inputs(dataset)]
+            changed = any(
+                new is not old for new, old in zip(inputs, _tensorflow.inputs(dataset), strict=True)
+            )
+            self._done[id(dataset)] = (
+                self.rebuild(dataset, inputs) if changed or self._needs_repair(dataset) else dataset
+            )
+        return self._done[id(dataset)]
+
+    def note_order(self, dataset: Any) -> None:
+        """Notes an operation that asks for any order, which is not granted."""
+        if _tensorflow.asks_for_any_order(dataset):
+            name = operation_name(dataset)
+            self.notes.append(
+                f"{name} has deterministic=False; it runs in order, because every process must see "
+                "one order."
+            )
+
+    def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
+        """Returns the operation `dataset` applied to `inputs`, repaired.
+
+        A dataset of an unknown kind is returned itself.
+        """
+        kind = type(dataset).__name__
+        if kind not in _REPLAYS:
+            self.notes.append(
+                f"{operation_name(dataset)} is not known, so what stands before it was left as it "
+                "is: if that shuffles without a seed, processes see different orders. Give every "
+                "shuffle a seed."
+            )
+            if _has_unseeded_order(dataset):
+                self.disordered.append(operation_name(dataset))
+            return dataset
+        self._note_repair(dataset)
+        replay = (_ONE_BY_ONE if self._must_slow(dataset) else _REPLAYS)[kind]
+        if self.is_unseeded(dataset):
+            with seeded_tracing():
+                return replay(dataset, inputs, reseeded_callable_of)
+        return replay(dataset, inputs, callable_of)
+
+    def is_unseeded(self, dataset: Any) -> bool:
+        """Returns whether a function of this operation draws unseeded numbers and can be seeded."""
+        return type(dataset).__name__ in _REPLAYS and any(
+            unseeded_operations(function) for function in _tensorflow.functions(dataset)
+        )
+
+    def _needs_repair(self, dataset: Any) -> bool:
+        kind = type(dataset).__name__
+        # A seeded order is rebuilt as well: the user's object may have been iterated before, which
+        # advances it. And a parallel interleave does not show whether it was made with
+        # deterministic=False.
+        is_open = (
+            kind in _ORDERS
+            or kind == "_ParallelInterleaveDataset"
+            or _tensorflow.asks_for_any_order(dataset)
+        )
+        return is_open or self.is_unseeded(dataset) or self._must_slow(dataset)
+
+    def _must_slow(self, dataset: Any) -> bool:
+        return self._one_by_one and bool(draws_in_parallel(dataset))
+
+    def _note_repair(self, dataset: Any) -> None:
+        name = operation_name(dataset)
+        if type(dataset).__name__ in _ORDERS:
+            chosen = (
+                "no seed, so every process uses"
+                if is_unseeded_source_of_order(dataset)
+                else "the seed"
+            )
+            seed = (
+                seed_of_unseeded()
+                if is_unseeded_source_of_order(dataset)
+                else int(read(dataset, "seed2"))
+            )
+            self.notes.append(f"{name} has {chosen} {seed}.")
+        self.note_order(dataset)
+        if self.is_unseeded(dataset):
+            kinds = ", ".join(
+                sorted(
+                    {
+                        kind
+                        for function in _tensorflow.functions(dataset)
+                        for kind in unseeded_operations(function)
+                    }
+                )
+            )
+            self.notes.append(
+                f"{name} draws random numbers without a seed ({kinds}); every process seeds them "
+                f"with {seed_of_unseeded()}."
+            )
+        if self._must_slow(dataset):
+            self.slowed.append(
+                f"{name} runs for one element at a time ({', '.join(draws_in_parallel(dataset))})"
+            )
+
+
+def draws_in_parallel(dataset: Any) -> list[str]:
+    """Returns the kinds of stateful operation that a parallel operation runs concurrently.
+
+    They run for several elements at once.
+    """
+    if type(dataset).__name__ not in PARALLEL:
+        return []
+    return sorted(
+        {
+            kind
+            for function in _tensorflow.functions(dataset)
+            for kind in stateful_operations(function)
+        }
+    )
+
+
+def is_unseeded_source_of_order(dataset: Any) -> bool:
+    """Returns whether the operation is a shuffle or random stream without a seed.
+
+    Each process would draw a seed of its own.
+    """
+    return (
+        type(dataset).__name__ in _ORDERS
+        and int(read(dataset, "seed")) == 0
+        and int(read(dataset, "seed2")) == 0
+    )
+
+
+def _has_unseeded_order(dataset: Any) -> bool:
+    return is_unseeded_source_of_order(dataset) or any(
+        _has_unseeded_order(source) for source in _tensorflow.inputs(dataset)
+    )
+
+
+def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
+    """Returns `make(seed)` with the pair of seeds of `operation`.
+
+    Without one, it is that of `seed_of_unseeded()`.
+    """
+    unseeded = is_unseeded_source_of_order(operation)
+    # An operation's pair is the global seed, or this constant without one, and its own.
+    pair = (
+        (_tensorflow.DEFAULT_GRAPH_SEED, seed_of_unseeded())
+        if unseeded
+        else (int(read(operation, "seed")), int(read(operation, "seed2")))
+    )
+    with _tensorflow.global_seed(pair[0]):
+        return make(pair[1])
+
+
+def _with_element_spec(dataset: Any, spec: Any) -> Any:
+    """Returns `dataset` with its elements declared as `spec`."""
+    variant = tf.data.experimental.to_variant(dataset)
+    declared: Any = tf.data.experimental.from_variant(variant, spec)
+    # The functions of a pipeline live as long as the Python objects of its operations.
+    declared.tnt_source = dataset
+    return declared
+
+
+def _shuffle_like(operation: Any, dataset: Any) -> Any:
+    again = bool(read(operation, "reshuffle_each_iteration"))
+    return _with_seed(
+        operation,
+        lambda seed: dataset.shuffle(
+            read(operation, "buffer_size"), seed, reshuffle_each_iteration=again
+        ),
+    )
+
+
+def _random_like(operation: Any) -> Any:
+    again = read(operation, "rerandomize")
+    return _with_seed(
+        operation, lambda seed: Dataset.random(seed, rerandomize_each_iteration=again)
+    )
+
+
+def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:
+    """Returns `stream` with the options of `dataset` and a deterministic order.
+
+    The second item is a note if that differs from the options.
+    """
+    options = dataset.options()
+    notes = []
+    if options.deterministic is False:
+        notes.append(
+            "The option deterministic=False is not followed, because every process must see one "
+            "order."
+        )
+    fixed = tf.data.Options().merge(options)
+    fixed.deterministic = True
+    return stream.with_options(fixed), notes
+
+
+def operation_name(dataset: Any) -> str:
+    """Returns a short name such as `map(decode)` for the last operation of a dataset."""
+    kind = type(dataset).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower().removeprefix("parallel_")
+    functions = [name_of(function) for function in _tensorflow.functions(dataset)[:1]]
+    return f"{words}({functions[0]})" if functions else words
+
+
+def operation_names(dataset: Any) -> list[str]:
+    """Returns the names of all operations of a pipeline, source first."""
+    names = [name for source in _tensorflow.inputs(dataset) for name in operation_names(source)]
+    return (
+        names if type(dataset).__name__ == "_OptionsDataset" else [*names, operation_name(dataset)]
+    )

@@ -1,0 +1,92 @@
+"""Pipelines that leave out unreadable records: every process must leave out the same.
+
+Otherwise its stream shifts against those of the others.
+"""
+
+import json
+from itertools import count
+from typing import Any
+
+import tensorflow as tf
+
+from tnt_jax.data.agreement import Board, CoordinationBoard
+from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf.files import files_of
+from tnt_jax.data.tf.functions import function_nodes
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+
+# More names than this are those of single examples, of which a bad one is masked in its place.
+_MOST_FILES = 10_000
+_numbers = Slot(count)
+
+
+def check_skips_alike(dataset: Any) -> None:
+    """Compares, over all processes, the files of a pipeline that ignores errors.
+
+    Each process must read the pipeline by itself.
+
+    Raises:
+        ValueError: On all processes, if a file has different sizes.
+    """
+    board = CoordinationBoard()
+    if board.num_processes == 1:
+        return
+    try:
+        sizes = file_sizes(dataset) if ignores_errors(dataset) else None
+    except _tensorflow.Unreadable as error:
+        logger.warning(
+            "Whether all processes read the same files is not checked: this version of TensorFlow "
+            "differs (%s).",
+            error,
+        )
+        return
+    if sizes is not None:
+        require_same_sizes(sizes, board, f"files/{next(_numbers.get())}")
+
+
+def ignores_errors(dataset: Any) -> bool:
+    """Returns whether a pipeline drops elements that raise errors.
+
+    The functions of `interleave` and `flat_map` count, too.
+    """
+    kind = type(dataset).__name__
+    if "IgnoreErrors" in kind:
+        return True
+    # A map's function must replace what it drops: each call returns one element.
+    functions = _tensorflow.functions(dataset) if "Interleave" in kind or "FlatMap" in kind else []
+    if any(
+        node.op.startswith("IgnoreErrors")
+        for function in functions
+        for node in function_nodes(function)
+    ):
+        return True
+    return any(ignores_errors(source) for source in _tensorflow.inputs(dataset))
+
+
+def file_sizes(dataset: Any) -> dict[str, int]:
+    """Returns the sizes in bytes of the files that the sources of a pipeline name."""
+    return {name: tf.io.gfile.stat(name).length for name in files_of(dataset, most=_MOST_FILES)}
+
+
+def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
+    """Raises a ValueError on all processes if the size of a file differs between them.
+
+    Args:
+        sizes: Bytes of this process's files.
+        board: Where processes post them.
+        name: Unique name for the board, the same on all processes.
+    """
+    board.post(name, json.dumps(sizes))
+    first, *others = [
+        json.loads(board.read(name, process)) for process in range(board.num_processes)
+    ]
+    for process, other in enumerate(others, 1):
+        for file in sorted(set(first) | set(other)):
+            if first.get(file) != other.get(file):
+                raise ValueError(
+                    f"{file} has {first.get(file, 'no')} bytes on process 0 and "
+                    f"{other.get(file, 'no')} on process {process}. The pipeline leaves out what "
+                    "it cannot read (on_error='skip', ignore_errors), so their streams would shift "
+                    "against each other. Copy the file again."
+                )

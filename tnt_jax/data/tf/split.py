@@ -1,0 +1,369 @@
+"""Moves the selection of a process's rows ahead of the costly operations of a `tf.data` pipeline.
+
+It moves only where the stream stays exactly the same.
+
+Let g be the selection of own rows of a global batch. From the end of the pipeline, g is moved
+
+- ahead of operations on whole batches that do not look inside (take, skip, repeat, shard, seeded
+  shuffle, memory cache, prefetch, concatenate, zip) and of maps that treat each row by itself,
+- ahead of the batching operation, where it becomes a selection of elements: windows of the global
+  batch size are cut to own elements,
+- ahead of maps on elements, also those that stand before a shuffle, take, skip, repeat, shard or
+  zip: these go by position, so that they commute with maps.
+
+Filters, flat maps, interleaves, unbatching, random operations with a state and unknown operations
+run for all rows, before the selection. Elements travel with the number of rows of their global
+batch, because an incomplete last batch is known only when it comes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from tnt_jax.data.layout import RankSlice, micro_batch_size
+from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf.functions import callable_of, calls_python, stateful_operations
+from tnt_jax.data.tf.own_rows import select_own
+from tnt_jax.data.tf.replay import (
+    BATCHES,
+    INDEX_OPERATIONS,
+    MAPS,
+    Repairs,
+    operation_name,
+    operation_names,
+)
+from tnt_jax.data.tf.rowwise import why_not_rowwise
+
+Split = Literal["auto", "before", "after"]
+read = _tensorflow.parameter
+
+
+class CannotSplitEarly(Exception):
+    """The selection has to stand after an operation; the text says which one and why."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """An operation on elements that may run after the selection.
+
+    Attributes:
+        name: For the log.
+        apply: From a dataset of `(number of rows, element)` to one of the same form.
+        on_element: The function on an element, for maps; None for others.
+        parallel: `(num_parallel_calls,)` or empty.
+    """
+
+    name: str
+    apply: Callable[[Any], Any]
+    on_element: Callable[[Any], Any] | None = None
+    parallel: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """A dataset taken apart: `base`, and the element operations that may run later, in order."""
+
+    base: Any
+    later: tuple[Later, ...]
+    base_names: tuple[str, ...]
+
+
+@dataclass
+class Splitter:
+    """Rebuilds a pipeline with the selection of rows as early as possible.
+
+    The result is a dataset of `(number of rows, own rows)`.
+
+    Attributes:
+        rank_slice: This process's part of the data axis.
+        split: `"before"` trusts that maps with random operations or on whole batches may run on own
+            rows only.
+        repairs: Rebuilds operations with seeds and in order.
+        before: Names of the operations that run for all rows.
+        after: Names of the operations that run for own rows.
+        notes: Why the selection stands where it stands.
+        python_maps: Names of maps that run for all rows only because they call Python code.
+    """
+
+    rank_slice: RankSlice
+    split: Split
+    repairs: Repairs
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    python_maps: list[str] = field(default_factory=list)
+    _done: dict[tuple[int, bool | None], Any] = field(default_factory=dict)
+
+    def local_batches(self, dataset: Any) -> Any:
+        """Returns the dataset of this process's rows for a dataset of global batches.
+
+        Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar.
+
+        Raises:
+            CannotSplitEarly: If an operation after the batching has to see whole batches.
+        """
+        return self._once((id(dataset), None), lambda: self._local_batches(dataset))
+
+    def _once(self, key: tuple[int, bool | None], make: Callable[[], Any]) -> Any:
+        """Returns what `make` gave for `key` the first time.
+
+        A shuffle that occurs twice draws two orders from one generator.
+        """
+        if key not in self._done:
+            self._done[key] = make()
+        return self._done[key]
+
+    def _local_batches(self, dataset: Any) -> Any:
+        kind = type(dataset).__name__
+        inputs = _tensorflow.inputs(dataset)
+        if kind in BATCHES:
+            return self._local_batch(dataset)
+        if kind == "_OptionsDataset":
+            return self.local_batches(inputs[0])
+        if kind in INDEX_OPERATIONS or kind == "_PrefetchDataset":
+            return self._record(
+                dataset, self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
+            )
+        if kind == "CacheDataset":
+            return self._record(dataset, self._cached(dataset, self.local_batches(inputs[0])))
+        if kind == "_ConcatenateDataset":
+            return self._record(
+                dataset, self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
+            )
+        if kind == "_ZipDataset":
+            return self._record(dataset, self._zipped(dataset))
+        if kind in MAPS:
+            self._check_rowwise(dataset)
+            return self._record(dataset, self._map_of_own_rows(dataset, inputs[0]))
+        raise CannotSplitEarly(
+            f"{operation_name(dataset)} stands after the batching and may look at the whole batch"
+        )
+
+    def _map_of_own_rows(self, dataset: Any, source: Any) -> Any:
+        rows = self.local_batches(source)
+        if _has_open_rows(source):
+            return self._later_map(dataset).apply(rows)
+        try:
+            return self._later_map(dataset, retrace=True).apply(rows)
+        except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} takes whole batches alone "
+                f"({str(error).strip().splitlines()[-1].strip()})"
+            ) from error
+
+    def _record(self, dataset: Any, result: Any) -> Any:
+        self.after.append(operation_name(dataset))
+        return result
+
+    def _check_rowwise(self, dataset: Any) -> None:
+        if self.split == "before":
+            return
+        if kinds := stateful_operations(read(dataset, "map_func")):
+            self._record_python(dataset)
+            raise CannotSplitEarly(_random_reason(dataset, kinds))
+        if kind := why_not_rowwise(read(dataset, "map_func")):
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} works on whole batches and may mix their rows "
+                f"({kind}); "
+                "move it before batch(), or pass split='before' if each row is treated by itself"
+            )
+
+    def _local_batch(self, dataset: Any) -> Any:
+        size, drop = int(read(dataset, "batch_size")), bool(read(dataset, "drop_remainder"))
+        if type(dataset).__name__ == "_PaddedBatchDataset" and not _has_fixed_rows(
+            dataset.element_spec
+        ):
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} pads to the longest row of the global batch, which "
+                f"only whole batches tell; "
+                "give padded_shapes without None to split before it"
+            )
+        hoisted = self._hoist(_tensorflow.inputs(dataset)[0], at_selection=True)
+        if not all(
+            isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(hoisted.base.element_spec)
+        ):
+            raise CannotSplitEarly("the elements before the batching are not plain tensors")
+        own = select_own(hoisted.base, size, self.rank_slice, drop_remainder=drop)
+        for operation in hoisted.later:
+            own = operation.apply(own)
+        self.before += hoisted.base_names
+        self.after += [*(operation.name for operation in hoisted.later), operation_name(dataset)]
+        return self._batched(
+            dataset,
+            own,
+            micro_batch_size(size, self.rank_slice.num_ranks) * self.rank_slice.local_ranks,
+            drop,
+        )
+
+    def _batched(self, dataset: Any, own: Any, rows: int, drop: bool) -> Any:
+        if type(dataset).__name__ == "_PaddedBatchDataset":
+            shapes = tf.nest.map_structure(lambda spec: spec.shape[1:], dataset.element_spec)
+            zero = tf.constant(0, tf.int64)
+            return own.padded_batch(
+                rows, ((), shapes), (zero, read(dataset, "padding_values")), drop
+            )
+        if _tensorflow.is_parallel(dataset):
+            return own.batch(
+                rows, drop, int(read(dataset, "num_parallel_calls")), deterministic=True
+            )
+        return own.batch(rows, drop)
+
+    def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
+        """Takes a dataset of elements apart.
+
+        `at_selection` is whether nothing between it and the batching goes by position.
+        """
+        return self._once(
+            (id(dataset), at_selection),
+            lambda: self._take_apart(dataset, at_selection=at_selection),
+        )
+
+    def _take_apart(self, dataset: Any, *, at_selection: bool) -> Hoisted:
+        kind = type(dataset).__name__
+        inputs = _tensorflow.inputs(dataset)
+        if kind == "_OptionsDataset":
+            return self._hoist(inputs[0], at_selection=at_selection)
+        if kind in MAPS and self._may_move(dataset):
+            source = self._hoist(inputs[0], at_selection=at_selection)
+            return Hoisted(
+                source.base, (*source.later, self._later_map(dataset)), source.base_names
+            )
+        if kind in INDEX_OPERATIONS:
+            source = self._hoist(inputs[0], at_selection=False)
+            base = self.repairs.rebuild(dataset, [source.base])
+            return Hoisted(base, source.later, (*source.base_names, operation_name(dataset)))
+        if kind == "_PrefetchDataset":
+            source = self._hoist(inputs[0], at_selection=at_selection)
+            prefetch = Later(
+                "prefetch", lambda own: own.prefetch(int(read(dataset, "buffer_size")))
+            )
+            return Hoisted(source.base, (*source.later, prefetch), source.base_names)
+        if kind == "CacheDataset" and at_selection:
+            source = self._hoist(inputs[0], at_selection=True)
+            cache = Later("cache", lambda own: self._cached(dataset, own))
+            return Hoisted(source.base, (*source.later, cache), source.base_names)
+        if kind == "_ZipDataset":
+            return self._hoist_zip(dataset)
+        if inputs:
+            self.notes.append(
+                f"{operation_name(dataset)} and what stands before it run for all rows."
+            )
+        return Hoisted(self.repairs.repaired(dataset), (), tuple(operation_names(dataset)))
+
+    def _may_move(self, dataset: Any) -> bool:
+        kinds = stateful_operations(read(dataset, "map_func"))
+        if kinds and self.split != "before":
+            self.notes.append(f"{_random_reason(dataset, kinds)}.")
+            self._record_python(dataset)
+            return False
+        return True
+
+    def _record_python(self, dataset: Any) -> None:
+        if calls_python(read(dataset, "map_func")):
+            self.python_maps.append(operation_name(dataset))
+
+    def _later_map(self, dataset: Any, *, retrace: bool = False) -> Later:
+        # A function that was traced for whole batches of a fixed size does not take own rows: the
+        # user's code is traced for them.
+        wrapper = read(dataset, "map_func")
+        function = (_tensorflow.user_function if retrace else callable_of)(wrapper)
+        parallel = (
+            (int(read(dataset, "num_parallel_calls")),) if _tensorflow.is_parallel(dataset) else ()
+        )
+        self.repairs.note_order(dataset)
+
+        def on_element(element: Any) -> Any:
+            return function(*element) if type(element) is tuple else function(element)
+
+        return Later(operation_name(dataset), _mapped(on_element, parallel), on_element, parallel)
+
+    def _hoist_zip(self, dataset: Any) -> Hoisted:
+        """Zips the bases; each branch's operations that may run later act on the zipped element."""
+        branches = tf.nest.flatten(read(dataset, "datasets"))
+        parts = [self._hoist(branch, at_selection=False) for branch in branches]
+        base = tf.data.Dataset.zip(
+            tf.nest.pack_sequence_as(read(dataset, "datasets"), [part.base for part in parts])
+        )
+        names = tuple(name for part in parts for name in part.base_names)
+        later = [
+            operation
+            if operation.on_element is None
+            else _on_branch(read(dataset, "datasets"), number, operation)
+            for number, part in enumerate(parts)
+            for operation in part.later
+        ]
+        return Hoisted(base, tuple(later), (*names, operation_name(dataset)))
+
+    def _zipped(self, dataset: Any) -> Any:
+        branches = [
+            self.local_batches(branch) for branch in tf.nest.flatten(read(dataset, "datasets"))
+        ]
+
+        def join(*pairs: Any) -> Any:
+            counts = [tf.reshape(count, [-1])[0] for count, _ in pairs]
+            for count in counts[1:]:
+                tf.debugging.assert_equal(
+                    count, counts[0], "zip() pairs batches with different numbers of rows"
+                )
+            return pairs[0][0], tf.nest.pack_sequence_as(
+                read(dataset, "datasets"), [rows for _, rows in pairs]
+            )
+
+        return tf.data.Dataset.zip(tuple(branches)).map(join)
+
+    def _cached(self, dataset: Any, own: Any) -> Any:
+        file = read(dataset, "filename").numpy().decode()
+        # Processes cache different rows, and may share a file system.
+        return own.cache(
+            f"{file}.ranks-{self.rank_slice.first_rank}-of-{self.rank_slice.num_ranks}"
+            if file
+            else ""
+        )
+
+
+def _mapped(on_element: Callable[[Any], Any], parallel: tuple[Any, ...]) -> Callable[[Any], Any]:
+    order = {"deterministic": True} if parallel else {}
+    return lambda own: own.map(
+        lambda count, element: (count, on_element(element)), *parallel, **order
+    )
+
+
+def _on_branch(structure: Any, number: int, operation: Later) -> Later:
+    function = operation.on_element
+    assert function is not None
+    flatten_up_to = _tensorflow.function("flatten_up_to")
+
+    def on_element(element: Any) -> Any:
+        branches = flatten_up_to(structure, element)
+        branches[number] = function(branches[number])
+        return tf.nest.pack_sequence_as(structure, branches)
+
+    return Later(
+        operation.name, _mapped(on_element, operation.parallel), on_element, operation.parallel
+    )
+
+
+def _has_fixed_rows(spec: Any) -> bool:
+    return all(part.shape[1:].is_fully_defined() for part in tf.nest.flatten(spec))
+
+
+def _has_open_rows(dataset: Any) -> bool:
+    return all(
+        spec.shape.rank and spec.shape[0] is None for spec in tf.nest.flatten(dataset.element_spec)
+    )
+
+
+def _random_reason(dataset: Any, kinds: list[str]) -> str:
+    parallel = _tensorflow.is_parallel(dataset)
+    effect = (
+        "draws in parallel, so that its results differ from run to run"
+        if parallel and not any("PyFunc" in kind for kind in kinds)
+        else "depends on how often it ran before"
+    )
+    return (
+        f"{operation_name(dataset)} runs for all rows, because {', '.join(kinds)} {effect}; use "
+        f"tf.random.stateless_* with a seed from the "
+        "element (Dataset.enumerate), or pass split='before' to accept other random numbers"
+    )

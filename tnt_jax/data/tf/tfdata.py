@@ -1,0 +1,388 @@
+"""Runs `tf.data` pipelines on several processes, each of which prepares its own rows.
+
+Every process rebuilds the user's pipeline; together they see the single-process stream.
+
+    model.fit(dataset.map(decode).shuffle(10_000).batch(256))  # decode runs for own rows only
+    model.fit(TfData(dataset, split="after"))  # every process prepares all rows and keeps its own
+
+TensorFlow is imported when a source is made, not before.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
+from tnt_jax.data.report import last_padded_rows
+from tnt_jax.data.sources import HostBatch, Source, batch_length, select_rows
+from tnt_jax.data.tf.distribution import Distribution, Rebuilt
+from tnt_jax.data.tf.private import Unreadable
+from tnt_jax.data.tf.warnings import warn_of_parts, warn_of_runs, warn_once
+from tnt_jax.log import logger
+
+if TYPE_CHECKING:
+    from tnt_jax.data.read_options import ReadOptions
+
+Split = Literal["auto", "before", "after"]
+_INFINITE = -1  # tf.data.INFINITE_CARDINALITY
+_SPLITS = ("auto", "before", "after")
+
+
+@dataclass(frozen=True)
+class TfData:
+    """A `tf.data.Dataset` with the choice where the rows of a process are selected.
+
+    Attributes:
+        dataset: The dataset.
+        split: `"auto"` selects as early as the stream stays exactly that of one process. `"before"`
+            trusts besides that maps with random operations, and maps on whole batches, may run on
+            own rows alone. `"after"` prepares all rows on every process.
+        has_flags: Whether the elements are `(is_good, element)`: rows whose `is_good` is False are
+            masked and counted.
+        named: The same pipeline, slower, in which a record that cannot be read raises an error that
+            names it. It is iterated after a failure, from the failing batch on.
+    """
+
+    dataset: Any
+    split: Split = "auto"
+    has_flags: bool = False
+    named: Any = None
+
+    def __post_init__(self) -> None:
+        if self.split not in _SPLITS:
+            raise ValueError(
+                f"split must be one of {', '.join(map(repr, _SPLITS))}, but is {self.split!r}."
+            )
+
+
+class TfDataSource:
+    """The rows of one process of a `tf.data` pipeline.
+
+    Args:
+        data: A batched dataset, or with `micro_batch_size` an unbatched one.
+        rank_slice: This process's part of the data axis.
+        micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the
+            batch.
+        reproducible: Whether the elements must be the same in every run: parallel operations that
+            draw random numbers then run for one element at a time, and a warning names what still
+            differs.
+
+    Attributes:
+        global_batch_size: Rows of a full global batch; None where batches differ or the pipeline
+            does not tell.
+        num_batches: Batches of an epoch; None when unknown or infinite. No pass is made to count
+            them.
+        num_examples: Rows of an epoch; None when unknown or infinite.
+        is_infinite: Whether an epoch is known to have no end.
+        num_skipped: Rows of this process that were masked because they could not be read.
+        in_memory: False: a thread reads ahead.
+        distribution: Where the pipeline was split, and why.
+
+    Raises:
+        TypeError: If the elements hold text, ragged or sparse tensors.
+        ValueError: If the dataset is unbatched and no `micro_batch_size` is given, if sizes
+            contradict one another, or if `split="before"` is impossible.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        data: TfData,
+        rank_slice: RankSlice,
+        *,
+        micro_batch_size: int | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        from tnt_jax.data.tf.inspection import Batching, batching_of, check_tensors
+
+        dataset = data.dataset
+        check_tensors(dataset)
+        batching = batching_of(dataset)
+        size: int | None = None
+        if batching is None or batching.size is not None:
+            size = resolve_batch_size(
+                rank_slice,
+                batch_size=batching and batching.size,
+                micro=micro_batch_size,
+                drop_remainder=batching is not None and batching.drop_remainder,
+                num_examples=_known(dataset.cardinality())
+                if batching is None
+                else batching.num_examples,
+            )
+        if batching is None:
+            dataset = dataset.batch(size)
+            batching = batching_of(dataset) or Batching(size)
+        self.global_batch_size: int | None = size
+        self.num_batches: int | None = _known(dataset.cardinality())
+        self.is_infinite = int(dataset.cardinality()) == _INFINITE
+        self.num_examples: int | None = batching.num_examples
+        self.num_skipped = 0
+        self._dataset = dataset
+        self._rank_slice = rank_slice
+        self._data = data
+        self._micro = micro_batch_size
+        self._split: Split = data.split
+        self._reproducible = reproducible
+        self._num_passes = 0
+        self._build()
+        logger.info("%s", self.distribution)
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
+
+        The batches before are prepared and dropped. A dataset that reshuffles gives the order of
+        its pass number `epoch`: earlier passes that were not made are started, and an earlier epoch
+        than the last one builds the pipeline anew.
+        """
+        self._go_to(epoch)
+        self._num_passes += 1
+        stream = self._stream.skip(start_batch) if start_batch else self._stream
+        yield from self._read(stream, epoch, start_batch)
+
+    def _read(self, stream: Any, epoch: int, start_batch: int) -> Iterator[HostBatch]:
+        make = self._from_own_rows if self._is_early else self._from_all_rows
+        elements = stream.as_numpy_iterator()
+        for number in count(start_batch):
+            try:
+                element = next(elements)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"This happened in batch {number} of epoch {epoch}, or soon after.")
+                self._name_record(epoch, number, error)
+                raise
+            batch = make(element)
+            yield self._without_bad_rows(batch) if self._data.has_flags else batch
+
+    def _name_record(self, epoch: int, batch: int, error: Exception) -> None:
+        """Raises an error that names the record which cannot be read, if it can be found."""
+        if type(error).__name__ == "DataLossError":
+            from tnt_jax.data.records import check_records
+            from tnt_jax.data.tf.files import files_of
+
+            try:
+                files = files_of(self._dataset)
+            except Unreadable as missing:
+                logger.warning(
+                    "Which record cannot be read is not known: this version of TensorFlow differs "
+                    "(%s).",
+                    missing,
+                )
+                return
+            check_records(files)
+        if self._data.named is not None:
+            source = TfDataSource(
+                TfData(self._data.named, self._split),
+                self._rank_slice,
+                micro_batch_size=self._micro,
+            )
+            try:
+                list(islice(source.batches(epoch, batch), 2))
+            except Exception as named:
+                raise ValueError(_first_line(named)) from error
+
+    def _without_bad_rows(self, batch: HostBatch) -> HostBatch:
+        is_good, data = batch.data
+        # Another process may have bad rows in this batch, so that the mask is there always: all run
+        # one program.
+        mask = np.ones(len(is_good), np.float32) if batch.mask is None else batch.mask
+        if num_bad := int(((mask > 0) & ~is_good).sum()):
+            self.num_skipped += num_bad
+            logger.warning(
+                "Skipped %d records that cannot be read (%d on this process so far).",
+                num_bad,
+                self.num_skipped,
+            )
+        return HostBatch(data, mask * is_good, batch.num_rows)
+
+    def _from_own_rows(self, element: tuple[np.ndarray, Any]) -> HostBatch:
+        count = int(element[0].flat[0])
+        return HostBatch(element[1], local_rows(count, self._rank_slice).mask, count)
+
+    def _from_all_rows(self, element: Any) -> HostBatch:
+        count = batch_length(element)
+        return select_rows(element, local_rows(count, self._rank_slice), count)
+
+    def _build(self) -> None:
+        """Makes the pipeline of this process; its shuffles stand at their first order."""
+        from tnt_jax.data.tf.inspection import reshuffles, reshuffles_within_a_pass
+        from tnt_jax.data.tf.replay import with_fixed_order
+
+        self._reshuffles = self._reshuffles_within_a_pass = False
+        try:
+            rebuilt = self._rebuilt()
+            if self._reproducible:
+                self._warn_of_differences(rebuilt)
+            self._reshuffles = reshuffles(self._dataset)
+            self._reshuffles_within_a_pass = reshuffles_within_a_pass(self._dataset)
+        except Unreadable as error:
+            rebuilt = self._untouched(error)
+        self._is_early = rebuilt.is_early
+        self._stream, order_notes = with_fixed_order(rebuilt.stream, self._dataset)
+        padded = last_padded_rows(
+            self.num_examples, self.global_batch_size, self._rank_slice.num_ranks
+        )
+        self.distribution = Distribution(
+            self._rank_slice,
+            self.global_batch_size,
+            self.num_batches,
+            padded,
+            tuple(rebuilt.before),
+            tuple(rebuilt.after),
+            tuple(dict.fromkeys([*rebuilt.notes, *order_notes])),
+        )
+
+    def _rebuilt(self) -> Rebuilt:
+        """Returns the pipeline with early row selection, seeded shuffles and a fixed order."""
+        from tnt_jax.data.tf.replay import Repairs, operation_names
+        from tnt_jax.data.tf.split import CannotSplitEarly, Splitter
+
+        repairs = Repairs(one_by_one=self._reproducible)
+        splitter = Splitter(self._rank_slice, self._split, repairs)
+        try:
+            if (reason := self._why_not_early()) is not None:
+                raise CannotSplitEarly(reason)
+            stream = splitter.local_batches(self._dataset)
+            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
+            notes = [*splitter.notes, *repairs.notes]
+            return Rebuilt(stream, True, splitter.before, splitter.after, notes, repairs.slowed)
+        except CannotSplitEarly as reason:
+            if self._split == "before":
+                raise ValueError(
+                    f"split='before' is impossible: {reason}. Use split='auto', or change the "
+                    f"pipeline."
+                ) from None
+            stream = repairs.repaired(self._dataset)
+            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
+            notes = [f"Rows are selected last: {reason}.", *repairs.notes]
+            return Rebuilt(stream, False, operation_names(self._dataset), [], notes, repairs.slowed)
+
+    def _untouched(self, error: Unreadable) -> Rebuilt:
+        """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
+        reason = f"this version of TensorFlow does not let the pipeline be taken apart ({error})"
+        if self._split == "before":
+            raise ValueError(
+                f"split='before' is impossible: {reason}. Use split='after', or install "
+                f"TensorFlow 2.21."
+            ) from error
+        warn_once(
+            f"Every process runs the whole pipeline, because {reason}. A shuffle or random "
+            f"operation without a seed gives each process "
+            "rows of its own: give all of them seeds, or install TensorFlow 2.21."
+        )
+        return Rebuilt(
+            self._dataset,
+            False,
+            ["the whole pipeline"],
+            [],
+            [f"Rows are selected last: {reason}."],
+            [],
+        )
+
+    def _warn_of_differences(self, rebuilt: Rebuilt) -> None:
+        from tnt_jax.data.tf.run_to_run import draws_for_own_rows, run_to_run_differences
+
+        differences = run_to_run_differences(rebuilt.stream)
+        if self._split == "before":
+            differences += draws_for_own_rows(self._dataset)
+        warn_of_runs(differences, rebuilt.slowed)
+
+    def _why_not_early(self) -> str | None:
+        if self._split == "after":
+            return "split='after' asks for it"
+        if self._rank_slice.local_ranks == self._rank_slice.num_ranks:
+            return None if self._split == "before" else "this process feeds all ranks"
+        return None
+
+    def _go_to(self, epoch: int) -> None:
+        """Brings the shuffles of the pipeline to their order of pass `epoch`."""
+        if not self._reshuffles:
+            return
+        if epoch < self._num_passes:
+            self._build()
+            self._num_passes = 0
+        while self._num_passes < epoch:
+            # A pass draws its seeds when it starts; a shuffle below a repeat draws again on the
+            # way.
+            stream = iter(self._stream)
+            next(stream, None)
+            if self._reshuffles_within_a_pass:
+                for _ in stream:
+                    pass
+            self._num_passes += 1
+
+
+def tf_source(dataset: Any, options: "ReadOptions") -> Source:
+    """Returns the source of a `tf.data.Dataset`, or of a `TfData`.
+
+    With `options.distribute` the dataset is the same on every process, and each feeds its rows;
+    otherwise it is the process's own shard, batched for its own ranks.
+    """
+    choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
+    if not options.distribute:
+        return _shard_source(choice.dataset, options)
+    from tnt_jax.data.tf.skipping import check_skips_alike
+
+    check_skips_alike(choice.dataset)
+    return TfDataSource(
+        choice,
+        options.rank_slice,
+        micro_batch_size=options.micro_batch_size,
+        reproducible=options.reproducible,
+    )
+
+
+def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
+    from tnt_jax.data.shards import ShardSource
+    from tnt_jax.data.tf.inspection import batching_of, check_tensors
+
+    check_tensors(dataset)
+    if batching_of(dataset) is None:
+        if options.micro_batch_size is None:
+            raise ValueError(
+                "The dataset is not batched and no tnt_micro_batch_size was given. Batch each "
+                "process's shard with "
+                f"tnt_micro_batch_size * {options.rank_slice.local_ranks} (the ranks of this "
+                f"process), or pass tnt_micro_batch_size."
+            )
+        dataset = dataset.batch(options.micro_batch_size * options.rank_slice.local_ranks)
+    logger.info("Automatic dataset distribution is off: every process feeds its own shard.")
+    return ShardSource(
+        _NumpyBatches(dataset),
+        rank_slice=options.rank_slice,
+        micro_batch_size=options.micro_batch_size,
+    )
+
+
+class _NumpyBatches:
+    """The elements of a `tf.data.Dataset` as NumPy arrays.
+
+    It has a length if the dataset knows its cardinality.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dataset.as_numpy_iterator()
+
+    def __len__(self) -> int:
+        cardinality = _known(self._dataset.cardinality())
+        if cardinality is None:
+            raise TypeError("The dataset's length is unknown.")
+        return cardinality
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an operation said, without the names of TensorFlow's nodes around it."""
+    found = re.search(r"[^\[\]\n'\"]*cannot be read[^\[\]\n'\"]*", str(error))
+    return found.group().strip() if found else str(error)
+
+
+def _known(cardinality: Any) -> int | None:
+    return int(cardinality) if int(cardinality) >= 0 else None

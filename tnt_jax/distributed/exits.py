@@ -1,0 +1,78 @@
+"""Reports to the job how this process ends.
+
+A process can end with its script, by `sys.exit`, by an exception or by `tnt_jax.shutdown()`.
+"""
+
+import atexit
+import builtins
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tnt_jax import _jax
+from tnt_jax.distributed.leaving import Membership
+from tnt_jax.job import Slot
+
+
+def _leave(joined: tuple[Membership, Callable[[], None]] | None) -> None:
+    """Leaves the job, if this process was introduced to one, at `tnt_jax.shutdown()`."""
+    if joined is None:
+        return
+    membership, unhook = joined
+    membership.shut_down()
+    unhook()
+
+
+# With what undoes its hooks in the interpreter.
+_membership = Slot[tuple[Membership, Callable[[], None]] | None](lambda: None, close=_leave)
+
+
+def introduce(process: int, num_processes: int) -> None:
+    """Makes the end of this process, whatever its cause, known to the job that it has just joined.
+
+    Args:
+        process: Number of this process.
+        num_processes: Processes of the job.
+    """
+    own = Membership(_jax.coordination_client(), process, num_processes)
+    own.introduce()
+    _membership.set((own, _hook_in(own)))
+
+
+def _hook_in(own: Membership) -> Callable[[], None]:
+    """Lets a membership see how the interpreter ends, and returns what undoes that."""
+    report, leave = sys.excepthook, sys.exit
+
+    def report_exception(kind: Any, error: Any, trace: Any) -> None:
+        own.report_exception(report, kind, error, trace)
+
+    def remember_and_exit(status: Any = None, /) -> None:
+        own.remember_exit(status)
+        leave(status)
+
+    hooks = [(sys, "excepthook", report_exception), (sys, "exit", remember_and_exit)]
+    # They raise SystemExit themselves.
+    hooks += [
+        (builtins, name, remember_and_exit) for name in ("exit", "quit") if hasattr(builtins, name)
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in hooks]
+    for owner, name, hook in hooks:
+        setattr(owner, name, hook)
+    # Runs before JAX's own, which was registered earlier.
+    atexit.register(own.leave_at_exit)
+
+    def undo() -> None:
+        atexit.unregister(own.leave_at_exit)
+        for (owner, name, hook), original in zip(hooks, originals, strict=True):
+            # Another library may have put its own hook around this one.
+            if getattr(owner, name) is hook:
+                setattr(owner, name, original)
+
+    return undo
+
+
+def watch() -> None:
+    """Begins to look for processes that leave; every process must have introduced itself."""
+    joined = _membership.get()
+    assert joined is not None, "introduce() comes first."
+    joined[0].watch()

@@ -1,0 +1,95 @@
+"""Sums over the ranks at the lowest cost."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+
+# Below this size, between CPU processes, a copy into a joint array costs less than a separate sum;
+# see benchmarks/README.md.
+_SMALL_BYTES = 2**20
+
+
+def psum(tree: Any, *, join_small: bool | None = None, axis_name: str = _jax.DATA_AXIS) -> Any:
+    """Returns the sum over the ranks, inside `shard_map`.
+
+    With one rank the result is `tree` itself: XLA's CPU compiler would keep the collective, which
+    copies all gradients.
+
+    Args:
+        tree: Arrays that vary over the ranks, and numbers that do not.
+        join_small: Whether arrays below 1 MiB with the same dtype are summed as one array. This is
+            the default between CPU processes, where each sum waits up to milliseconds for a thread
+            of another process to wake up.
+        axis_name: Axis of the ranks.
+    """
+    if jax.lax.axis_size(axis_name) == 1:
+        return tree
+    if not (_has_slow_starts() if join_small is None else join_small):
+        return jax.lax.psum(tree, axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    joined, take_apart = join_small_ones(leaves)
+    return structure.unflatten(take_apart(jax.lax.psum(joined, axis_name)))
+
+
+def join_small_ones(
+    arrays: Sequence[Any],
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Joins arrays below 1 MiB that have the same dtype; returns the list and its inverse.
+
+    Args:
+        arrays: Arrays and plain numbers.
+    """
+    groups_of_indices = groups_of_small(arrays, _SMALL_BYTES)
+    groups = [[arrays[index] for index in indices] for indices in groups_of_indices]
+
+    def take_apart(joined: Sequence[Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+        for indices, group, whole in zip(groups_of_indices, groups, joined, strict=True):
+            results.update(
+                zip(indices, [whole] if len(group) == 1 else split_like(whole, group), strict=True)
+            )
+        return [results[index] for index in range(len(arrays))]
+
+    return [group[0] if len(group) == 1 else flatten(group) for group in groups], take_apart
+
+
+def groups_of_small(arrays: Sequence[Any], limit: int) -> list[list[int]]:
+    """Returns the positions of arrays below `limit` bytes, grouped by dtype.
+
+    Larger arrays and plain numbers are groups of their own.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, x in enumerate(arrays):
+        is_small = hasattr(x, "dtype") and x.size * x.dtype.itemsize < limit
+        groups.setdefault(x.dtype if is_small else index, []).append(index)
+    return list(groups.values())
+
+
+def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns arrays of one dtype as one array `[total size]`."""
+    return (
+        arrays[0].reshape(-1)
+        if len(arrays) == 1
+        else jnp.concatenate([x.reshape(-1) for x in arrays])
+    )
+
+
+def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns the pieces of `flat`, `[total size]`, in the shapes of `arrays`.
+
+    The values of `arrays` are not used.
+    """
+    parts = []
+    start = 0
+    for x in arrays:
+        parts.append(flat[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return parts
+
+
+def _has_slow_starts() -> bool:
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"

@@ -1,0 +1,231 @@
+"""Reads the collectives of programs: those that a step requests and those that were compiled."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+_NUM_BYTES = {
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "u16": 2,
+    "s16": 2,
+    "s8": 1,
+    "u8": 1,
+    "pred": 1,
+}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_SHAPES = r"\((tensor<[^)]*>)\) ->"
+_TITLE = "// Program: "
+_KERNELS = (
+    "fusion",
+    "custom-call",
+    "dot",
+    "convolution",
+    "reduce",
+    "copy",
+    "sort",
+    "scatter",
+    "concatenate",
+    "while",
+    "call",
+)
+
+
+# Scopes in which `overlap.py` calls the ring, and the name under which its sums are listed.
+RING_START, RING_WAIT, RING_SUM = "ring_start", "ring_wait", "ring-sum"
+
+
+class Collective(NamedTuple):
+    """One collective of a schedule; positions are shares of the kernels, from 0 to 1.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`; `ring-sum` for a sum by
+            callbacks between CPUs.
+        nbytes: Bytes of the result.
+        is_asynchronous: Whether other kernels are scheduled between its start and its end.
+        start: Position of the start.
+        done: Position of the end.
+        backward_end: Position of the last kernel of backpropagation.
+    """
+
+    kind: str
+    nbytes: int
+    is_asynchronous: bool
+    start: float
+    done: float
+    backward_end: float
+
+
+def join_programs(texts: Mapping[str, str]) -> str:
+    """Returns the texts of several programs as one, each after a comment with its name."""
+    return "\n".join(f"{_TITLE}{name}\n{text}" for name, text in texts.items())
+
+
+def split_programs(text: str) -> list[str]:
+    """Returns the programs in a text of `join_programs`; another text is one program."""
+    parts = text.split(_TITLE)
+    return parts if len(parts) == 1 else [part.split("\n", 1)[1] for part in parts[1:]]
+
+
+def read_planned(text: str) -> list[tuple[str, int]]:
+    """Returns the kind and bytes of each collective in a program before compilation, in order.
+
+    Args:
+        text: StableHLO, as `lowered.as_text()` returns it.
+    """
+    names = "|".join(kind.replace("-", "_") for kind in _COLLECTIVES)
+    found = re.findall(rf'"stablehlo\.({names})".*?{_SHAPES}', text, flags=re.DOTALL)
+    # What waits for a sum of the ring takes two numbers and returns one before the arrays.
+    number = r"tensor<i32>"
+    waits = re.findall(
+        rf"@xla_ffi_python_cpu_callback\(.*: \({number}, {number}\) -> \({number}, (.*)\)$",
+        text,
+        flags=re.MULTILINE,
+    )
+    planned = [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
+    return [*planned, *((RING_SUM, _num_tensor_bytes(shapes)) for shapes in waits)]
+
+
+def read_collectives(text: str) -> tuple[list[Collective], int]:
+    """Returns the collectives of a scheduled program in order, and its backpropagation kernels.
+
+    The second item is the number of kernels.
+
+    Args:
+        text: HLO as `compiled.as_text()` returns it.
+
+    Raises:
+        ValueError: If the program is not scheduled.
+    """
+    if "is_scheduled=true" not in text.split("\n", 1)[0]:
+        raise ValueError(
+            "Only a scheduled program shows what overlaps: pass the text of a compiled program."
+        )
+    computations = _computations(text)
+    # An asynchronous collective may be wrapped into a computation that a generic start calls.
+    wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
+    found: list[tuple[str, str, int, bool, int]] = []
+    kernels = 0
+    backward = []
+    ring_ends = []
+    for name, shape, operation, rest in filter(None, map(_parse, computations[""])):
+        kind = _kind(operation, rest, wrapped)
+        if kind is not None and operation.endswith("-done"):
+            continue
+        if operation == "custom-call" and f"/{RING_START}/" in rest:
+            found.append((name, RING_SUM, _num_operand_bytes(rest), True, kernels))
+        elif operation == "custom-call" and f"/{RING_WAIT}/" in rest:
+            ring_ends.append(kernels)
+        elif kind is not None:
+            is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
+            found.append((name, kind, _num_bytes(kind, shape), is_synchronous, kernels))
+        elif operation in _KERNELS:
+            kernels += 1
+            if "transpose(jvp" in rest:
+                backward.append(kernels)
+    ends = _ends(computations[""], [name for name, *_ in found], wrapped)
+    # Sums are waited for in the order in which they start.
+    ends.update(zip([name for name, kind, *_ in found if kind == RING_SUM], ring_ends, strict=True))
+    last = max(backward, default=0) / max(kernels, 1)
+
+    def position(kernels_before: int) -> float:
+        return kernels_before / max(kernels, 1)
+
+    collectives = []
+    for name, kind, size, is_synchronous, start in found:
+        done = ends.get(name, start)
+        is_asynchronous = done > start if kind == RING_SUM else not is_synchronous
+        collectives.append(
+            Collective(kind, size, is_asynchronous, position(start), position(done), last)
+        )
+    return collectives, len(backward)
+
+
+def _num_tensor_bytes(shapes: str) -> int:
+    """Returns the bytes of shapes such as `tensor<3x4xf32>, tensor<i32>`."""
+    total = 0
+    for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", shapes):
+        # `ui8` and `i8` of StableHLO are `u8` and `s8` of HLO.
+        name = re.sub("^i", "s", re.sub("^ui", "u", dtype))
+        total += _NUM_BYTES.get(name, 4) * math.prod(int(x) for x in dims.split("x") if x)
+    return total
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Returns the lines of each computation by name; the program itself has the name ''."""
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            name = "" if header[1] else header[2]
+            found[name] = []
+        elif line == "}":
+            name = None
+        elif name is not None:
+            found[name].append(line)
+    return found
+
+
+def _parse(line: str) -> tuple[str, ...] | None:
+    found = _INSTRUCTION.match(line)
+    return found.groups() if found else None
+
+
+def _wrapped_kind(lines: list[str]) -> str | None:
+    for parsed in filter(None, map(_parse, lines)):
+        if parsed[2] in _COLLECTIVES:
+            return parsed[2]
+    return None
+
+
+def _kind(operation: str, rest: str, wrapped: dict[str, str | None]) -> str | None:
+    base = re.sub(r"-(start|done)$", "", operation)
+    if base in _COLLECTIVES:
+        return base
+    called = re.search(r"calls=%([\w.\-]+)", rest)
+    is_pair = operation.endswith(("-start", "-done"))
+    return wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
+
+
+def _num_bytes(kind: str, shape: str) -> int:
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    sizes = [
+        _NUM_BYTES.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x)
+        for dtype, dims in arrays
+    ]
+    # The result of a start other than that of an all-reduce holds operands and results.
+    return max(sizes, default=0) if kind != "all-reduce" else sum(sizes)
+
+
+def _num_operand_bytes(rest: str) -> int:
+    """Returns the bytes of a custom call's operands, without the two leading numbers."""
+    layouts = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", rest)
+    return (
+        sum(_num_bytes("", shape) for shape in re.findall(r"\w+\[[\d,]*\]", layouts[1])[2:])
+        if layouts
+        else 0
+    )
+
+
+def _ends(lines: list[str], names: list[str], wrapped: dict[str, str | None]) -> dict[str, int]:
+    """Returns the number of kernels after which each start is done."""
+    waiting = set(names)
+    kernels = 0
+    ends: dict[str, int] = {}
+    for _, _, operation, rest in filter(None, map(_parse, lines)):
+        if operation.endswith("-done"):
+            operand = re.search(r"%([\w.\-]+)\)", rest)
+            if operand and operand[1] in waiting:
+                ends[operand[1]] = kernels
+        elif operation in _KERNELS and _kind(operation, rest, wrapped) is None:
+            kernels += 1
+    return ends

@@ -1,0 +1,326 @@
+"""Host values of several processes, byte for byte: as JAX arrays, 64-bit ones would be narrowed.
+
+Processes first compare what they bring, without a device. Small values travel with that; larger
+ones by `host_transport`.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.distributed import stall
+from tnt_jax.distributed.host_transport import ALIGNMENT, broadcast_bytes, gather_chunks, starts
+from tnt_jax.distributed.host_trees import (
+    as_arrays,
+    check_rows,
+    raise_difference,
+    text_of,
+    type_of,
+)
+from tnt_jax.distributed.rendezvous import Role, meet
+from tnt_jax.job import Slot, once_per_job
+
+# With the comparison; more would burden the coordinator of a large job.
+_SMALL_BYTES = 1024
+# Processes cannot tell which of two calls of a process at the same time is which of another's.
+_turn = Slot(threading.Lock)
+
+
+@contextmanager
+def exclusive(call: str) -> Iterator[None]:
+    """Notes that a public call runs within the block, which no other thread may make meanwhile.
+
+    Args:
+        call: Its name.
+
+    Raises:
+        RuntimeError: If another thread is in such a call.
+    """
+    turn = _turn.get()
+    if not turn.acquire(blocking=False):
+        raise RuntimeError(
+            f"{call} was called in the thread {threading.current_thread().name!r} while another "
+            "thread of this process exchanges values with other processes. They could not tell "
+            "the calls apart: make all of them in one thread, or one after the other."
+        )
+    try:
+        with stall.calling(call):
+            yield
+    finally:
+        turn.release()
+
+
+class Brought(NamedTuple):
+    """A pytree in pieces, the same on every process but for the values and the leading dimensions.
+
+    Attributes:
+        leaves: The arrays of this process.
+        structure: The structure of the tree.
+        members: The processes that exchange.
+        present: Positions among the members of those that have brought values.
+        shapes: Shapes of the arrays, by process in `present`.
+        total: Bytes of the process that brings most, aligned.
+        small: The concatenated bytes of the arrays, by process in `present`, if these are few; else
+            None.
+    """
+
+    leaves: list[np.ndarray]
+    structure: Any
+    members: tuple[int, ...]
+    present: list[int]
+    shapes: list[list[tuple[int, ...]]]
+    total: int
+    small: list[bytes] | None
+
+    @property
+    def own(self) -> int:
+        """Position of this process among those in `present`."""
+        return [self.members[position] for position in self.present].index(jax.process_index())
+
+    def nbytes(self, position: int) -> list[int]:
+        """Returns the size of each array of a process, in bytes."""
+        return [
+            math.prod(shape) * leaf.itemsize
+            for shape, leaf in zip(self.shapes[position], self.leaves, strict=True)
+        ]
+
+
+def bring(
+    call: str,
+    tree: Any,
+    members: tuple[int, ...],
+    check: Callable[[str, np.ndarray], None] | None = None,
+    *,
+    problem: Exception | None = None,
+    is_ragged: bool = False,
+    is_joinable: bool = False,
+) -> Brought:
+    """Returns a pytree of host values as arrays, once all processes have brought theirs.
+
+    Structure, shapes and dtypes must be the same on all of them.
+
+    Args:
+        call: Name of the public call.
+        tree: Pytree of numbers and arrays.
+        members: The processes that exchange.
+        check: Raises if an array, of which it gets the path, cannot be used.
+        problem: What is wrong with the call on this process, if anything; raised once the others
+            have heard of it.
+        is_ragged: Whether leading dimensions may differ between processes.
+        is_joinable: Whether processes that have joined may be without values.
+
+    Raises:
+        ValueError: On every process, if structure, shapes or dtypes differ; the text names
+            processes, path and both.
+        TypeError: If a leaf is no array; the other processes raise a RuntimeError that quotes it.
+    """
+    error = problem
+    paths = []
+    leaves = []
+    try:
+        if error is None:
+            paths, leaves = as_arrays(call, tree, check)
+            if is_ragged:
+                check_rows(call, paths, leaves)
+    except Exception as raised:  # Raised below, so that the other processes do not wait.
+        error, paths, leaves = raised, [], []
+    structure = jax.tree.structure(tree)
+    types = [type_of(leaf, is_ragged) for leaf in leaves]
+    description = [
+        text_of(structure),
+        *(f"{path} is {kind}" for path, kind in zip(paths, types, strict=True)),
+    ]
+    is_small = sum(leaf.nbytes for leaf in leaves) <= _small_bytes(len(members))
+    told = {
+        "error": "" if error is None else f"{type(error).__name__}: {error}",
+        "digest": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
+        "total": starts([leaf.nbytes for leaf in leaves], ALIGNMENT)[-1],
+        "rows": [len(leaf) for leaf in leaves] if is_ragged else None,
+        "values": base64.b64encode(b"".join(leaf.tobytes() for leaf in leaves)).decode()
+        if is_small
+        else None,
+    }
+    role: Role = "joinable" if is_joinable else "alone"
+    entries = [
+        json.loads(text) for text in meet(call, json.dumps(told), members=members, role=role)
+    ]
+    present = agree_on_exchange(call, entries, members, error=error, description=description)
+    brought = [entries[position] for position in present]
+    return Brought(
+        leaves,
+        structure,
+        members,
+        present,
+        [_shapes_of(leaves, entry["rows"]) for entry in brought],
+        max(entry["total"] for entry in brought),
+        [base64.b64decode(entry["values"]) for entry in brought] if are_small(entries) else None,
+    )
+
+
+def _small_bytes(num_members: int) -> int:
+    """Returns up to how many bytes of a process go along with the comparison."""
+    # Each process receives those of all from the coordinator.
+    return max(_SMALL_BYTES, min(16 * _SMALL_BYTES, 2**20 // num_members**2))
+
+
+def agree_on_exchange(
+    call: str,
+    entries: list[dict[str, Any]],
+    members: tuple[int, ...],
+    *,
+    error: Exception | None = None,
+    description: Sequence[str] = (),
+) -> list[int]:
+    """Returns the positions of the processes that have brought values, once all can exchange them.
+
+    Args:
+        call: Name of the public call.
+        entries: What each process told; of one that has joined, `{"joined": ...}`.
+        members: The processes.
+        error: What went wrong on this process, or None.
+        description: What this process has brought, if anything.
+    """
+    present = [position for position, entry in enumerate(entries) if "joined" not in entry]
+    raise_first(error, [entry.get("error", "") for entry in entries], members)
+    if len({entries[position]["digest"] for position in present}) > 1:
+        texts = meet(call, json.dumps(description), members=members, role="joins")
+        told = {members[position]: json.loads(texts[position]) for position in present}
+        raise_difference(call, told)
+    if len(members) == jax.process_count():
+        connect_devices()
+    return present
+
+
+def are_small(entries: list[dict[str, Any]]) -> bool:
+    """Returns whether what all processes brought came with what they told."""
+    return all("joined" in entry or entry["values"] is not None for entry in entries)
+
+
+def _shapes_of(leaves: list[np.ndarray], num_rows: list[int] | None) -> list[tuple[int, ...]]:
+    if num_rows is None:
+        return [leaf.shape for leaf in leaves]
+    return [(rows, *leaf.shape[1:]) for rows, leaf in zip(num_rows, leaves, strict=True)]
+
+
+def raise_first(
+    error: Exception | None, texts: list[str], members: Sequence[int] | None = None
+) -> None:
+    """Raises this process's error, or a RuntimeError that quotes the first of the others.
+
+    It does nothing if there is none.
+
+    Args:
+        error: What went wrong on this process, or None.
+        texts: What went wrong, by process; empty where nothing did.
+        members: The processes; those from 0 on by default.
+    """
+    if error is not None:
+        raise error
+    for process, text in zip(members or range(len(texts)), texts, strict=True):
+        if text:
+            raise RuntimeError(f"Process {process} failed: {text}")
+
+
+@once_per_job
+def connect_devices() -> None:
+    """Runs a first collective on all processes, to be called when they have just met."""
+    # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s
+    # after another.
+    if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
+        _jax.process_allgather(np.zeros(1, np.uint8))
+
+
+def collected(
+    brought: Brought, part: Callable[[int, int], tuple[int, int]] | None = None
+) -> list[np.ndarray]:
+    """Returns for each array the concatenated bytes that the processes have brought of it.
+
+    Args:
+        brought: Arrays.
+        part: From the position of a process and the index of an array to the first byte that this
+            process needs, and the end; all by default.
+    """
+    alignment = 1 if brought.small is not None else ALIGNMENT
+    layouts = [brought.nbytes(position) for position in range(len(brought.present))]
+    wanted = [
+        [(0, size) if part is None else part(position, index) for index, size in enumerate(sizes)]
+        for position, sizes in enumerate(layouts)
+    ]
+    lengths = [[end - begin for begin, end in ranges] for ranges in wanted]
+    ends = np.cumsum(lengths, axis=0, dtype=np.int64)
+    results = [np.empty(total, np.uint8) for total in (ends[-1] if len(ends) else [])]
+    for first, rows in _all_rows(brought):
+        for position, row in enumerate(rows):
+            positions = starts(layouts[position], alignment)
+            for index, (begin, end) in enumerate(wanted[position]):
+                begin, end = positions[index] + begin, positions[index] + end
+                low, high = max(begin, first), min(end, first + len(row))
+                if low < high:
+                    place = ends[position][index] - lengths[position][index] + low - begin
+                    results[index][place : place + high - low] = row[low - first : high - first]
+    return results
+
+
+def typed(data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns bytes as an array of a dtype and a shape."""
+    return data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
+
+
+def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays that `reduce` makes of those of all processes.
+
+    Args:
+        brought: Arrays of numbers.
+        reduce: From `[num_processes, size]` to `[size]`, element by element.
+    """
+    num_present = len(brought.present)
+    parts = [
+        [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in brought.leaves
+    ]  # Gives arrays without elements their dtype.
+    begins = starts(brought.nbytes(0), 1 if brought.small is not None else ALIGNMENT)
+    for first, rows in _all_rows(brought):
+        stacked = np.stack(rows)
+        for index, leaf in enumerate(brought.leaves):
+            begin = max(begins[index], first)
+            end = min(begins[index] + leaf.nbytes, first + stacked.shape[1])
+            if begin < end:
+                piece = stacked[:, begin - first : end - first]
+                parts[index].append(reduce(np.ascontiguousarray(piece).view(leaf.dtype)))
+    return [
+        np.concatenate(pieces).reshape(leaf.shape)
+        for leaf, pieces in zip(brought.leaves, parts, strict=True)
+    ]
+
+
+def sent_from(brought: Brought, root: int) -> list[np.ndarray]:
+    """Returns the arrays of process `root`."""
+    if brought.small is not None:
+        data, alignment = brought.small[brought.members.index(root)], 1
+    else:
+        data = broadcast_bytes(brought.leaves, brought.members, root, brought.total)
+        alignment = ALIGNMENT
+    positions = starts(brought.nbytes(0), alignment)
+    return [
+        np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape).copy()
+        if leaf.nbytes
+        else leaf.copy()
+        for leaf, start in zip(brought.leaves, positions, strict=False)
+    ]
+
+
+def _all_rows(brought: Brought) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+    """Yields positions, and the bytes of each process in `present` from there on."""
+    if brought.small is not None:
+        yield 0, [np.frombuffer(data, np.uint8) for data in brought.small]
+        return
+    for first, rows in gather_chunks(brought.leaves, brought.members, brought.total):
+        yield first, [rows[position] for position in brought.present]

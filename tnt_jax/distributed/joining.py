@@ -1,0 +1,221 @@
+"""Joins the job that the environment names.
+
+It also checks that the job's hosts can reach one another. It opens no device.
+"""
+
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.distributed import exits
+from tnt_jax.log import logger
+from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
+
+_HOST_KEY = "tnt_jax/host"
+# Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
+_GRACE_S = 30
+# A process may read and prepare its data for long before it needs the others.
+_FIRST_MEETING_S = 3600
+
+
+def join_job() -> Settings:
+    """Joins the job named by the environment, if any, and opens no device; `init` does so first.
+
+    Returns the settings.
+
+    Raises:
+        ValueError: If a variable is invalid.
+        RuntimeError: As `init`.
+    """
+    settings = read_settings()
+    _make_threads_for_virtual_devices()
+    job = detect_job(os.environ)
+    if job is not None and job.num_processes > 1:
+        _join(job, settings)
+    return settings
+
+
+def _make_threads_for_virtual_devices() -> None:
+    """Gives XLA's thread pool enough threads for the virtual CPU devices of `XLA_FLAGS`."""
+    counts = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    if not counts or "PJRT_NPROC" in os.environ or "NPROC" in os.environ:
+        return
+    # The pool has as many threads as cores; below twice the number of devices their collectives
+    # deadlocked.
+    threads = max(os.cpu_count() or 1, 4 * int(counts[-1]))
+    if not _jax.backends_are_initialized():
+        os.environ["PJRT_NPROC"] = str(threads)
+    elif (os.cpu_count() or 1) < 2 * int(counts[-1]):
+        logger.warning(
+            "%s virtual CPU devices share %s threads, and their collectives may deadlock. Set "
+            "PJRT_NPROC=%d before JAX starts, or call "
+            "tnt_jax.init() before JAX is used.", counts[-1], os.cpu_count(), threads,
+        )  # fmt: skip
+
+
+def _join(job: Job, settings: Settings) -> None:
+    """Connects to the job's coordinator and checks that its hosts can reach one another."""
+    if _jax.is_distributed():
+        return
+    member = f"{job.coordinator_address} {job.process_id}"
+    _check_that_it_can_join(job, member)
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # JAX's service catches SIGTERM and then waits to be polled: a process that nobody polls
+        # could not be ended.
+        jax.config.update("jax_enable_preemption_service", False)
+    # The launcher has seen that the hosts reach one another, and sees processes that fail; the
+    # others may be reading their data.
+    default_s = (
+        _FIRST_MEETING_S
+        if "TNT_JOB_ID" in os.environ
+        else default_init_timeout_s(job.num_processes)
+    )
+    timeout_s = settings.init_timeout_s or default_s
+    with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
+        jax.distributed.initialize(
+            coordinator_address=job.coordinator_address,
+            num_processes=job.num_processes,
+            process_id=job.process_id,
+            local_device_ids=job.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=timeout_s + _GRACE_S,
+            heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
+            # Each process disconnects for itself, and `leaving` sees to it that the coordinator is
+            # the last.
+            shutdown_timeout_seconds=0,
+        )
+    os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
+    exits.introduce(job.process_id, job.num_processes)
+    _check_host_names(job, timeout_s=timeout_s)
+    exits.watch()
+
+
+def _check_that_it_can_join(job: Job, member: str) -> None:
+    """Raises a RuntimeError if the process cannot join.
+
+    It cannot if it, or the process that started it, has been in the job, or if JAX was used before.
+    """
+    if os.environ.get("TNT_JOINED") == f"{member} {os.getpid()}":
+        raise RuntimeError(
+            f"This process has left the job of {job.num_processes} processes by "
+            f"tnt_jax.shutdown(), and cannot join it again, because JAX's devices stay open. Call "
+            f"shutdown() after the last use of tnt_jax, or leave it out."
+        )
+    if os.environ.get("TNT_JOINED", "").startswith(f"{member} "):
+        raise RuntimeError(
+            f"This process was started by process {job.process_id} of the job, which has joined "
+            f"it already, and cannot join again. Where "
+            "multiprocessing starts processes by 'spawn', they run the script anew: put what it "
+            "does under if __name__ == '__main__':."
+        )
+    if _jax.backends_are_initialized():
+        raise RuntimeError(
+            f"{job.source} names a job of {job.num_processes} processes, but JAX was used before "
+            f"tnt_jax could join it, so this "
+            "process would train alone. Call tnt_jax.init() at the top of the script, before "
+            "jax.devices(), jax.random or any array."
+        )
+
+
+@contextmanager
+def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
+    """Ends the process with an explanation if the block takes longer than `timeout_s`."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        print(f"[tnt_jax] ERROR: {explain()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # JAX's own timeout aborts the process with a stack trace of C++ and raises nothing that could
+    # be caught.
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _missing_processes(job: Job, timeout_s: int) -> str:
+    proxies = sorted(
+        name
+        for name in os.environ
+        if name.lower().endswith("_proxy") and name.lower() != "no_proxy"
+    )
+    hint = (
+        f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to "
+        f"no_proxy."
+        if proxies
+        else ""
+    )
+    return (
+        f"Process {job.process_id} of {job.num_processes} could not start with the others within "
+        f"{timeout_s} s "
+        f"(coordinator {job.coordinator_address}, from {job.source}). Check that all "
+        f"{job.num_processes} processes were started, "
+        f"that the coordinator's host and port can be reached from here, and that nothing else "
+        f"listens there; a job that starts more "
+        f"slowly needs a larger TNT_INIT_TIMEOUT_S.{hint}"
+    )
+
+
+def _check_host_names(job: Job, *, timeout_s: int) -> None:
+    """Raises the same error on every process if host names resolve to loopback addresses."""
+    # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x
+    # is out of the others' reach.
+    client = _jax.coordination_client()
+    client.key_value_set(
+        f"{_HOST_KEY}/{job.process_id}",
+        f"{_machine()} {socket.gethostname()} {own_address() or 'unresolved'}",
+    )
+    keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
+    hosts = sorted(
+        {tuple(client.blocking_key_value_get(key, timeout_s * 1000).split(" ")) for key in keys}
+    )
+    looped = [
+        f"{name} ({address})"
+        for _, name, address in hosts
+        if address.startswith("127.") or address == "::1"
+    ]
+    if len({machine for machine, _, _ in hosts}) > 1 and looped and _cpu_collectives_are_needed():
+        raise RuntimeError(
+            f"Host(s) {', '.join(looped)} resolve their own name to a loopback address, so the "
+            f"other hosts of the job cannot reach "
+            "them. Give each host name its network address in /etc/hosts (Debian writes "
+            "'127.0.1.1 NAME' there) or in DNS."
+        )
+
+
+def _machine() -> str:
+    """Returns an identifier of the host: its boot and its network namespace.
+
+    The namespace tells apart hosts that share a kernel.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def own_address() -> str | None:
+    """Returns the address of the machine's own name, or None if it has none.
+
+    The other hosts of a job reach the machine at this address.
+    """
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _cpu_collectives_are_needed() -> bool:
+    return (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu"  # type: ignore[attr-defined]

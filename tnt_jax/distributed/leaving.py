@@ -1,0 +1,371 @@
+"""How a process leaves its job, and how the others learn of it.
+
+A process that ends says so in the job's coordination service before it goes. A thread of every
+process looks there. A process that waits for one that has left would wait indefinitely, so it
+ends, too, with the code of the one that left; a process that does not wait, because it writes its
+results, goes on to its own end.
+"""
+
+import contextlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.stall import here
+from tnt_jax.distributed.waiting import describe_wait
+from tnt_jax.log import logger
+from tnt_jax.settings import LOST_EXIT_CODE
+
+_FIRST, _LEFT, _PIDS = "tnt_jax/first_left", "tnt_jax/left", "tnt_jax/pid"
+# Of one question to the service; the answer comes at once when a process leaves. Large jobs ask
+# less often.
+_QUESTION_S = 1.0
+_TICK_S = 0.25
+# What a process still computes after the last of the others has had its values ends within the
+# second time.
+_FAILURE_PATIENCE_S, _END_PATIENCE_S = 1.0, 4.0
+# Until the others have taken note, and how much later those end that end as a consequence: whoever
+# watches sees the cause first.
+_NOTICE_S, _CONSEQUENCE_DELAY_S = 8.0, 2.0
+# How long an error of a collective waits for another process to tell its cause.
+_CAUSE_S = 3.0
+_REPORT_S = 60.0
+# What the errors of collectives say whose peer has gone.
+_SIGNS_OF_LOSS = (
+    "gloo",
+    "connection",
+    "lost a neighbour",
+    "nccl",
+    "socket closed",
+    "unavailable",
+    "disconnected",
+)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a process left the job.
+
+    Attributes:
+        process: Its number.
+        code: Its exit code; None if it is not known.
+        how: In words.
+        because: Number of the process that it would have waited for, or None.
+        is_lost: Whether it ended without leaving the job.
+    """
+
+    process: int
+    code: int | None
+    how: str
+    because: int | None = None
+    is_lost: bool = False
+
+    @property
+    def code_of_others(self) -> int:
+        """Exit code of the processes that cannot go on without it."""
+        if self.is_lost:
+            return LOST_EXIT_CODE
+        return 1 if self.code is None else self.code
+
+
+@dataclass
+class Membership:
+    """A process's part in the job: its own leaving, and what it knows of the others'.
+
+    Attributes:
+        client: Client of the coordination service.
+        process: Number of this process.
+        num_processes: Processes of the job.
+    """
+
+    client: Any
+    process: int
+    num_processes: int
+    _pid: int = field(default_factory=os.getpid)
+    _exit_code: int | None = None
+    _exit_text: str = "the end of its script"
+    _is_leaving: bool = False
+    _is_ending: bool = False
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _peers: dict[int, int] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    # Watching the others.
+
+    def introduce(self) -> None:
+        """Tells the other processes of this machine this one's process id."""
+        self.client.key_value_set(f"{_PIDS}/{_machine()}/{self.process}", str(self._pid))
+
+    def watch(self) -> None:
+        """Begins to look for processes that leave; every process must have introduced itself."""
+        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{_machine()}"):
+            if (process := int(key.rpartition("/")[2])) != self.process:
+                # It has left already, or the system has no such call: then closed connections are
+                # all that tells.
+                with contextlib.suppress(OSError):
+                    self._peers[os.pidfd_open(int(pid))] = process
+        self._thread = threading.Thread(target=self._watch, name="tnt_jax-leaving", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        question_ms = int(1000 * max(_QUESTION_S, self.num_processes / 100))
+        waited_s: float = 0
+        while not self._stopped.is_set():
+            try:
+                self._report_lost()
+                self.client.blocking_key_value_get(_FIRST, question_ms)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    self._stopped.wait(_QUESTION_S)
+        while not self._stopped.wait(_TICK_S):
+            cause = self._cause()
+            place = None if cause is None else describe_wait()
+            waited_s = 0 if place is None else waited_s + _TICK_S
+            if cause is not None and place is not None and waited_s >= _patience(cause):
+                self._end(cause, f"Process {self.process} waits for it in {place}")
+
+    def _report_lost(self) -> None:
+        """Reports as lost the processes of this machine that ended without saying so."""
+        ready = select.poll()
+        for descriptor in list(self._peers):
+            ready.register(descriptor, select.POLLIN)
+        for descriptor, _ in ready.poll(0):
+            with self._lock:
+                process = self._peers.pop(descriptor, None)
+            if process is None:
+                continue  # Another thread has seen it.
+            os.close(descriptor)
+            if process not in (departure.process for departure in self._departures()):
+                how = "a call of os._exit, a signal or a crash"
+                self._announce(Departure(process, None, how, is_lost=True))
+
+    def _departures(self) -> list[Departure]:
+        try:
+            entries = self.client.key_value_dir_get(_LEFT)
+        except jax.errors.JaxRuntimeError:  # The service has ended, and with it the job.
+            return []
+        return [Departure(**json.loads(text)) for _, text in entries]
+
+    def _cause(self) -> Departure | None:
+        """Returns another process's departure that no other departure caused, or None.
+
+        A failure is preferred. While this process waits among some processes alone, an orderly end
+        of another is no cause.
+        """
+        if self._peers:
+            self._report_lost()
+        causes = [
+            item
+            for item in self._departures()
+            if item.process != self.process
+            and item.because is None
+            and (item.code or item.is_lost or item.process in (here().members or [item.process]))
+        ]
+        return max(
+            causes, key=lambda item: (bool(item.code) or item.is_lost, -item.process), default=None
+        )
+
+    # Leaving.
+
+    def shut_down(self) -> None:
+        """Leaves the job before the end of the script; does nothing if the process has left."""
+        if not self._is_leaving:
+            self.leave(Departure(self.process, 0, "tnt_jax.shutdown()"))
+
+    def remember_exit(self, code: Any) -> None:
+        """Takes note of the argument of `sys.exit`."""
+        self._exit_code = code if isinstance(code, int) else int(code is not None)
+        self._exit_text = f"sys.exit({code!r})"
+
+    def leave_at_exit(self) -> None:
+        """Leaves the job at the end of the interpreter."""
+        if os.getpid() != self._pid:
+            # A process that os.fork has made shares the connection to the service: to close it
+            # would abort the job.
+            _jax.skip_cleanup()
+            if self._exit_code is not None:
+                _flush()
+                os._exit(self._exit_code)
+            return
+        self._stay_if_ending()
+        if _jax.is_distributed() and not self._is_leaving:
+            self.leave(Departure(self.process, self._exit_code, self._exit_text))
+
+    def leave(self, departure: Departure) -> None:
+        """Announces that this process leaves, gives the others time to note it, and disconnects."""
+        self._is_leaving = True
+        self._announce(departure)
+        self.stop_watching()
+        failed = bool(departure.code)
+        if self.process == 0:
+            # The service runs in this process, and its end would end the others.
+            self._wait_for_others(_NOTICE_S if failed else None)
+        if failed:
+            # What runs in this process may wait for the others, and JAX would wait for it.
+            _jax.skip_cleanup()
+        elif self.process != 0:
+            # A process that waits for this one can say so before the connections are closed.
+            deadline = time.monotonic() + _NOTICE_S
+            while len(self._departures()) < self.num_processes and time.monotonic() < deadline:
+                time.sleep(0.02)
+        jax.distributed.shutdown()
+
+    def stop_watching(self) -> None:
+        """Ends the thread: at the end of the interpreter it must not be in a call."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * _QUESTION_S)
+
+    def report_exception(
+        self,
+        report: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Reports an uncaught exception and ends the process without JAX's wait for the others.
+
+        Args:
+            report: What prints an exception.
+            kind: Its class.
+            error: The exception.
+            trace: Its traceback.
+        """
+        if os.getpid() != self._pid or self._is_leaving:
+            report(kind, error, trace)
+            return
+        self._stay_if_ending()
+        self._stopped.set()
+        cause = self._cause_of(error)
+        if cause is not None:
+            self._end(cause, f"Process {self.process}, which needs it, failed: {_gist(error)}")
+        self._is_leaving = True
+        report(kind, error, trace)
+        _flush()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self._announce(Departure(self.process, code, _gist(error)))
+        self._disconnect()
+        os._exit(code)
+
+    def _cause_of(self, error: BaseException) -> Departure | None:
+        """Returns the departure that an error of a collective follows from, if any."""
+        is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError))
+        if not is_of_collective or not any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
+            return None
+        deadline = time.monotonic() + _CAUSE_S
+        while (cause := self._cause()) is None and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        return cause
+
+    def _end(self, cause: Departure, consequence: str) -> None:
+        """Ends this process, which cannot go on without the one that left."""
+        self._is_ending = True
+        code = cause.code_of_others
+        left = "has ended without leaving the job" if cause.is_lost else "has left the job"
+        print(
+            f"[tnt_jax] ERROR: Process {cause.process} {left} ({cause.how}). {consequence}, and "
+            f"ends with exit code {code}.",
+            file=sys.stderr,
+        )
+        _flush()
+        self._announce(Departure(self.process, code, "could not go on", because=cause.process))
+        self._disconnect()
+        time.sleep(_CONSEQUENCE_DELAY_S)
+        os._exit(code)
+
+    def _disconnect(self) -> None:
+        """Leaves the coordination service; process 0 leaves after all others.
+
+        The end of the service aborts every process that is still connected.
+        """
+        if self.process == 0:
+            self._wait_for_others(_NOTICE_S)
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # It has ended.
+                self.client.shutdown()
+
+    def _stay_if_ending(self) -> None:
+        """Waits for the end that another thread has begun, with its exit code."""
+        while self._is_ending:
+            time.sleep(_CONSEQUENCE_DELAY_S)
+
+    def _announce(self, departure: Departure) -> None:
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # Another process has said so, or the service has ended.
+            self.client.key_value_set(f"{_LEFT}/{departure.process}", json.dumps(asdict(departure)))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # Another process was the first.
+            self.client.key_value_set(_FIRST, str(departure.process))
+
+    def _wait_for_others(self, timeout_s: float | None) -> None:
+        """Waits until all other processes have disconnected or are lost."""
+        others = threading.Thread(target=self._await_disconnection, daemon=True)
+        others.start()
+        began = reported = time.monotonic()
+        while others.is_alive() and (timeout_s is None or time.monotonic() - began < timeout_s):
+            others.join(_TICK_S)
+            self._report_lost()
+            gone = {departure.process: departure for departure in self._departures()}
+            there = [process for process in range(self.num_processes) if process not in gone]
+            if not there and any(departure.is_lost for departure in gone.values()):
+                break
+            if there and time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                logger.warning(
+                    "Process 0 has ended its script and waits for the end of process %s.",
+                    ", ".join(map(str, there)),
+                )
+        waiting = [
+            str(departure.process)
+            for departure in self._departures()
+            if departure.because == self.process
+        ]
+        if waiting and timeout_s is None:
+            logger.warning(
+                "Process 0 has left the job while process %s waited for it.", ", ".join(waiting)
+            )
+
+    def _await_disconnection(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # One of them was lost.
+            _jax.await_disconnection(self.client, self.num_processes)
+
+
+def _patience(cause: Departure) -> float:
+    return _FAILURE_PATIENCE_S if cause.code or cause.is_lost else _END_PATIENCE_S
+
+
+def _machine() -> str:
+    """Returns what processes have in common that can see one another's process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _gist(error: BaseException) -> str:
+    """Returns an error in one line; of one that quotes a traceback, that traceback's last."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    line = (
+        lines[-1]
+        if any(line.startswith("Traceback") for line in lines[1:]) or "Traceback (" in lines[0]
+        else lines[0]
+    )
+    return line if len(line) <= 200 else line[:200] + "..."
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # Nobody reads it any more, or it was closed.
+            stream.flush()

@@ -1,0 +1,348 @@
+"""Sums the gradients of all ranks inside a step: in buckets, in order, compressed, or by host.
+
+All functions except those that plan run inside `shard_map` over the data axis.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax.distributed.cpu_ring.reducer import connect, sum_in_background
+from tnt_jax.distributed.fused_psum import flatten, join_small_ones, psum, split_like
+from tnt_jax.distributed.rank_sums import sum_by_hosts, sum_in_bfloat16
+from tnt_jax.settings import Settings
+
+# The fastest sizes on modelled H100s, see benchmarks/README.md: between hosts a sum takes long
+# whatever its size.
+_HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
+_RANKS_OF_A_HOST = 8
+_CPU_BUCKET_BYTES = 2 * 2**20
+# Up to this many ranks, and from this many bytes of gradients on, the compiler's own grouping was
+# modelled as faster: Transformer-big and -base, but not ResNet-50 with its 98 MiB.
+_MOST_RANKS_FOR_XLA, _XLA_BYTES = 64, 200 * 2**20
+
+Threshold = int | Literal["xla"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed over the ranks.
+
+    Attributes:
+        threshold: Bytes from which a bucket is full; 0 gives each array a bucket of its own;
+            `"xla"` leaves the grouping and the order to the compiler.
+        chained: Whether a bucket is one array that waits for the previous bucket. This keeps the
+            compiler from merging buckets and from sending first layers first, and costs a copy.
+        compression: `"bfloat16"` sends 16 bits per 32-bit gradient and corrects the rounding in the
+            next step; None sends gradients unchanged.
+        ranks_per_host: Number of neighbouring ranks on one host that are summed before the hosts
+            exchange results; 1 for no such stage.
+        shard_optimizer_state: Whether each rank keeps and updates only its own shard of the
+            optimizer state.
+        xla_bytes: Bytes of gradients from which everything is left to the compiler, as with the
+            threshold `"xla"`; None for never.
+        by_ring: Whether CPU processes sum buckets with the ring all-reduce, while the program
+            computes.
+    """
+
+    threshold: Threshold = 0
+    chained: bool = False
+    compression: Literal["bfloat16"] | None = None
+    ranks_per_host: int = 1
+    shard_optimizer_state: bool = False
+    xla_bytes: int | None = None
+    by_ring: bool = False
+
+    def resolve(self, nbytes: int) -> "Reduction":
+        """Returns this reduction for a given number of bytes of gradients."""
+        leaves_all = self.xla_bytes is not None and nbytes >= self.xla_bytes
+        return (
+            replace(self, threshold="xla", chained=False, xla_bytes=None)
+            if leaves_all
+            else replace(self, xla_bytes=None)
+        )
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether ranks keep the rounding errors of a step for the next one."""
+        return self.compression is not None
+
+
+def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> Reduction:
+    """Returns the fastest exact reduction for the given devices.
+
+    Args:
+        platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
+        num_ranks: Ranks of the job.
+        num_processes: Processes of the job.
+    """
+    if platform == "cpu":
+        return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1)
+    if num_ranks <= _RANKS_OF_A_HOST:
+        return Reduction(_HOST_BUCKET_BYTES, chained=True)
+    xla_bytes = _XLA_BYTES if num_ranks <= _MOST_RANKS_FOR_XLA else None
+    return Reduction(_CLUSTER_BUCKET_BYTES, chained=True, xla_bytes=xla_bytes)
+
+
+def choose_reduction(
+    platform: str,
+    num_ranks: int,
+    num_processes: int = 1,
+    *,
+    settings: Settings,
+    threshold_kb: Threshold | None = None,
+    **choices: Any,
+) -> Reduction:
+    """Returns the reduction that the user chose; unset options take the platform's default.
+
+    Args:
+        platform: Platform of the devices.
+        num_ranks: Ranks of the job.
+        num_processes: Processes of the job.
+        settings: Settings from the environment.
+        threshold_kb: KiB from which a bucket is full, or `"xla"`; None for the value in the
+            environment or the platform's default.
+        choices: Other attributes of `Reduction`.
+
+    Raises:
+        ValueError: If a value is invalid, or two choices exclude one another.
+    """
+    reduction = replace(default_reduction(platform, num_ranks, num_processes), **choices)
+    threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
+    if threshold_kb == "xla":
+        reduction = replace(
+            reduction, threshold="xla", chained=False, xla_bytes=None, by_ring=False
+        )
+    elif threshold_kb is not None:
+        if isinstance(threshold_kb, (bool, str)) or threshold_kb < 0:
+            raise ValueError(
+                "fusion_threshold must be a number of KiB of at least 0, or 'xla', but is "
+                f"{threshold_kb!r}."
+            )
+        reduction = replace(reduction, threshold=int(threshold_kb * 1024), xla_bytes=None)
+    if reduction.compression not in (None, "bfloat16"):
+        raise ValueError(
+            f"gradient_compression must be 'bfloat16' or None, but is {reduction.compression!r}."
+        )
+    if reduction.ranks_per_host < 1 or num_ranks % reduction.ranks_per_host:
+        raise ValueError(
+            f"ranks_per_host ({reduction.ranks_per_host}) must be at least 1 and divide the number "
+            f"of ranks ({num_ranks}); leave it at 1 where hosts differ in their number of devices."
+        )
+    special = {
+        "gradient_compression": reduction.compression is not None,
+        "ranks_per_host": reduction.ranks_per_host > 1,
+        "shard_optimizer_state": reduction.shard_optimizer_state,
+    }
+    chosen = [name for name, is_chosen in special.items() if is_chosen]
+    if chosen:
+        reduction = replace(reduction, xla_bytes=None, by_ring=False)
+    if len(chosen) > 1:
+        raise ValueError(
+            f"{' and '.join(chosen)} exclude one another: each is a different way to sum "
+            "gradients. Choose one."
+        )
+    if chosen and reduction.threshold == "xla":
+        raise ValueError(
+            f"{chosen[0]} works on buckets: pass fusion_threshold as a number of KiB, or leave it "
+            "out."
+        )
+    return reduction
+
+
+def plan_buckets(
+    nbytes: Sequence[int], threshold: int, *, kinds: Sequence[Any] | None = None
+) -> list[list[int]]:
+    """Groups consecutive arrays into buckets by Tarantella's greedy rule.
+
+    A bucket takes further arrays as long as it holds fewer than `threshold` bytes; so a bucket can
+    exceed the threshold by its last array, and no array is split.
+
+    Args:
+        nbytes: Size of each array, in bytes, in the order in which they will be reduced.
+        threshold: Size, in bytes, from which a bucket is full; 0 gives each array a bucket of its
+            own.
+        kinds: What must be equal within a bucket, one value per array, such as its dtype; by
+            default all arrays fit together. Arrays of another kind in between do not end a bucket.
+
+    Returns:
+        Indices into `nbytes`, one list per bucket, in the order of the last array of each bucket.
+
+    Raises:
+        ValueError: If `threshold` is negative.
+
+    Example:
+        >>> plan_buckets([376, 68, 8, 324], threshold=40)
+        [[0], [1], [2, 3]]
+    """
+    if threshold < 0:
+        raise ValueError(
+            f"The threshold of gradient buckets must be at least 0 bytes, but is {threshold}."
+        )
+    buckets: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for index, bytes_ in enumerate(nbytes):
+        kind = None if kinds is None else kinds[index]
+        bucket, size = filling.get(kind, ([], threshold))
+        if not bucket or size >= threshold:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        filling[kind] = bucket, size + bytes_
+    return sorted(buckets, key=lambda bucket: bucket[-1])
+
+
+def plan(leaves: Sequence[Any], threshold: Threshold) -> list[list[int]]:
+    """Returns the buckets of arrays that are ready in the given order.
+
+    With `"xla"` this is one bucket, which the compiler divides.
+    """
+    if threshold == "xla":
+        return [list(range(len(leaves)))] if leaves else []
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    return plan_buckets(sizes, threshold, kinds=[x.dtype for x in leaves])
+
+
+def sum_over_ranks(
+    tree: Any,
+    reduction: Reduction,
+    *,
+    order: Sequence[int] | None = None,
+    after: Any = (),
+    update: Any = 0,
+) -> Any:
+    """Returns the sum of `tree` over the ranks, with 32-bit additions.
+
+    The order of the additions is that of the collective.
+
+    Args:
+        tree: Arrays that vary over the ranks, usually gradients.
+        reduction: How; its compression is ignored.
+        order: Indices of the leaves, in order of availability, earliest first; the order of the
+            tree by default.
+        after: Other values that XLA sums, before or while `tree` is computed. A ring starts once
+            they are available: processes whose programs use the two engines in different orders
+            would wait for each other forever.
+        update: Number of the step since the start of training, with which a ring tags its sums.
+    """
+    reduction = reduction.resolve(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    if reduction.by_ring:
+        return _sum_by_ring(tree, reduction, order, after, update)
+
+    def total(flat: jax.Array) -> jax.Array:
+        if reduction.ranks_per_host > 1:
+            return sum_by_hosts(flat, reduction.ranks_per_host)
+        return psum(flat)
+
+    def total_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
+        if reduction.chained or reduction.ranks_per_host > 1:
+            return split_like(total(flatten(arrays)), arrays)
+        return psum(arrays, join_small=False if reduction.threshold == "xla" else None)
+
+    return in_buckets(total_of_bucket, tree, reduction, order=order)
+
+
+def _sum_by_ring(
+    tree: Any, reduction: Reduction, order: Sequence[int] | None, after: Any, update: Any
+) -> Any:
+    """Returns the sum of `tree` over the ranks, computed by the ring all-reduce.
+
+    Half precision is widened, as XLA does on CPUs.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    order = range(len(leaves)) if order is None else order
+    buckets = [
+        [order[position] for position in bucket]
+        for bucket in plan([leaves[i] for i in order], reduction.threshold)
+    ]
+    # For small arrays, a copy costs less than an array of its own in a callback.
+    joined = [join_small_ones([_widen(leaves[index]) for index in bucket]) for bucket in buckets]
+    totals = sum_in_background(
+        connect(), [arrays for arrays, _ in joined], after=jax.tree.leaves(after), update=update
+    )
+    results: dict[int, Any] = {}
+    for bucket, (_, take_apart), summed in zip(buckets, joined, totals, strict=True):
+        results.update(zip(bucket, take_apart(summed), strict=True))
+    return structure.unflatten(
+        [results[index].astype(leaf.dtype) for index, leaf in enumerate(leaves)]
+    )
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def sum_compressed(
+    tree: Any, residual: Any, reduction: Reduction, *, order: Sequence[int]
+) -> tuple[Any, Any]:
+    """Returns the sum of `tree` over the ranks, sent in bfloat16, and this rank's residual.
+
+    A rank sends its gradients plus its residual, rounded to 8 significant bits. The values are
+    added in float32 and the sum is rounded once more. Both rounding errors go into the residual, so
+    that over many steps the sums add up to those of the true gradients. The error at any time is
+    the sum of the residuals, at most 2**-8 of the values sent in one step (error feedback: Seide et
+    al. 2014, Interspeech; Karimireddy et al. 2019, arXiv:1901.09847).
+
+    Args:
+        tree: Gradients that vary over the ranks. Only float32 is compressed; other dtypes are
+            summed unchanged.
+        residual: What was left out in earlier steps: arrays like `tree`.
+        reduction: Buckets.
+        order: Indices of the leaves, in order of availability, earliest first.
+
+    Returns:
+        The sum, the same on every rank, and this rank's residual.
+    """
+    left: dict[int, jax.Array] = {}
+    residuals = jax.tree.leaves(residual)
+
+    def total_of_bucket(arrays: list[jax.Array], indices: list[int]) -> list[jax.Array]:
+        kept = [residuals[index] for index in indices]
+        if arrays[0].dtype != jnp.float32:
+            left.update(zip(indices, kept, strict=True))
+            return psum(arrays)
+        total, rest = sum_in_bfloat16(flatten(arrays) + flatten(kept))
+        left.update(zip(indices, split_like(rest, arrays), strict=True))
+        return split_like(total, arrays)
+
+    summed = in_buckets(total_of_bucket, tree, reduction, order=order, with_indices=True)
+    return summed, jax.tree.unflatten(
+        jax.tree.structure(residual), [left[index] for index in range(len(residuals))]
+    )
+
+
+def in_buckets(
+    total_of_bucket: Callable,
+    tree: Any,
+    reduction: Reduction,
+    *,
+    order: Sequence[int] | None = None,
+    with_indices: bool = False,
+) -> Any:
+    """Returns `tree` with the leaves of each bucket replaced by the result of `total_of_bucket`.
+
+    Args:
+        total_of_bucket: Maps a list of arrays of one dtype to as many results. If `with_indices`,
+            its second argument is the indices of the leaves.
+        tree: Arrays.
+        reduction: Buckets, and whether they are chained.
+        order: Indices of the leaves, in order of availability, earliest first; the order of the
+            tree by default.
+        with_indices: Whether to pass indices.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    order = range(len(leaves)) if order is None else order
+    results: dict[int, Any] = {}
+    before = None
+    for bucket in plan([leaves[index] for index in order], reduction.threshold):
+        indices = [order[position] for position in bucket]
+        arrays = [leaves[index] for index in indices]
+        if reduction.chained and before is not None:
+            arrays, _ = jax.lax.optimization_barrier((arrays, before))
+        totals = total_of_bucket(arrays, indices) if with_indices else total_of_bucket(arrays)
+        results.update(zip(indices, totals, strict=True))
+        before = totals[-1]
+    return jax.tree.unflatten(structure, [results[index] for index in range(len(leaves))])

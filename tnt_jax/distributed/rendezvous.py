@@ -1,0 +1,281 @@
+"""A barrier of all processes, with a text from each, through the job's coordination service.
+
+It needs no device, and reports which processes are missing or came from another call.
+"""
+
+import atexit
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed import stall
+from tnt_jax.job import Slot
+
+_KEY = "tnt_jax/meeting"
+# The interval at which a waiting process checks whether waiting has become pointless.
+_POLL_S = 1
+Role = Literal["alone", "joinable", "joins"]
+# How many meetings there were, by the processes that met.
+_numbers = Slot[Counter[tuple[int, ...]]](Counter)
+_checks = Slot[list[Callable[[], None]]](list)
+# Of the process, not of its job: the interpreter ends once, and waits for the threads of any job.
+_is_ending = threading.Event()
+_waiting_threads: set[int] = set()
+
+
+def raise_while_waiting(check: Callable[[], None]) -> None:
+    """Registers `check`, which threads that wait for other processes call every second.
+
+    Args:
+        check: Raises an error once it is known that the others will not come.
+    """
+    _checks.get().append(check)
+
+
+def read_key(
+    key: str,
+    what: str,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+    check: Callable[[], None] = lambda: None,
+) -> str | None:
+    """Returns the value of a key of the job's coordination service once it exists.
+
+    Returns None once `is_over` is true.
+
+    Args:
+        key: The key.
+        what: What the process waits for, used in warnings.
+        is_over: Whether waiting has become pointless.
+        check: Called every second; raises if the others will not come.
+
+    Raises:
+        RuntimeError: If a process that has not come has ended its script.
+    """
+    client = _jax.coordination_client()
+    with stall.waiting(what), _in_call():
+        while not (is_over() or _is_ending.is_set()):
+            try:
+                return client.blocking_key_value_get(key, _POLL_S * 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if forsaken := stall.here().forsaken:
+                raise RuntimeError(f"{forsaken} Every process must make the same calls.")
+            for each in (*_checks.get(), check):
+                each()
+    return None
+
+
+@contextmanager
+def _in_call() -> Iterator[None]:
+    """Records that a thread waits in the service; none may do so at the interpreter's exit."""
+    if threading.current_thread() is threading.main_thread():
+        yield
+        return
+    thread = threading.get_ident()
+    _waiting_threads.add(thread)
+    try:
+        yield
+    finally:
+        _waiting_threads.discard(thread)
+
+
+@atexit.register
+def _end_waiting() -> None:
+    """Ends the threads that wait for other processes when the script ends.
+
+    A call to the service that is cut short aborts the process.
+    """
+    _is_ending.set()
+    deadline = time.monotonic() + 3 * _POLL_S
+    while _waiting_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def meet(
+    call: str,
+    text: str = "",
+    *,
+    members: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+    role: Role = "alone",
+) -> list[str]:
+    """Returns the texts of all processes, by process, once each of them has made the same call.
+
+    All processes must call it equally often, from one thread at a time.
+
+    Args:
+        call: The public call of this process, as a user writes it.
+        text: What this process tells the others.
+        members: The processes that meet, in rising order, this one among them; all by default.
+        timeout_s: Seconds to wait. By default there is no limit, because warnings report who waits
+            for whom.
+        role: `"joins"` if this process follows whatever call the others make, which must be
+            `"joinable"`.
+
+    Raises:
+        RuntimeError: On all processes, if their calls differ; on this process, if not all came in
+            time. The text names them.
+    """
+    process = jax.process_index()
+    together = tuple(range(jax.process_count()) if members is None else members)
+    if len(together) == 1:
+        return [text]
+    number = _next_meeting(together)
+    with stall.among(() if members is None else together):
+        found = _exchange(
+            together, number, call, json.dumps([call, stall.here().calls, text, role]), timeout_s
+        )
+    if not found:
+        raise RuntimeError(
+            f"Process {process} waited {timeout_s:g} s in {call} for process(es) "
+            f"{_list(_missing(together, number))} of {len(together)}. Every "
+            "process must call it; look for a process that failed or took another branch."
+        )
+    meant = dict(zip(together, map(json.loads, json.loads(found)), strict=True))
+    came = {member: entry for member, entry in meant.items() if entry[3] != "joins"}
+    _check_calls({member: _in_words(call, calls) for member, (call, calls, *_) in came.items()})
+    if any(entry[3] == "alone" for entry in came.values()) and len(came) < len(meant):
+        raise RuntimeError(
+            f"Process(es) {_list([member for member in meant if member not in came])} have called "
+            f"join, and process(es) {_list(list(came))} came to {next(iter(came.values()))[0]}, "
+            "which needs all of them. Those that have joined take part in all_reduce and "
+            "all_gather_rows alone."
+        )
+    return [text for _, _, text, _ in meant.values()]
+
+
+def _next_meeting(together: tuple[int, ...]) -> int:
+    """Returns the number of this process's next meeting with these processes, from 0 on."""
+    _numbers.get()[together] += 1
+    if len(together) == jax.process_count():
+        stall.here().meetings = _numbers.get()[together]
+    return _numbers.get()[together] - 1
+
+
+def _exchange(
+    together: tuple[int, ...], number: int, call: str, own: str, timeout_s: float | None
+) -> str | None:
+    """Returns the list of what all have said, in JSON; None if they have not come in time."""
+    first, process = together[0], jax.process_index()
+    folder, client = _folder(together, number), _jax.coordination_client()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    has_said: list[bool] = []
+
+    def is_over() -> bool:
+        return deadline is not None and time.monotonic() > deadline
+
+    def check() -> None:
+        # Where the first process is, nobody needs to know as long as all come soon.
+        if process == first and not has_said:
+            has_said.append(True)
+            client.key_value_set(f"{folder}/{first}", own)
+        _raise_if_elsewhere(together, number, call)
+
+    if process != first:
+        client.key_value_set(f"{folder}/{process}", own)
+        found = read_key(f"{folder}/all", call, is_over=is_over, check=check)
+        if found:
+            client.key_value_delete(f"{folder}/{process}")
+        return found
+    # One process collects for all, so that the messages are as many as the processes, not as
+    # their square.
+    others = [
+        read_key(f"{folder}/{other}", call, is_over=is_over, check=check)
+        for other in together
+        if other != first
+    ]
+    found = None if None in others else json.dumps([own, *others])
+    client.key_value_set(f"{folder}/all", found or "")
+    if has_said:
+        client.key_value_delete(f"{folder}/{first}")
+    if number:
+        # Who has come to this meeting has read what was collected in the one before.
+        client.key_value_delete(f"{_folder(together, number - 1)}/all")
+    return found
+
+
+def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> None:
+    """Raises a RuntimeError, on all concerned, if another process waits for this one elsewhere.
+
+    Where process sets differ, two processes can wait for each other in different meetings. The one
+    in the smaller meeting then goes to the other, where calls are compared.
+
+    Args:
+        together: The processes that this one waits among.
+        number: Number of their meeting.
+        call: What it came for.
+    """
+    process, everybody = jax.process_index(), tuple(range(jax.process_count()))
+    for key, _ in _jax.coordination_client().key_value_dir_get(_KEY):
+        name, next_number, other = key.removeprefix(f"{_KEY}/").split("/")
+        elsewhere = everybody if name == "all" else tuple(map(int, name.split("-")))
+        waits_here = (
+            other != "all"
+            and int(other) in together
+            and process in elsewhere
+            and int(other) != process
+            and int(next_number) == _numbers.get()[elsewhere]
+        )
+        if waits_here and (len(elsewhere), elsewhere) > (len(together), together):
+            # As if it had not come: it may come again.
+            _jax.coordination_client().key_value_delete(f"{_folder(together, number)}/{process}")
+            _numbers.get()[together] = number
+            meet(f"{call} among processes {_list(list(together))}", members=elsewhere)
+
+
+def _folder(together: tuple[int, ...], number: int) -> str:
+    is_everybody = len(together) == jax.process_count()
+    return f"{_KEY}/{'all' if is_everybody else '-'.join(map(str, together))}/{number}"
+
+
+def _missing(together: tuple[int, ...], number: int) -> list[int]:
+    """Returns the processes that have not come to a meeting.
+
+    The first process leaves no entry, and is missing if nobody else is.
+    """
+    client = _jax.coordination_client()
+    entries = client.key_value_dir_get(_folder(together, number))
+    came = {key.rsplit("/", 1)[1] for key, _ in entries}
+    missing = [process for process in together[1:] if str(process) not in came]
+    return missing or [together[0]]
+
+
+def _in_words(call: str, calls: list[str]) -> str:
+    """Returns a call and the public calls that enclose it, the outermost last."""
+    outer = calls[:-1] if calls and call.startswith(calls[-1]) else calls
+    return " in ".join([call, *reversed(outer)])
+
+
+def _check_calls(names: Mapping[int, str]) -> None:
+    """Raises a RuntimeError unless all processes made the same call, within the same calls.
+
+    Args:
+        names: The call of each process.
+    """
+    if len(set(names.values())) <= 1:
+        return
+    groups: dict[str, list[int]] = {}
+    for process, name in names.items():
+        groups.setdefault(name, []).append(process)
+    told = "; ".join(
+        f"process(es) {_list(processes)}: {name}" for name, processes in groups.items()
+    )
+    raise RuntimeError(
+        f"The processes came to different calls: {told}. Every process must make the same calls in "
+        "the same order, not under `if tnt.is_master_rank():`, and pass the same callbacks: those "
+        "that write files do so on the master only."
+    )
+
+
+def _list(processes: list[int]) -> str:
+    more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
+    return ", ".join(map(str, processes[:8])) + more

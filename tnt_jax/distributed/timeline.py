@@ -1,0 +1,181 @@
+"""A timeline of what the host does, in Chrome's trace format: for chrome://tracing and Perfetto.
+
+With `TNT_TIMELINE=FILE`, which `tnt-jax --timeline FILE` sets, each process writes what it calls,
+waits for, compiles and runs:
+
+    with timeline.span("train step", "step", step=5):
+        ...
+
+Process 0 writes FILE, process 1 FILE with `.1` before its ending. Times are those of the hosts'
+clocks, in microseconds. What devices do, `jax.profiler` records.
+"""
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import jax
+
+from tnt_jax.job import Slot
+
+_F = TypeVar("_F", bound=Callable)
+_NOTHING = nullcontext()
+
+
+class Timeline:
+    """A file of events of this process, one a line, in the order in which they end.
+
+    Args:
+        path: File; what it held is lost.
+        process: Number of the process.
+    """
+
+    def __init__(self, path: Path, process: int) -> None:
+        self._process, self._pid = process, os.getpid()
+        # The monotonic clock, set by that of the host once.
+        self._origin_ns = time.time_ns() - time.perf_counter_ns()
+        self._lock = threading.Lock()
+        self._threads: set[int] = set()
+        # Each line reaches the file at once: a process may end without leaving Python.
+        self._file: TextIO | None = path.open("w", buffering=1)
+        self._file.write("[\n")
+        self._name("process_name", f"process {process} on {socket.gethostname()}", 0)
+
+    @contextmanager
+    def span(self, name: str, category: str, arguments: dict[str, Any]) -> Iterator[None]:
+        """Records how long the block takes."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(name, category, start_ns, time.perf_counter_ns(), arguments)
+
+    def add(
+        self, name: str, category: str, start_ns: int, end_ns: int, arguments: dict[str, Any]
+    ) -> None:
+        """Records an event of the current thread.
+
+        Args:
+            name: What happened.
+            category: `"call"`, `"wait"`, `"data"`, `"step"`, `"callback"` or `"compile"`.
+            start_ns: Time of `time.perf_counter_ns`.
+            end_ns: The same.
+            arguments: What else to show.
+        """
+        thread = threading.get_native_id()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self._name("thread_name", threading.current_thread().name, thread)
+        self._write(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "pid": self._process,
+                "tid": thread,
+                "ts": (self._origin_ns + start_ns) / 1000,
+                "dur": (end_ns - start_ns) / 1000,
+                "args": arguments,
+            }
+        )
+
+    def close(self) -> None:
+        """Ends the file."""
+        # A process that os.fork has made shares the file.
+        if self._file is not None and os.getpid() == self._pid:
+            with self._lock:
+                self._file.write("{}]\n")
+                self._file.close()
+        self._file = None
+
+    def _name(self, kind: str, name: str, thread: int) -> None:
+        ids = {"pid": self._process, "tid": thread}
+        self._write({"name": kind, "ph": "M", **ids, "args": {"name": name}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is not None and os.getpid() == self._pid:
+                self._file.write(json.dumps(event) + ",\n")
+
+
+def _end(timeline: Timeline | None) -> None:
+    if timeline is not None:
+        timeline.close()
+        jax.monitoring.unregister_event_duration_listener(_note_duration)
+
+
+_timeline = Slot[Timeline | None](lambda: None, close=_end)
+
+
+def start(path: str, process: int) -> None:
+    """Begins to record what this process does, until its job ends.
+
+    Args:
+        path: File of process 0; that of others has their number before its ending.
+        process: Number of this process.
+    """
+    file = Path(path)
+    own = file.with_name(f"{file.stem}.{process}{file.suffix}") if process else file
+    _timeline.set(Timeline(own, process))
+    jax.monitoring.register_event_duration_secs_listener(_note_duration)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """Ends the file; does nothing if none was begun."""
+    _end(_timeline.get())
+    _timeline.set(None)
+
+
+def span(name: str, category: str, **arguments: Any) -> AbstractContextManager[None]:
+    """Returns a context manager that records how long its block takes, if anything is recorded.
+
+    Args:
+        name: What happens.
+        category: `"call"`, `"wait"`, `"data"`, `"step"`, `"callback"` or `"compile"`.
+        **arguments: What else to show.
+    """
+    timeline = _timeline.get()
+    return _NOTHING if timeline is None else timeline.span(name, category, arguments)
+
+
+def recorded(function: _F, name: str, category: str) -> _F:
+    """Returns a function whose calls are recorded, if anything is; else the function itself."""
+    if _timeline.get() is None:
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with span(name, category):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
+    """Records an event that ends at this moment, if anything is recorded.
+
+    Args:
+        name: What happened.
+        category: As of `span`.
+        start_ns: When it began, by `time.perf_counter_ns`.
+        **arguments: What else to show.
+    """
+    if (timeline := _timeline.get()) is not None:
+        timeline.add(name, category, start_ns, time.perf_counter_ns(), arguments)
+
+
+def _note_duration(event: str, duration_secs: float, **_: Any) -> None:
+    """Records what JAX says it has just done, if it was to trace, lower or compile a program."""
+    if event.startswith("/jax/core/compile/"):
+        now_ns = time.perf_counter_ns()
+        name = event.rsplit("/", 1)[1].removesuffix("_duration")
+        add(name, "compile", now_ns - round(duration_secs * 1e9))

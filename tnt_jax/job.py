@@ -1,0 +1,101 @@
+"""The state of this process's job: what lives from its first use until `tnt_jax.shutdown()`.
+
+    _warned = Slot[set[str]](set)  # In the file that owns it.
+    ...
+    _warned.get().add(name)
+
+One object holds all of it, and `shutdown` drops that object, so that two jobs one after the other
+in one process start alike. What a module keeps for the life of the process instead says why there.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+class _Job:
+    """The values of all slots, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.values: dict[Slot[Any], Any] = {}
+
+
+class Slot(Generic[_T]):
+    """A value that each job has once, made when it is first asked for.
+
+    Args:
+        make: Makes the value of a job; it may ask for other slots.
+        close: Is given the value when the job ends, before the values that were made earlier are
+            closed; for threads, connections and hooks.
+    """
+
+    def __init__(
+        self, make: Callable[[], _T], *, close: Callable[[_T], None] | None = None
+    ) -> None:
+        self._make = make
+        self._close = close
+
+    def get(self) -> _T:
+        """Returns the value."""
+        values = _job.values
+        if self not in values:
+            with _lock:
+                if self not in values:
+                    values[self] = self._make()
+        return values[self]
+
+    def set(self, value: _T) -> None:
+        """Replaces the value, without closing the one before; it counts as made now."""
+        _job.values.pop(self, None)
+        _job.values[self] = value
+
+    def close(self, value: _T) -> None:
+        """Closes a value of this slot."""
+        if self._close is not None:
+            self._close(value)
+
+
+def once_per_job(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a function return what it returned before in this job for the same arguments.
+
+    Args:
+        function: Takes arguments that can be hashed.
+    """
+    results = Slot[dict[Any, Any]](dict)
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        known = results.get()
+        key = args, tuple(sorted(kwargs.items()))
+        if key not in known:
+            known[key] = function(*args, **kwargs)
+        return known[key]
+
+    return call
+
+
+def end_job() -> None:
+    """Closes the values of the job, the latest first, and drops them all.
+
+    Every value is closed, also after one that cannot be.
+
+    Raises:
+        Exception: What the last of them raised that could not be closed.
+    """
+    global _job
+    try:
+        with ExitStack() as closing:
+            for slot, value in _job.values.items():
+                closing.callback(slot.close, value)
+    finally:
+        _job = _Job()
+
+
+_job = _Job()
+# Guards the making of values, whatever the job.
+_lock = threading.RLock()

@@ -1,0 +1,132 @@
+"""The choices of `compile`, and what was made from them since."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import optax
+
+from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
+from tnt_jax.keras_compat.configuration import resolved
+from tnt_jax.keras_compat.keras_training import check_training_methods, choose_optimizer
+from tnt_jax.keras_compat.objective import CompiledObjective
+from tnt_jax.keras_compat.optimizers import Optimizer
+from tnt_jax.log import logger
+
+
+@dataclass
+class Compilation:
+    """The choices of one call of `compile`; the next call creates a new one.
+
+    Attributes:
+        given: Arguments of `compile` by name, as the user passed them.
+        arguments: The arguments that decide what a step computes.
+        optimizer: Optimizer, made from the one that the user passed.
+        steps_per_execution: Steps per program; None until `"auto"` has timed them.
+        transformation: The Optax transformation; None until the optimizer is started.
+        functions: Losses and metrics for the model's outputs; None before the first batch.
+        knows_rows: Whether the rows were found to be independent.
+        known_kinds: Kinds of data that were checked against the losses.
+        compiled_kinds: Shapes of the batches that training has seen.
+    """
+
+    given: dict[str, Any]
+    arguments: CompileArguments
+    optimizer: Optimizer
+    steps_per_execution: int | None
+    transformation: optax.GradientTransformation | None = None
+    functions: Compiled | CompiledObjective | None = None
+    knows_rows: bool = False
+    known_kinds: set[Any] = field(default_factory=set)
+    compiled_kinds: set[Any] = field(default_factory=set)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Steps whose mean gradient makes one update."""
+        return self.optimizer.gradient_accumulation_steps or 1
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether an objective replaces the loss and the metrics."""
+        return self.arguments.objective is not None
+
+
+def new_compilation(
+    module: Any, *, run_eagerly: bool, jit_compile: Any, **given: Any
+) -> Compilation:
+    """Returns the compilation of a module with the arguments of `compile`.
+
+    Raises:
+        ValueError: If a name is unknown, the loss is missing, an option is invalid, or a Keras
+            model overrides methods of a step.
+    """
+    arguments = CompileArguments(
+        **{field.name: given[field.name] for field in fields(CompileArguments)}
+    )
+    _check_loss(arguments)
+    steps = given["steps_per_execution"]
+    _check_options(run_eagerly, steps, jit_compile)
+    if arguments.objective is None:
+        check_training_methods(module)
+    optimizer = choose_optimizer(
+        given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
+    )
+    arguments.check_names()
+    return Compilation(given, arguments, optimizer, None if steps == "auto" else steps)
+
+
+def compile_from_config(
+    model: Any, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+) -> None:
+    """Calls `compile` with what `get_compile_config` returned.
+
+    Args:
+        model: The model.
+        config: What it returned.
+        custom_objects: Classes and functions of the user by name.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
+    arguments = {
+        name: resolved(value, modules.get(name, "losses"), custom_objects)
+        for name, value in config.items()
+    }
+    model.compile(**arguments)
+
+
+def _check_loss(arguments: CompileArguments) -> None:
+    """Raises a ValueError unless there is either a loss or an objective.
+
+    Arguments that belong to the other one are refused.
+    """
+    if (arguments.loss is None) == (arguments.objective is None):
+        raise ValueError(
+            "compile() needs a loss, for instance loss='sparse_categorical_crossentropy' or a "
+            "tnt_jax.losses object, or an objective."
+        )
+    of_loss = (arguments.loss_weights, arguments.metrics, arguments.weighted_metrics)
+    if arguments.objective is not None and of_loss != (None, None, None):
+        raise ValueError(
+            "An objective returns its own metrics; loss_weights, metrics and weighted_metrics "
+            "belong to a loss."
+        )
+
+
+def _check_options(run_eagerly: Any, steps_per_execution: Any, jit_compile: Any) -> None:
+    """Raises a ValueError if an option of `compile` is not supported."""
+    if run_eagerly:
+        raise ValueError(
+            "run_eagerly=True is not possible: a step is one compiled program. Wrap fit in "
+            "jax.disable_jit() to debug."
+        )
+    is_number = isinstance(steps_per_execution, int) and steps_per_execution >= 1
+    if not is_number and steps_per_execution != "auto":
+        raise ValueError(
+            f"steps_per_execution must be at least 1 or 'auto', but is {steps_per_execution!r}."
+        )
+    if jit_compile not in (True, False, "auto"):
+        raise ValueError(f"jit_compile must be True, False or 'auto', but is {jit_compile!r}.")
+    if jit_compile is False:
+        logger.warning("jit_compile=False has no effect: steps are always compiled.")

@@ -1,0 +1,208 @@
+"""Keras-style configurations: constructor arguments as plain values that JSON can represent.
+
+Objects are made from them again.
+
+```python
+# {"delta": 1.0, "reduction": "sum", "name": "huber_loss", "dtype": None}
+config = config_of(loss, "name")
+# {"module": "tnt_jax.losses", "class_name": "Huber", "config": config, ...}
+written = serialize(loss)
+loss = deserialize(written, "losses")           # also results of keras.losses.serialize
+```
+
+Names are looked up in the public names of losses, metrics, optimizers and schedules, in
+`custom_objects`, and among the objects that the user registered with Keras. Nothing is imported
+because a configuration names it, and only the constructors of these objects run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+_ROOMS = ("losses", "metrics", "optimizers", "schedules")
+
+
+def config_of(made: Any, *current: str) -> dict[str, Any]:
+    """Returns the constructor arguments of a `Recorded` object by name, including defaults.
+
+    They are plain values.
+
+    Args:
+        made: The object.
+        *current: Names of attributes whose current value replaces the argument of that name.
+
+    Raises:
+        TypeError: If an argument was passed by position to `*args`, which has no names, or has no
+            plain form.
+    """
+    args, kwargs = made.given_arguments
+    bound = inspect.signature(type(made).__init__).bind(made, *args, **kwargs)
+    bound.apply_defaults()
+    config: dict[str, Any] = {}
+    for name, parameter in list(bound.signature.parameters.items())[1:]:
+        value = bound.arguments[name]
+        if parameter.kind is parameter.VAR_POSITIONAL and value:
+            raise TypeError(
+                f"{type(made).__name__}(*{name}) has no names for its arguments: write its "
+                "get_config()."
+            )
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            config.update(value if parameter.kind is parameter.VAR_KEYWORD else {name: value})
+    config |= {name: getattr(made, name) for name in current if name in config}
+    return {name: plain(value) for name, value in config.items()}
+
+
+def plain(value: Any) -> Any:
+    """Returns a value in a form that JSON can represent.
+
+    Objects with a `get_config` and functions become names, arrays become lists.
+
+    Raises:
+        TypeError: If there is no plain form.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return np.dtype(value).name
+    if hasattr(value, "__array__"):
+        return np.asarray(value).tolist()
+    return serialize(value)
+
+
+def serialize(value: Any) -> dict[str, Any]:
+    """Returns a loss, metric, optimizer, schedule or function as Keras's `serialize` functions do.
+
+    Returns:
+        A dict of `module`, `class_name`, `config` and `registered_name`; for a function
+        `class_name` is `"function"` and `config` its name.
+
+    Raises:
+        TypeError: If it is neither a function nor an object with a `get_config`.
+    """
+    if isinstance(value, FunctionType):
+        name = value.__name__
+        return {
+            "module": _public_module(value.__module__),
+            "class_name": "function",
+            "config": name,
+            "registered_name": name,
+        }
+    if not hasattr(value, "get_config"):
+        raise TypeError(
+            f"{value!r} has no get_config(), so it cannot be written as a configuration: add one "
+            "to its class."
+        )
+    cls = type(value)
+    if _root(cls.__module__) == "keras":
+        return sys.modules["keras"].saving.serialize_keras_object(value)
+    registered = None if _root(cls.__module__) == "tnt_jax" else cls.__name__
+    config = plain(value.get_config())
+    return {
+        "module": _public_module(cls.__module__),
+        "class_name": cls.__name__,
+        "config": config,
+        "registered_name": registered,
+    }
+
+
+def deserialize(config: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Returns the object that `serialize`, or a `serialize` function of Keras, wrote.
+
+    Args:
+        config: A name, or a dict with `class_name` and `config`; None gives None.
+        room: `"losses"`, `"metrics"`, `"optimizers"` or `"schedules"`: where names belong whose
+            module is not one of them.
+        custom_objects: Classes and functions of the user by name.
+
+    Returns:
+        An object for a class with a configuration, otherwise the class or function of that name.
+
+    Raises:
+        ValueError: If the name is unknown.
+        TypeError: If `config` is something else.
+    """
+    if config is None:
+        return None
+    if isinstance(config, str):
+        return _find(config, room, custom_objects)
+    if not isinstance(config, Mapping) or "class_name" not in config:
+        raise TypeError(
+            f"A configuration is a name or a dict with 'class_name' and 'config', got {config!r}."
+        )
+    module = str(config.get("module") or "").rpartition(".")[2]
+    room = module if module in _ROOMS else room
+    if config["class_name"] == "function":
+        return _find(config["config"], room, custom_objects)
+    cls = _find(config["class_name"], room, custom_objects)
+    # A function may have the form of a class without settings, as Keras allows.
+    return (
+        cls.from_config(resolved(config.get("config") or {}, room, custom_objects))
+        if isinstance(cls, type)
+        else cls
+    )
+
+
+def resolved(value: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Returns plain values in which objects and functions are restored; see `deserialize`."""
+    if isinstance(value, Mapping) and {"class_name", "config"} <= set(value):
+        return deserialize(value, room, custom_objects)
+    if isinstance(value, Mapping):
+        return {key: resolved(item, room, custom_objects) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(resolved(item, room, custom_objects) for item in value)
+    return value
+
+
+def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any:
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{name!r} is not in tnt_jax.{room}: a name is a string. custom_objects= are also "
+            "found by name."
+        )
+    own = _registered_with_keras() | dict(custom_objects or {})
+    if name in own:
+        return own[name]
+    module = importlib.import_module(f"tnt_jax.keras_compat.{room}")
+    public = {
+        key: getattr(module, key)
+        for key in getattr(module, "__all__", vars(module))
+        if not key.startswith("_")
+    }
+    found = public.get(name)
+    if not callable(found) or _root(found.__module__) != "tnt_jax":
+        raise ValueError(
+            f"{name!r} is not in tnt_jax.{room}. Pass your own class or function by its name: "
+            f"custom_objects={{{name!r}: ...}}."
+        )
+    return found
+
+
+def _registered_with_keras() -> dict[str, Any]:
+    """Returns what the user registered with Keras, by name.
+
+    That is, by `keras.saving.register_keras_serializable` or in a scope.
+    """
+    if "keras" not in sys.modules:
+        return {}
+    registered = sys.modules["keras"].saving.get_custom_objects()
+    return {name.rpartition(">")[2]: value for name, value in registered.items()}
+
+
+def _public_module(module: str) -> str:
+    parts = module.split(".")
+    return f"tnt_jax.{parts[2]}" if parts[:2] == ["tnt_jax", "keras_compat"] else module
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]

@@ -1,0 +1,167 @@
+"""The shared state of a `Model`: the module, its options, its trainer, and its compilation."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tnt_jax.adapters import wrap
+from tnt_jax.distributed import runtime
+from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.keras_compat.compilation import Compilation
+from tnt_jax.keras_compat.compiled import Compiled
+from tnt_jax.keras_compat.keras_training import transformation_of
+from tnt_jax.keras_compat.objective import CompiledObjective
+from tnt_jax.keras_compat.options import ModelOptions
+from tnt_jax.keras_compat.wrapped import write_back, writing_back
+from tnt_jax.reproducible.options import check_reproducible
+from tnt_jax.reproducible.steps import ReproducibleSteps
+from tnt_jax.reproducible.virtual_ranks import VirtualRanks
+from tnt_jax.train.contracts import Parts, Steps
+from tnt_jax.train.data_parallel import DataParallelSteps
+from tnt_jax.train.trainer import Trainer
+
+
+class Core:
+    """The wrapped module, its options, its trainer, and the choices of `compile`.
+
+    Args:
+        module: Module that the user passed.
+        variables: Variables of a Linen module to start from, or None.
+        options: Options of the model.
+
+    Attributes:
+        module: See above.
+        options: See above.
+        adapter: The adapter of the module.
+        compilation: The choices of `compile`; None before it is called.
+        is_fitting: Whether `fit` runs; the wrapped object is then out of date.
+    """
+
+    def __init__(
+        self, module: Any, variables: Mapping[str, Any] | None, options: ModelOptions
+    ) -> None:
+        if options.reproducible:
+            check_reproducible(
+                options.virtual_ranks, options.gradient_compression, options.shard_optimizer_state
+            )
+        self.module = module
+        self.options = options
+        self.adapter = wrap(module, variables=variables, **options.for_adapter())
+        self.compilation: Compilation | None = None
+        self.is_fitting = False
+        self._trainer: Trainer | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the model; its first use joins the job."""
+        if self._trainer is None:
+            job = runtime.init()
+            self._trainer = Trainer(
+                self.adapter, job, self._choose_steps(job), seed=self.options.seed
+            )
+        return self._trainer
+
+    def view(self, owner: Trainer) -> None:
+        """Makes this model compute with the state of another one."""
+        self._trainer = Trainer(
+            self.adapter, runtime.init(), owner.steps, seed=self.options.seed, owner=owner
+        )
+
+    @property
+    def calls_model(self) -> bool:
+        """Whether steps call the model on the inputs; an objective may not do so."""
+        return self.compilation is None or not self.compilation.has_objective
+
+    def require_compiled(self) -> Compilation:
+        """Returns the compilation.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+        """
+        if self.compilation is None:
+            does_not_count = getattr(self.module, "compiled", False)
+            own = " The Keras model's own compile() does not count." if does_not_count else ""
+            raise RuntimeError(
+                f"The model must be compiled first: call compile(optimizer=..., loss=...).{own}"
+            )
+        return self.compilation
+
+    def require_trainable(self) -> Compilation:
+        """Returns the compilation of a model that can be trained.
+
+        Raises:
+            RuntimeError: If the model was not compiled, or is a view.
+        """
+        compilation = self.require_compiled()
+        if self.trainer.owner is not None:
+            raise RuntimeError(
+                "A view cannot be trained: call fit of the model that it was made from."
+            )
+        return compilation
+
+    @property
+    def functions(self) -> Compiled | CompiledObjective | None:
+        """Losses and metrics for the model's outputs.
+
+        None before `compile` and the first batch after it.
+        """
+        return None if self.compilation is None else self.compilation.functions
+
+    @property
+    def compiled_kinds(self) -> set[Any]:
+        """Shapes of the batches that training has seen."""
+        return set() if self.compilation is None else self.compilation.compiled_kinds
+
+    def step_parts(self) -> Parts:
+        """Returns the forward pass, the loss and the metrics of a step, once data is known."""
+        assert self.functions is not None
+        return self.functions.step_parts(self.adapter.apply)
+
+    def use_optimizer(self) -> None:
+        """Starts the optimizer of the compilation, if there is one, unless it already runs."""
+        if (compilation := self.compilation) is None:
+            return
+        if compilation.transformation is None:
+            compilation.transformation = transformation_of(
+                compilation.optimizer, self.adapter.held_variables
+            )
+        self.trainer.use_optimizer(
+            compilation.transformation, accumulation_steps=compilation.accumulation_steps
+        )
+
+    def logs(self, sums: Any) -> dict[str, float]:
+        """Returns the logs for the sums of an epoch so far."""
+        assert self.functions is not None
+        return self.functions.results(sums) | self.adapter.metric_results(sums["metrics"]["model"])
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Surrounds training: stores the variables in the wrapped object when it ends."""
+        self.is_fitting = True
+        try:
+            with writing_back(self.trainer):
+                yield
+        finally:
+            self.is_fitting = False
+
+    def write_back(self) -> None:
+        """Stores the trained variables in the wrapped object, if it holds variables.
+
+        `fit` does so when it ends or is interrupted. A Linen module holds none. Call this method in
+        a callback that reads the NNX module or the Keras model during training.
+        """
+        write_back(self.trainer)
+
+    def write_back_outside_fit(self) -> None:
+        """Stores the variables in the wrapped object, unless `fit` runs, which does so itself."""
+        if not self.is_fitting:
+            self.write_back()
+
+    def _choose_steps(self, job: runtime.Runtime) -> Steps:
+        """Returns the `Steps` that compile the model for the devices of the job."""
+        if self.options.reproducible:
+            return ReproducibleSteps(VirtualRanks(self.options.virtual_ranks, job.mesh))
+        here = (job.platform, job.num_ranks, runtime.get_process_count())
+        return DataParallelSteps(
+            job, choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
+        )

@@ -1,0 +1,313 @@
+"""Training: from the arguments of `fit` to its epochs, in the order in which it happens."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import jax
+
+from tnt_jax.data.dispatch import is_arrays
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.lockstep import read_in_lockstep
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.job import Slot
+from tnt_jax.keras_compat.callbacks import CallbackList, History
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
+from tnt_jax.keras_compat.divergence import Divergence
+from tnt_jax.keras_compat.evaluation import Evaluator
+from tnt_jax.keras_compat.fit_plan import FitArguments, Plan, carry_out_split
+from tnt_jax.keras_compat.hooks import CallbackArguments, PhaseHooks
+from tnt_jax.keras_compat.inputs import class_weighting
+from tnt_jax.keras_compat.model_state import ModelState
+from tnt_jax.keras_compat.preparation import Preparation
+from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.device_feed import device_feed
+from tnt_jax.train.execution import DeviceBatches, choose_num_steps
+from tnt_jax.train.trainer import Trainer
+
+# With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
+# are then timed.
+_WARM_STEPS, _TIMED_STEPS = 4, 12
+# What this process has warned of, and started, already in its job.
+_warned = Slot[set[str]](set)
+_started = Slot[set[str]](set)
+
+
+class FitLoop:
+    """Trains a model epoch by epoch.
+
+    Args:
+        core: What the parts of the model share.
+        state: The training state.
+        intake: What opens data.
+        preparation: What makes the steps ready for it.
+        evaluator: What validates.
+        resumption: What callbacks say about where training begins.
+        progress: What callbacks read.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        state: ModelState,
+        intake: DataIntake,
+        preparation: Preparation,
+        evaluator: Evaluator,
+        resumption: Resumption,
+        progress: Progress,
+    ) -> None:
+        self._core = core
+        self._state = state
+        self._intake = intake
+        self._preparation = preparation
+        self._evaluator = evaluator
+        self._resumption = resumption
+        self._progress = progress
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Opens the training data and prepares the steps; validation data is opened later."""
+        self._core.require_trainable()
+        data, arguments = carry_out_split(data, arguments)
+        weighting = class_weighting(arguments.class_weight)
+        stream, first = self._intake.open(
+            "Model.fit", data, epoch=arguments.initial_epoch,
+            steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+            validates=arguments.validation_data is not None,
+            validation_freq=arguments.validation_freq,
+        )  # fmt: skip
+        self._preparation.prepare(first, weighting)
+        self._preparation.check_rows(first, weighting)
+        return Plan(stream, first, weighting, None, arguments)
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
+        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+        self._intake.log_plan(plan.stream)
+        plan = replace(plan, validation=self._open_validation(plan))
+        hooks = callbacks.open(
+            in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
+        )
+        with self._core.fitting():
+            self._run_epochs(plan, hooks)
+        assert self._progress.history is not None
+        return self._progress.history
+
+    def _open_validation(self, plan: Plan) -> Source | None:
+        """Returns the validation data, checked if it is at hand, or None."""
+        arguments = plan.arguments
+        training = plan.stream.source
+        size, micro = arguments.validation_batch_size, arguments.validation_micro_batch_size
+        if size is None and micro is None and is_arrays(unpack(arguments.validation_data)[0]):
+            size = training.global_batch_size
+
+        def source() -> Source | None:
+            if arguments.validation_data is None:
+                return None
+            x, y, weight = unpack(arguments.validation_data)
+            held_out = DataArguments(
+                x, y, weight, size, micro, distribute=arguments.distribute_validation
+            )
+            return self._intake.source(held_out)
+
+        validation = collectives.call_on_all_processes(source)
+        if validation is not None:
+            self._preparation.check_validation(validation)
+        return validation
+
+    def _run_epochs(self, plan: Plan, hooks: CallbackList) -> None:
+        """Trains epoch by epoch, with validation and callbacks."""
+        progress = self._progress
+        logs = {}
+        divergence = Divergence()
+        progress.stop_training = False
+        hooks.call("on_train_begin", {})
+        start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
+        plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
+        for epoch in range(start.epoch, plan.arguments.epochs):
+            hooks.call("on_epoch_begin", epoch, {})
+            logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
+            if plan.validates_after(epoch):
+                logs |= self._validate(plan, hooks)
+            hooks.call("on_epoch_end", epoch, logs)
+            if self._core.options.reproducible:
+                divergence.check(
+                    self._core.trainer.require_state(), stop_training=progress.stop_training
+                )
+            progress.stop_training = collectives.any_process(
+                progress.stop_training, where=f"end of epoch {epoch + 1}"
+            )
+            if progress.stop_training:
+                break
+        self._use_average()
+        hooks.call("on_train_end", logs)
+
+    def _train_epoch(
+        self, plan: Plan, epoch: int, hooks: CallbackList, start: Start | None
+    ) -> dict[str, float]:
+        """Runs the steps of an epoch, from `start` on if it is given, and returns its logs."""
+        stall.here().epoch = epoch + 1
+        compilation = self._core.require_compiled()
+        stream = plan.stream
+        phase_hooks = PhaseHooks("train", hooks, progress=self._progress, read=self._core.logs)
+        steps = _EpochSteps(
+            self._core, phase_hooks, plan.unpack, threaded=not stream.source.in_memory
+        )
+        if start is not None:
+            steps.index, steps.sums = start.batch, start.sums
+        batches = read_in_lockstep(
+            stream.epoch(epoch),
+            stream.source,
+            where=f"epoch {epoch + 1}",
+            first_step=steps.index + 1,
+        )
+        start_s = time.perf_counter()
+        if compilation.steps_per_execution is None:
+            self._time_steps(steps, batches, available=stream.num_steps)
+        if not self._progress.stop_training:
+            steps.run(batches, num_steps=compilation.steps_per_execution or 1)
+        if steps.sums is None:
+            raise ValueError(
+                f"The dataset gave no batch in epoch {epoch + 1}. A generator is read once: pass "
+                f"steps_per_epoch."
+            )
+        self._core.trainer.end_epoch(steps.index)
+        _report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
+        logs = self._core.logs(steps.sums)
+        _report_loss(epoch, logs["loss"])
+        return logs
+
+    def _time_steps(
+        self, steps: "_EpochSteps", batches: Iterator[HostBatch], *, available: int | None
+    ) -> None:
+        """Runs the first steps one by one and chooses the number of steps of a program.
+
+        The number is the same on every process.
+        """
+        steps.run(islice(batches, _WARM_STEPS))
+        first = steps.index
+        start = time.perf_counter()
+        if not self._progress.stop_training:
+            steps.run(islice(batches, _TIMED_STEPS))
+        num_timed = steps.index - first
+        if num_timed == _TIMED_STEPS:
+            step_s = (time.perf_counter() - start) / num_timed
+            chosen = int(collectives.broadcast(choose_num_steps(step_s, available=available)))
+            self._core.require_compiled().steps_per_execution = chosen
+            logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
+
+    def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
+        """Returns the logs of the validation data, under names with `val_`."""
+        assert plan.validation is not None
+        with stall.calling("validation"):
+            found = self._evaluator.evaluate_source(
+                plan.validation, plan.arguments.validation_steps, hooks
+            )
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def _use_average(self) -> None:
+        """Ends training with the averaged weights of an optimizer with `use_ema=True`.
+
+        Keras does the same.
+        """
+        optimizer = self._state.optimizer
+        if optimizer is not None and optimizer.use_ema:
+            optimizer.use_average()
+
+
+class _EpochSteps:
+    """The steps of one epoch, run in parts.
+
+    Args:
+        core: What the parts of the model share.
+        hooks: What runs around each step.
+        unpack: From a host batch to what a step takes.
+        threaded: Whether a thread prepares batches ahead.
+
+    Attributes:
+        sums: Sums of the steps so far, on the devices; None before the first.
+        index: Number of steps so far.
+        input_wait_s: Seconds in which the devices had nothing to do but to wait for data.
+    """
+
+    def __init__(
+        self, core: Core, hooks: PhaseHooks, unpack: Callable[[HostBatch], Batch], *, threaded: bool
+    ) -> None:
+        self.sums: Any = None
+        self.index = 0
+        self.input_wait_s = 0.0
+        self._trainer: Trainer = core.trainer
+        self._known = core.require_compiled().compiled_kinds
+        self._hooks = hooks
+        self._unpack = unpack
+        self._threaded = threaded
+
+    def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
+        """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
+        first = self.index
+        with device_feed(
+            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps
+        ) as feed:
+            self.sums = self._trainer.train_epoch(
+                self._counted(feed), self._hooks, first_index=first, sums=self.sums
+            )
+        with stall.waiting("last steps of the epoch"):
+            jax.block_until_ready(self.sums)
+
+    def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
+        """Yields items, and counts their steps."""
+        for item in self._timed(groups):
+            self.index += item.num_steps
+            self._hooks.announce(item, self._known)
+            yield item
+            if "training" not in _started.get():
+                _started.get().add("training")
+                runtime.log_start_phase("first step compiled and started")
+
+    def _timed(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
+        """Yields items and adds up the time in which nothing ran, from the first step on.
+
+        Nothing runs while the next item is waited for.
+        """
+        items = iter(groups)
+        while True:
+            start = time.perf_counter()
+            item = next(items, None)
+            if self._threaded and "training" in _started.get() and not self._hooks.is_busy():
+                self.input_wait_s += time.perf_counter() - start
+            if item is None:
+                return
+            yield item
+
+
+def _report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
+    """Reports how long the devices waited for data.
+
+    If that is more than a tenth of the time, it says once what to do about it.
+    """
+    logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
+    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _warned.get():
+        _warned.get().add("input")
+        logger.warning(
+            "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel "
+            "(dataset.map(..., "
+            "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or "
+            "decode less per step.",
+            input_wait_s, epoch_s, epoch + 1,
+        )  # fmt: skip
+
+
+def _report_loss(epoch: int, loss: float) -> None:
+    """Warns of a loss that is no number."""
+    if not math.isfinite(loss):
+        logger.warning(
+            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity.",
+            epoch + 1,
+            loss,
+        )

@@ -1,0 +1,167 @@
+"""Losses made from functions with another argument order than Keras's.
+
+These are the functions of Optax, and custom functions like them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
+
+# Argument names that functions use for the outputs of a model, and for targets.
+_OUTPUTS = (
+    "logits", "predictions", "log_predictions", "predictor_outputs", "scores", "preds", "pred",
+    "y_pred", "y_hat", "outputs", "output",
+    "prediction", "predicted", "probs", "probabilities",
+)  # fmt: skip
+_TARGETS = (
+    "labels",
+    "targets",
+    "log_targets",
+    "label",
+    "target",
+    "y_true",
+    "y",
+    "truth",
+    "ground_truth",
+)
+# The kind of targets of Optax's losses; see `Loss.targets`.
+_KINDS = {
+    "softmax_cross_entropy": "distribution",
+    "safe_softmax_cross_entropy": "distribution",
+    "poly_loss_cross_entropy": "distribution",
+    "kl_divergence": "distribution",
+    "convex_kl_divergence": "distribution",
+    "softmax_cross_entropy_with_integer_labels": "class_index",
+    "multiclass_hinge_loss": "class_index",
+    "multiclass_perceptron_loss": "class_index",
+    "multiclass_sparsemax_loss": "class_index",
+    "sigmoid_binary_cross_entropy": "binary",
+    "sigmoid_focal_loss": "binary",
+    "sparsemax_loss": "binary",
+    "squared_error": "like_outputs",
+    "l2_loss": "like_outputs",
+    "huber_loss": "like_outputs",
+    "log_cosh": "like_outputs",
+}
+_SOFTMAX = (
+    "softmax_cross_entropy",
+    "safe_softmax_cross_entropy",
+    "softmax_cross_entropy_with_integer_labels",
+)
+
+
+class OptaxLoss(LossFunctionWrapper):
+    """A loss made from an Optax function, which is called as `f(outputs, targets)`.
+
+    Attributes:
+        takes_logits: The activation that the loss applies to logits, `"softmax"` or `"sigmoid"`;
+            None if it takes other outputs.
+    """
+
+    takes_logits: str | None = None
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(fn)
+        name = _original(fn).__name__
+        self.name = name
+        self.targets = _KINDS.get(name, "any")
+        axis = getattr(fn, "keywords", {}).get("axis", -1)
+        self.axis = axis if isinstance(axis, int) else -1
+        self.takes_logits = "sigmoid" if name.startswith("sigmoid") else None
+        if name in _SOFTMAX:
+            self.takes_logits = "softmax"
+
+    def call(self, y_true: Any, y_pred: Any) -> jax.Array:
+        """Returns `fn(y_pred, y_true)` [batch, ...]."""
+        if (
+            self.targets == "class_index"
+            and y_true.ndim == y_pred.ndim
+            and y_true.shape[self.axis] == 1
+        ):
+            y_true = jnp.squeeze(y_true, self.axis)
+        swapped = LossFunctionWrapper(lambda targets, outputs: self.fn(outputs, targets))
+        return swapped.call(y_true, y_pred)
+
+
+def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
+    """Returns the loss of an Optax function, or None for other functions.
+
+    The function may be wrapped in `functools.partial`.
+
+    Raises:
+        ValueError: If the function is not a loss of outputs and targets; the message names it.
+    """
+    original = _original(function)
+    if str(getattr(original, "__module__", "")).split(".")[0] != "optax":
+        return None
+    name = original.__name__
+    arguments = _required(function)
+    if name == "cosine_similarity":
+        raise ValueError(
+            "optax.cosine_similarity grows as outputs approach their targets, so training would "
+            "drive them apart. Use optax.cosine_distance as the loss, or the metric "
+            "'cosine_similarity'."
+        )
+    if name == "ntxent" or not _is_reversed(function):
+        raise ValueError(
+            f"optax.{name}({', '.join(arguments)}) cannot be a loss or metric, which maps the "
+            "targets and outputs of each row to a value. Call it in your own function, f(targets, "
+            "outputs) -> values [batch, ...], or in an objective."
+        )
+    return OptaxLoss(function)
+
+
+def check_order(function: Callable[..., Any]) -> None:
+    """Raises an error if a function's argument names show that it takes the outputs first.
+
+    Raises:
+        ValueError: If they do.
+    """
+    if _is_reversed(function):
+        first, second = _required(function)[:2]
+        name = getattr(_original(function), "__name__", "f")
+        raise ValueError(
+            f"Losses and metrics are called as f(targets, outputs), but {name} takes ({first}, "
+            f"{second}), outputs first. Swap its arguments, or pass lambda targets, outputs: "
+            f"{name if name != '<lambda>' else 'f'}(outputs, targets)."
+        )
+
+
+def _is_reversed(function: Callable[..., Any]) -> bool:
+    names = _required(function)
+    return (
+        len(names) >= 2
+        and names[0] in _OUTPUTS
+        and names[1] in _TARGETS
+        and not set(names[2:]) & {"label_paddings"}
+    )
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the open positional arguments.
+
+    Arguments after the second that have defaults are left out.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (
+        TypeError,
+        ValueError,
+    ):  # Some callables written in C have no signature.
+        return []
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for index, p in enumerate(positional) if index < 2 or p.default is p.empty]
+
+
+def _original(function: Any) -> Any:
+    """Returns the function wrapped by `functools.partial`, `jax.jit` and the like."""
+    while hasattr(function, "func") or hasattr(function, "__wrapped__"):
+        function = function.func if hasattr(function, "func") else function.__wrapped__
+    return function

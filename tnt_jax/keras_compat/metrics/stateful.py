@@ -1,0 +1,135 @@
+"""Metrics with a state of their own as sums: their updates add up, or they are refused.
+
+These are Keras's metrics and those written like them.
+
+Such a metric may do anything with its state. Ranks can work on parts of the data only if updates
+add up, so the updates are first tested on random rows: whole and in two parts, from two states, and
+with rows of weight 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from tnt_jax.keras_compat.losses.arrays import at_least_float32
+from tnt_jax.keras_compat.metrics.base import Metric
+
+_PROBE_ROWS = 6
+
+
+def keeps_own_state(metric: Metric) -> bool:
+    """Returns whether a tnt_jax metric is written like Keras's.
+
+    Its class then overrides `update_state` or `result`, and not the methods that they call.
+    """
+    return any(_defines_first(type(metric), stateful, sums) for stateful, sums in _PAIRS)
+
+
+class StatefulMetric(Metric):
+    """A metric with `stateless_update_state` and `stateless_result` whose updates add up.
+
+    Args:
+        metric: The metric; its state is cleared.
+        y_true_shape: Shape of the targets [batch, ...].
+        y_pred_shape: Shape of the outputs of the model [batch, ...].
+
+    Raises:
+        ValueError: If shapes are missing, or updates do not add up.
+    """
+
+    def __init__(
+        self, metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
+    ) -> None:
+        super().__init__(name=metric.name)
+        if not y_pred_shape:
+            raise ValueError(
+                f"The metric {metric.name!r} needs the shapes of targets and outputs: pass them to "
+                "metrics.get."
+            )
+        self.stateful = metric
+        rows = _random_rows(y_true_shape, y_pred_shape)
+        metric.update_state(*rows)  # Some metrics create their variables at the first update.
+        metric.reset_state()
+        self._initial = [np.asarray(variable.value) for variable in metric.variables]
+        self._refuse_unless_additive(*rows)
+
+    def increments(
+        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
+    ) -> list[jax.Array]:
+        """Returns the contribution of an update to the variables of the metric."""
+        return self._added(self._initial, y_true, y_pred, weight)
+
+    def compute(self, sums: list[jax.Array]) -> jax.Array:
+        """Returns the result of the metric."""
+        return self.stateful.stateless_result(
+            [jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)]
+        )
+
+    def _added(
+        self, state: list[Any], y_true: Any, y_pred: Any, weight: ArrayLike | None
+    ) -> list[jax.Array]:
+        state = [jnp.asarray(value) for value in state]
+        y_pred = jax.tree.map(at_least_float32, y_pred)
+        if weight is not None and jnp.issubdtype(self.stateful.dtype, jnp.integer):
+            weight = jnp.asarray(weight).astype(self.stateful.dtype)
+        weights = {} if weight is None else {"sample_weight": weight}
+        updated = self.stateful.stateless_update_state(state, y_true, y_pred, **weights)
+        return [new - old for new, old in zip(updated, state, strict=True)]
+
+    def _refuse_unless_additive(self, y_true: np.ndarray, y_pred: np.ndarray) -> None:
+        try:
+            half = np.arange(_PROBE_ROWS) < _PROBE_ROWS // 2
+            whole = self.increments(y_true, y_pred)
+            first, second = (self.increments(y_true[part], y_pred[part]) for part in (half, ~half))
+            later = self._added(
+                [start + added for start, added in zip(self._initial, first, strict=True)],
+                y_true,
+                y_pred,
+                None,
+            )
+            masked = self.increments(y_true, y_pred, half.astype(np.float32))
+        except TypeError as error:
+            raise ValueError(
+                self._refusal(f"its update_state failed on random rows with sample_weight: {error}")
+            ) from error
+        summed = [a + b for a, b in zip(first, second, strict=True)]
+        claims = {
+            "updates of two parts do not add up to the update of the whole": (whole, summed),
+            "an update depends on what the state holds": (whole, later),
+            "rows of sample_weight 0 change the state": (first, masked),
+        }
+        for problem, (left, right) in claims.items():
+            if not all(
+                np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(left, right, strict=True)
+            ):
+                raise ValueError(self._refusal(problem))
+
+    def _refusal(self, problem: str) -> str:
+        kind = "metric" if isinstance(self.stateful, Metric) else "Keras metric"
+        return (
+            f"The {kind} {self.name!r} cannot be computed from parts of the data: {problem}. Use a "
+            "tnt_jax.metrics class, or compute it from the result of predict."
+        )
+
+
+_PAIRS = (("update_state", "increments"), ("result", "compute"))
+
+
+def _defines_first(cls: type, stateful: str, sums: str) -> bool:
+    """Returns whether the first class that defines either method has only the stateful one."""
+    nearest = next(base for base in cls.__mro__ if stateful in vars(base) or sums in vars(base))
+    return sums not in vars(nearest)
+
+
+def _random_rows(
+    y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns targets 0 and 1, and outputs in (0, 1), for metrics of classes or of numbers."""
+    rng = np.random.default_rng(0)
+    y_true = rng.integers(0, 2, size=(_PROBE_ROWS, *y_true_shape[1:])).astype(np.float32)
+    return y_true, rng.random((_PROBE_ROWS, *y_pred_shape[1:])).astype(np.float32)

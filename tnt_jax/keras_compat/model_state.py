@@ -1,0 +1,191 @@
+"""The training state of a `Model`: starting its optimizer, reading and replacing arrays."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed import collectives
+from tnt_jax.distributed.stall import called
+from tnt_jax.keras_compat.callbacks.scope import check_changes_model, current_scope
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.optimizer_view import OptimizerView
+from tnt_jax.log import logger
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
+
+
+class ModelState:
+    """Reads and replaces the training state.
+
+    Args:
+        core: What the parts of the model share.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        # Arrays from a file, pending until the model has variables.
+        self._waiting: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def built(self) -> bool:
+        """Whether the model has variables."""
+        return self._core.trainer.state is not None
+
+    @property
+    def state(self) -> TrainState:
+        """The whole training state, on the devices.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        self.start_optimizer()
+        return self.require_built()
+
+    def set_state(self, state: TrainState) -> None:
+        """Replaces the whole training state by one of the same structure."""
+        self._core.trainer.set_state(state)
+
+    def require_built(self) -> TrainState:
+        """Returns the current training state.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        return self._core.trainer.require_state()
+
+    def start_optimizer(self) -> None:
+        """Ensures that the state belongs to the optimizer, and restores pending arrays."""
+        self._core.use_optimizer()
+        if self._waiting is not None and self.built:
+            arrays, self._waiting = self._waiting, None
+            self.restore(arrays)
+
+    @property
+    def optimizer(self) -> OptimizerView | None:
+        """The optimizer, or None before `compile`.
+
+        `learning_rate` can be read and set, `iterations` can be read.
+        """
+        compilation = self._core.compilation
+        return (
+            None
+            if compilation is None
+            else OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
+        )
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns copies of all arrays.
+
+        A Keras model has Keras's order; otherwise parameters precede model state.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        state = self.require_built()
+        leaves = jax.tree.leaves((state.params, state.model_state))
+        return [np.array(leaves[index]) for index in self.order_of_weights(state)]
+
+    @called("Model.set_weights")
+    def set_weights(self, weights: list[np.ndarray]) -> None:
+        """Replaces all arrays, on every process by those of the master.
+
+        The optimizer state does not change.
+
+        Args:
+            weights: Arrays as `get_weights` returns them.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+            ValueError: If the number of arrays or a shape differs.
+        """
+        check_changes_model("Setting weights")
+        state = self.require_built()
+        leaves, structure = jax.tree.flatten((state.params, state.model_state))
+        order = self.order_of_weights(state)
+        hosts = _fitting_weights(weights, [leaves[index] for index in order])
+        if current_scope() == "all_processes":
+            hosts = collectives.broadcast(hosts)
+        for index, host in zip(order, hosts, strict=True):
+            leaves[index] = _jax.put(host, leaves[index].sharding)
+        params, model_state = structure.unflatten(leaves)
+        self._core.trainer.state = replace(state, params=params, model_state=model_state)
+        self._core.write_back_outside_fit()
+
+    def order_of_weights(self, state: TrainState) -> list[int]:
+        """Returns the leaf index, in parameters and model state, of each array of `get_weights`."""
+        leaves, structure = jax.tree.flatten((state.params, state.model_state))
+        numbers = structure.unflatten([np.int64(index) for index in range(len(leaves))])
+        exported = self._core.adapter.export(Variables(*numbers))
+        return (
+            [int(number) for number in exported]
+            if isinstance(exported, list)
+            else list(range(len(leaves)))
+        )
+
+    def build_from(self, params: Any, model_state: Any) -> None:
+        """Creates the state of a Flax module from host arrays in the form of a checkpoint."""
+        self._core.trainer.build_from(Variables(params, model_state))
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces all parts of the training state that `arrays` holds, by path.
+
+        Before `build` this happens as soon as the model is built.
+
+        Args:
+            arrays: Arrays of a checkpoint; an optimizer state requires a compiled model.
+        """
+        if not self.built:
+            self._waiting = arrays
+            return
+        self.start_optimizer()
+        if weights := only(arrays, "params", "model_state"):
+            self.replace_variables(weights)
+        self.replace_optimizer_state(arrays)
+
+    def replace_variables(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces parameters and model state by host arrays, which must fit."""
+        self._replace(arrays, "params", "model_state")
+        self._core.write_back_outside_fit()
+
+    def replace_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces the optimizer state by that in `arrays`, if it is of the same kind."""
+        arrays = only(arrays, "opt_state", "step")
+        if self._core.compilation is None or not arrays:
+            return
+        try:
+            self._replace(arrays, "opt_state", "step")
+        except ValueError as error:
+            logger.warning(
+                "The optimizer starts from a new state, because the saved state belongs to another "
+                "one. %s",
+                error,
+            )
+
+    def _replace(self, arrays: Mapping[str, np.ndarray], *parts: str) -> None:
+        state = self.require_built()
+        current = state_arrays(state)
+        check_match(only(current, *parts), arrays)
+        put = {path: _jax.put(leaf, current[path].sharding) for path, leaf in arrays.items()}
+        self._core.trainer.state = with_arrays(state, {**current, **put})
+
+
+def only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:
+    """Returns the arrays of some parts of the training state, such as `"params"`, by path."""
+    return {path: leaf for path, leaf in arrays.items() if path.split("/")[0] in parts}
+
+
+def _fitting_weights(weights: list[np.ndarray], current: list[Any]) -> list[np.ndarray]:
+    """Returns host arrays of the dtypes of `current`, whose shapes they must have."""
+    shapes = [leaf.shape for leaf in current]
+    given = [np.shape(weight) for weight in weights]
+    if given != shapes:
+        raise ValueError(
+            f"set_weights needs {len(shapes)} arrays of the shapes {shapes}, but got {len(given)}: "
+            f"{given}."
+        )
+    return [np.asarray(weight, leaf.dtype) for weight, leaf in zip(weights, current, strict=True)]

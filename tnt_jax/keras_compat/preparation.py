@@ -1,0 +1,132 @@
+"""Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
+
+from typing import Any
+
+import jax
+
+from tnt_jax.adapters.base import CallError
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.distributed import runtime
+from tnt_jax.distributed.collectives import raise_on_all_processes
+from tnt_jax.keras_compat.building import Builder
+from tnt_jax.keras_compat.compilation import Compilation
+from tnt_jax.keras_compat.compiled import Compiled
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.data_checks import kinds
+from tnt_jax.keras_compat.inputs import Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.model_state import ModelState
+from tnt_jax.keras_compat.objective import CompiledObjective
+from tnt_jax.keras_compat.row_checks import outputs_per_row, problem_of_rows
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.outputs import local_outputs, trace_outputs
+
+
+class Preparation:
+    """Prepares a compiled model for its data.
+
+    Args:
+        core: What the parts of the model share.
+        state: The training state.
+        builder: What creates the variables.
+    """
+
+    def __init__(self, core: Core, state: ModelState, builder: Builder) -> None:
+        self._core = core
+        self._state = state
+        self._builder = builder
+
+    def prepare(self, first: HostBatch, weighting: Weighting | None = None) -> None:
+        """Creates variables and compiled functions for data like `first`, and checks the data.
+
+        Raises:
+            ValueError: If the data does not fit the model or the losses.
+        """
+        compilation = self._core.require_compiled()
+        batch = to_batch(first, weighting)
+        if not compilation.has_objective:
+            require_targets(batch)
+        self._builder.build_for(batch)
+        kind = kinds((batch.inputs, batch.targets))
+        if kind in compilation.known_kinds:
+            return
+        try:
+            functions = self._fitted(compilation, batch)
+        except CallError as error:
+            # The message says what to do; the traceback does not help.
+            raise CallError(str(error)) from None
+        if compilation.functions is None:
+            self._compile(compilation, functions)
+        compilation.known_kinds.add(kind)
+
+    def check_rows(self, first: HostBatch, weighting: Weighting | None) -> None:
+        """Raises a ValueError on all processes if rows are not independent.
+
+        The check runs once per `compile`.
+        """
+        compilation = self._core.require_compiled()
+        adapter = self._core.adapter
+        if compilation.knows_rows:
+            return
+        trainer = self._core.trainer
+        batch = to_batch(first, weighting)
+        functions = compilation.functions
+        if isinstance(functions, CompiledObjective):
+            per_row = functions.step_parts(adapter.apply).per_row
+            problem = problem_of_rows(trainer, batch, per_row, what="The objective", sizes=True)
+        else:
+            problem = problem_of_rows(
+                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}"
+            )
+        raise_on_all_processes(problem)
+        compilation.knows_rows = True
+
+    def check_validation(self, source: Source) -> None:
+        """Raises a ValueError if available validation data does not fit the model or the losses."""
+        if source.in_memory:
+            try:
+                self.prepare(next(source.batches(0)))
+            except ValueError as error:
+                raise ValueError(f"validation_data does not fit. {error}") from None
+
+    def _fitted(self, compilation: Compilation, batch: Batch) -> Compiled | CompiledObjective:
+        """Returns the losses and metrics for a new kind of data, after checking them against it."""
+        arguments = compilation.arguments
+        trainer = self._core.trainer
+        if arguments.objective is not None:
+            return CompiledObjective(arguments.objective)
+        outputs, activations = trace_outputs(trainer, batch)
+        compiled = Compiled(arguments, outputs, batch.targets)
+        raise_on_all_processes(_problem_of_first_batch(compiled, batch, None))
+        compiled.check_traced(outputs, activations, batch.targets)
+        if compilation.functions is None and compiled.looks_at_outputs:
+            raise_on_all_processes(
+                _problem_of_first_batch(compiled, batch, local_outputs(trainer, batch))
+            )
+        return compiled
+
+    def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
+        """Chooses what the steps compute; they are compiled on their first run."""
+        self._state.start_optimizer()
+        parts = functions.step_parts(self._core.adapter.apply)
+        transformation = compilation.transformation
+        assert transformation is not None
+        self._core.trainer.compile(
+            parts, transformation, accumulation_steps=compilation.accumulation_steps
+        )
+        compilation.functions = functions
+        runtime.log_start_phase("data read and weights made")
+
+
+def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
+    """Returns what is wrong with this process's rows of the first batch.
+
+    Outputs for them are checked, too, if given.
+    """
+    rows = (
+        int(batch.mask.sum()) if batch.mask is not None else len(jax.tree.leaves(batch.inputs)[0])
+    )
+    try:
+        compiled.check_first_batch(outputs, batch.targets, rows=rows)
+    except ValueError as error:
+        return error
+    return None

@@ -1,0 +1,30 @@
+"""The progress of training, evaluation or prediction.
+
+The code between the steps writes it, and callbacks read it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tnt_jax.keras_compat.callbacks import History
+
+
+@dataclass
+class Progress:
+    """The progress of the running call.
+
+    Attributes:
+        stop_training: Set to True by a callback to end training after the current step.
+        rows_in_batch: Real rows of the global batch in the current step.
+        epoch_sums: Sums from which the logs of the epoch so far are computed, on the devices; None
+            if there are none.
+        history: The history of the last `fit`, which its callback stores here; None before the
+            first.
+        is_compiling: Whether the next step is compiled first, because its batch has a new shape.
+    """
+
+    stop_training: bool = False
+    rows_in_batch: int = 0
+    epoch_sums: Any = None
+    history: History | None = None
+    is_compiling: bool = False

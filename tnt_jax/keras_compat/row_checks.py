@@ -1,0 +1,223 @@
+"""Checks that the result for a row depends neither on other rows nor on its position.
+
+Ranks see parts of a batch, so a module or an objective that compares rows, or draws random numbers
+by the position of a row, would give results that depend on the number of ranks. The check runs
+once, before training, on a few rows of the first batch: the same program runs on two selections,
+and rows in both must have equal results.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Adapter
+from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.epoch_sums import num_local_rows
+from tnt_jax.train.trainer import Trainer
+
+# Maps parameters, model state, rows, key and the train flag to values `[rows, ...]` and the model
+# state afterwards.
+PerRow = Callable[[Any, Any, Batch, jax.Array | None, bool], tuple[Any, Any]]
+
+_NUM_ROWS = 4
+# The program and the shapes are the same, so rounding hardly differs; half precision may be
+# accumulated in another order.
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
+_SIZE_TOLERANCE = 1e-2
+_ALL_ROWS = (
+    "Ranks see parts of a batch, so results would depend on their number. Let the values of a row "
+    "depend on this row alone, or gather the rows of all ranks: jax.lax.all_gather(x, 'data', "
+    "axis=0, tiled=True)."
+)
+_PLACES = (
+    "Results would depend on the number of ranks. Draw random numbers for all rows at once, as an "
+    "array [rows, ...], with the keys that the call is given (make_rng('dropout') in Linen, "
+    "rngs.dropout() in NNX, rngs in an objective), not with a constant key or one key per row."
+)
+
+
+def problem_of_rows(
+    trainer: Trainer, batch: Batch, per_row: PerRow, *, what: str, sizes: bool = False
+) -> ValueError | None:
+    """Returns what is wrong if values of a row depend on other rows or on its position, or None.
+
+    A function that communicates with other ranks itself is not checked; if it does so in training
+    only, as synchronised BatchNorm does, evaluation is checked. Batch statistics, such as
+    BatchNorm's, are allowed: they change the model state, and the step warns of them.
+
+    Args:
+        trainer: Trainer of the model, which is built.
+        batch: This process's rows of the first batch, on the host.
+        per_row: The function to check; see `PerRow`.
+        what: Its name in the message.
+        sizes: Whether to check also that values do not depend on the number of rows.
+    """
+    num_real = _num_real(batch)
+    per_rank = min(num_local_rows(batch) // trainer.rank_slice.local_ranks, num_real)
+    num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
+    if not num_rows:
+        return None
+    training = _program(trainer, batch, per_row, num_rows, train=True)
+    if not training.communicates:
+        problem = _problem(training, what, sizes)
+        if problem is None or not training.has_statistics():
+            return problem
+    evaluation = _program(trainer, batch, per_row, num_rows, train=False)
+    return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
+
+
+def _num_real(batch: Batch) -> int:
+    return num_local_rows(batch) if batch.mask is None else int(batch.mask.sum())
+
+
+def _program(
+    trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: list[int], *, train: bool
+) -> "_Program":
+    if num_rows[0] != num_rows[-1]:
+        # The model may be written for one number of rows, that of a rank; any other error recurs
+        # below.
+        with suppress(TypeError, ValueError):
+            return _Program(trainer, batch, per_row, num_rows[0], train=train)
+    return _Program(trainer, batch, per_row, num_rows[-1], train=train)
+
+
+class _Program:
+    """The checked function, compiled for one device of this process.
+
+    Args:
+        num_rows: Number of rows of `batch` that it runs on.
+        train: Whether it runs as in training.
+
+    Attributes:
+        communicates: Whether it communicates with other ranks; it cannot be run then.
+        tolerance: Difference that rounding can explain, relative to the largest value.
+    """
+
+    def __init__(
+        self, trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int, *, train: bool
+    ) -> None:
+        state = trainer.require_state()
+        num_real = _num_real(batch)
+        self.num_rows = num_rows
+        self._mesh = _jax.make_data_mesh(trainer.runtime.mesh.local_devices[:1])
+        variables = (state.params, state.model_state, state.key)
+        self._variables = jax.tree.map(lambda x: x.addressable_data(0), variables)
+        # Rows from all over the batch: neighbours may be alike.
+        chosen = np.linspace(0, num_real - 1, num_rows).astype(int)
+        self._batch = jax.tree.map(lambda x: np.asarray(x)[chosen], batch._replace(mask=None))
+        self._per_row = per_row
+        self._train = train
+        traced = self._trace(np.arange(num_rows))
+        self.communicates = _jax.communicates(traced)
+        self.tolerance = _HALF_TOLERANCE if _jax.computes_in_half(traced) else _TOLERANCE
+        self._compiled = None if self.communicates else traced.lower().compile()
+        self._states: list[Any] = []
+
+    def run(self, rows: np.ndarray, first_row: int = 0) -> Any:
+        """Returns the values of rows of the batch that start at `first_row`, `num_rows` of them."""
+        assert self._compiled is not None
+        values, model_state = self._compiled(*self._variables, self._take(rows), first_row)
+        self._states.append(jax.tree.map(np.asarray, model_state))
+        return jax.tree.map(np.asarray, values)
+
+    def run_alone(self, rows: np.ndarray, first_row: int) -> Any:
+        """Returns values of rows of the batch, in a program for their number."""
+        compiled = self._trace(rows).lower().compile()
+        return jax.tree.map(np.asarray, compiled(*self._variables, self._take(rows), first_row)[0])
+
+    def has_statistics(self) -> bool:
+        """Returns whether the model state depended on the rows in the calls of `run`."""
+        first, *others = [jax.tree.leaves(state) for state in self._states]
+        return any(
+            not np.array_equal(x, y, equal_nan=True)
+            for other in others
+            for x, y in zip(first, other, strict=True)
+        )
+
+    def _trace(self, rows: np.ndarray) -> Any:
+        def run(
+            params: Any, model_state: Any, words: Any, batch: Batch, first_row: Any
+        ) -> tuple[Any, Any]:
+            key = row_key(step_key(words, 0), first_row, len(rows)) if self._train else None
+            return self._per_row(params, model_state, batch, key, self._train)
+
+        spec: Any = PartitionSpec()
+        mapped = _jax.shard_map(run, mesh=self._mesh, in_specs=(spec,) * 5, out_specs=spec)
+        return jax.jit(mapped).trace(*self._variables, self._take(rows), 0)
+
+    def _take(self, rows: np.ndarray) -> Batch:
+        return jax.tree.map(lambda x: np.asarray(x)[rows], self._batch)
+
+
+def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
+    rows = np.arange(program.num_rows)
+    half = program.num_rows // 2
+    back = slice(half, None)
+    num_back = program.num_rows - half
+    whole = program.run(rows)
+    moved = program.run(half + rows % num_back, half)
+    seen = _difference(whole, back, moved, slice(num_back), program.tolerance)
+    if seen is not None:
+        repeated = program.run(rows % half)
+        if _difference(whole, slice(half), repeated, slice(half), program.tolerance) is not None:
+            return ValueError(
+                f"{what} compares rows of a batch with each other: {seen} among other rows. "
+                f"{_ALL_ROWS}"
+            )
+        return ValueError(
+            f"{what} gives a row values that depend on its position in the batch: {seen} at "
+            f"another position. {_PLACES}"
+        )
+    if not sizes:
+        return None
+    seen = _difference(
+        whole,
+        back,
+        program.run_alone(rows[back], half),
+        slice(None),
+        max(program.tolerance, _SIZE_TOLERANCE),
+    )
+    if seen is None:
+        return None
+    return ValueError(
+        f"{what} gives a row values that depend on the number of rows: {seen} in a smaller one. Do "
+        f"not average over the batch: the step does. {_ALL_ROWS}"
+    )
+
+
+def _difference(
+    values: Any, rows: slice, others: Any, other_rows: slice, tolerance: float
+) -> str | None:
+    """Describes how rows of two pytrees of arrays `[rows, ...]` differ; None if they are equal.
+
+    Arrays without floating numbers are not compared: a small difference may choose another class.
+    """
+    for left, right in zip(jax.tree.leaves(values), jax.tree.leaves(others), strict=True):
+        if not jnp.issubdtype(left.dtype, jnp.floating) or left.ndim == 0:
+            continue
+        left, right = left[rows].astype(np.float64), right[other_rows].astype(np.float64)
+        scale = np.max(np.abs(left), where=np.isfinite(left), initial=0.0)
+        is_same = np.isclose(left, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+        if not is_same.all():
+            index = tuple(np.argwhere(~is_same)[0])
+            return f"a row gets {left[index]:.6g} in one batch but {right[index]:.6g}"
+    return None
+
+
+def outputs_per_row(adapter: Adapter) -> PerRow:
+    """Returns the forward pass of a model as a function for `problem_of_rows`."""
+
+    def per_row(
+        params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Any]:
+        applied = adapter.apply(params, model_state, batch.inputs, key=key, train=train, mask=None)
+        return applied.outputs, applied.model_state
+
+    return per_row

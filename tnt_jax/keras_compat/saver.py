@@ -1,0 +1,269 @@
+"""Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
+
+A path that ends in `.weights.h5`, `.safetensors` or `.keras` is one file; a path without a file
+extension is an Orbax directory with the whole training state, which can be read on another number
+of devices.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed import collectives, runtime
+from tnt_jax.distributed.stall import called
+from tnt_jax.keras_compat import keras_files
+from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.describe import NotDescribable, describe
+from tnt_jax.keras_compat.file_names import is_file_name
+from tnt_jax.keras_compat.model_state import ModelState, only
+from tnt_jax.keras_compat.weight_files import (
+    H5_ENDING,
+    SAFETENSORS_ENDING,
+    read_h5,
+    read_safetensors,
+    replacing,
+    write_h5,
+    write_safetensors,
+)
+from tnt_jax.log import logger
+from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import state_arrays, without_accumulated
+
+PathLike = str | os.PathLike[str]
+
+
+class Saver:
+    """Saves and loads a model.
+
+    Args:
+        core: What the parts of the model share.
+        state: The training state.
+    """
+
+    def __init__(self, core: Core, state: ModelState) -> None:
+        self._core = core
+        self._state = state
+
+    @called("Model.save")
+    def save(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the whole model.
+
+        That is the module, the arguments of `compile`, variables, optimizer state and number of
+        updates.
+
+        Every process of the job must call it. One copy is written, which any process may read after
+        the call. An earlier copy at the same path stays readable until the new one is complete.
+
+        Args:
+            filepath: A directory, or a name ending in `.keras` for one file, which Keras can read
+                if the model wraps a Keras model.
+            overwrite: False to refuse an existing path.
+            tnt_save_all_devices: Whether every process writes its own copy, to its own path or a
+                local disk.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+            RuntimeError: If the model has no variables yet.
+            ValueError: If the path has an unsupported file extension, such as `.npz`.
+        """
+        self._save(filepath, overwrite, all_devices=tnt_save_all_devices, notes=self._description())
+
+    @called("Model.save_weights")
+    def save_weights(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the variables and, except for safetensors, optimizer state and number of updates.
+
+        Otherwise it works like `save`.
+
+        Args:
+            filepath: A directory, or a name ending in `.weights.h5` (for a Keras model in Keras's
+                own layout) or `.safetensors` (names are paths with dots, such as
+                `params.Dense_0.kernel`).
+            overwrite: As in `save`.
+            tnt_save_all_devices: As in `save`.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+            RuntimeError: If the model has no variables yet.
+        """
+        self._save(filepath, overwrite, all_devices=tnt_save_all_devices, notes={})
+
+    @called("Model.load_weights")
+    def load_weights(self, filepath: PathLike) -> None:
+        """Loads variables that `save` or `save_weights` wrote; every process must call it.
+
+        If the model is compiled and the file holds the state of an optimizer of the same kind, this
+        state and the number of updates are loaded, too, so that `fit(initial_epoch=...)` continues
+        as if it had never been interrupted.
+
+        Args:
+            filepath: File or directory.
+
+        Raises:
+            FileNotFoundError: If a process does not see the path.
+            RuntimeError: If the model has no variables yet.
+            ValueError: If leaves are missing or superfluous, or have another shape or dtype; the
+                message names them.
+        """
+        check_changes_model("Loading weights")
+        path = Path(filepath)
+        error = None
+        self._state.require_built()
+        self._state.start_optimizer()
+        if not path.exists():
+            error = FileNotFoundError(
+                f"Process {runtime.get_process_index()} does not find {path.absolute()}."
+            )
+        _raise_in_scope(error)
+        if (
+            keras_files.is_keras(self._core.module)
+            and path.is_file()
+            and path.suffix != SAFETENSORS_ENDING
+        ):
+            self._state.set_weights(keras_files.read_weights(self._core.module, path))
+            arrays = keras_files.read_extra(path)
+        else:
+            arrays = self._read(path)
+            self._state.replace_variables(only(arrays, "params", "model_state"))
+        self._state.replace_optimizer_state(arrays)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns a description of the wrapped module as JSON values, for `from_config`.
+
+        Raises:
+            ValueError: If the module cannot be described, such as an NNX module, which does not
+                keep its constructor's arguments.
+        """
+        if keras_files.is_keras(self._core.module):
+            return keras_files.describe_model(
+                self._core.module, self._core.adapter.sample_inputs()
+            ) | {"options": describe(self._core.options.saved())}
+        return {
+            "module": describe(self._core.module),
+            "options": describe(self._core.options.saved()),
+        }
+
+    def to_json(self) -> str:
+        """Returns a description of the wrapped module as JSON.
+
+        `tnt_jax.models.model_from_json` reads it.
+
+        Raises:
+            ValueError: If the module cannot be described.
+        """
+        return json.dumps(self.get_config())
+
+    def start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
+        """Starts a checkpoint in the background, and returns as soon as the arrays are copied.
+
+        Args:
+            checkpoints: Where to.
+            with_model: Whether to add what is needed to recreate and compile the model.
+        """
+        checkpoints.save(
+            self._state.require_built(), notes=self._description() if with_model else {}
+        )
+
+    def _save(
+        self, filepath: PathLike, overwrite: bool, *, all_devices: bool, notes: dict[str, Any]
+    ) -> None:
+        path = Path(filepath)
+        is_file = is_file_name(path, of_keras=keras_files.is_keras(self._core.module))
+        state = self._state.state
+        scope: Scope = "per_process" if all_devices else current_scope()
+        exists = path.exists() and not overwrite
+        _raise_in_scope(
+            FileExistsError(f"{path} exists already: pass overwrite=True or another path.")
+            if exists
+            else None,
+            scope,
+        )
+        if is_file or scope != "all_processes":
+            state = self._core.trainer.gathered_state(alone=scope == "main_process")
+        if not is_file:
+            checkpoints = Checkpoints(path, alone=scope != "all_processes")
+            checkpoints.save(state, notes=notes)
+            checkpoints.close()
+            return
+        error = None
+        if scope != "all_processes" or runtime.is_master_rank():
+            try:
+                self._write_file(path, state, notes)
+            except Exception as raised:  # Raised below, on every process.
+                error = raised
+        _raise_in_scope(error, scope)
+
+    def _write_file(self, path: Path, state: TrainState, notes: dict[str, Any]) -> None:
+        arrays = without_accumulated(state_arrays(state))
+        with replacing(path) as temporary:
+            if path.name.endswith(SAFETENSORS_ENDING):
+                write_safetensors(temporary, only(arrays, "params", "model_state"))
+            elif keras_files.is_keras(self._core.module):
+                self._core.adapter.write_back(
+                    Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
+                )
+                keras_files.write(
+                    self._core.module, temporary, only(arrays, "opt_state", "step"), notes
+                )
+            elif path.name.endswith(H5_ENDING):
+                write_h5(temporary, arrays)
+            else:
+                keras_files.add_to_archive(temporary, arrays, notes)
+
+    def _read(self, path: Path) -> dict[str, np.ndarray]:
+        if path.is_dir():
+            return Checkpoints(path, alone=current_scope() != "all_processes").read().arrays
+        if path.name.endswith(SAFETENSORS_ENDING):
+            names = {
+                name.replace("/", "."): name for name in state_arrays(self._state.require_built())
+            }
+            return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
+        return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
+
+    def _description(self) -> dict[str, Any]:
+        """Returns what is needed to recreate and compile the model.
+
+        Parts that cannot be described are left out, with a warning.
+        """
+        notes: dict[str, Any] = {"options": describe(self._core.options.saved())}
+        parts: dict[str, Callable[[], Any]] = {"config": self.get_config}
+        if (compilation := self._core.compilation) is not None:
+            parts["compile"] = lambda: _describe_compile(compilation.given)
+        for name, make in parts.items():
+            try:
+                notes[name] = make()
+            except NotDescribable as error:
+                notes[f"{name}_problem"] = str(error)
+                logger.info(
+                    "load_model will need %s: %s",
+                    "module=..." if name == "config" else "compile() afterwards",
+                    error,
+                )
+        return notes
+
+
+def _describe_compile(given: Mapping[str, Any]) -> Any:
+    if getattr(given["optimizer"], "_undecayed", ()):
+        raise NotDescribable(
+            "the optimizer has weights excluded from weight decay, which cannot be written as JSON."
+        )
+    return describe(dict(given), where="compile")
+
+
+def _raise_in_scope(error: Exception | None, scope: Scope | None = None) -> None:
+    """Raises an error, on all processes if all of them take part; waits for them."""
+    if (scope or current_scope()) == "all_processes":
+        collectives.raise_on_all_processes(error)
+    elif error is not None:
+        raise error

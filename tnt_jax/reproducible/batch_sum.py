@@ -1,0 +1,201 @@
+"""Sums over a global batch: measured by chunk, one per virtual rank, and added in one order.
+
+The counts of the loss terms come first, in a program of their own unless they follow from the
+batch's shapes, because each chunk divides by those of the whole batch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.reproducible.device_program import BY_RANK, REPLICATED, device_program
+from tnt_jax.reproducible.packed import Packed
+from tnt_jax.reproducible.virtual_ranks import VirtualRanks
+from tnt_jax.train.contracts import Batch, Measured, Parts
+from tnt_jax.train.epoch_sums import num_local_rows, quotient
+
+_ADVICE = (
+    "With reproducible=True a model must not look at other ranks, because what they hold depends "
+    "on the number of devices. Leave out "
+    "axis_name (statistics are then those of a virtual rank), or train with reproducible=False."
+)
+
+
+class ModelArrays(NamedTuple):
+    """What a program needs of the state.
+
+    Attributes:
+        params: Trained arrays.
+        model_state: Arrays that the model changes itself.
+        key: The words of the run's key with the step; None outside training.
+        loss_scale: What the loss is multiplied by before it is differentiated; None for nothing.
+    """
+
+    params: Any
+    model_state: Any
+    key: tuple[jax.Array, jax.Array] | None
+    loss_scale: jax.Array | None = None
+
+
+class Counts(NamedTuple):
+    """Totals of the whole global batch: the count of each loss term, and the real rows.
+
+    A count of None leaves its term undivided.
+    """
+
+    terms: list[Any]
+    rows: Any
+
+
+class BatchSum:
+    """Maps model and batch to the sums of `measure`, what all chunks share, and the real rows."""
+
+    def __init__(self, parts: Parts, measure: Callable, ranks: VirtualRanks) -> None:
+        def work(
+            chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts
+        ) -> tuple[Any, Any]:
+            sums, same = measure(
+                chunk, index, _with_step_key(model), jax.tree.map(jnp.squeeze, counts)
+            )
+            return _jax.make_varying(Packed.of(sums)), same
+
+        specs = (BY_RANK, REPLICATED, REPLICATED, REPLICATED)
+        self._program = device_program(
+            work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED)
+        )
+        self._count = _BatchCount(parts, ranks)
+        self._ranks = ranks
+
+    def __call__(self, model: ModelArrays, batch: Batch) -> tuple[Any, Any, Any]:
+        """Returns the sums, what is the same for every chunk, and the real rows."""
+        counts = self._count(model, batch)
+        return *self._ranks.sum(self._program, batch, model, counts), counts.rows
+
+    def lower(
+        self, model: ModelArrays, batch: Batch
+    ) -> tuple[dict[str, Any], tuple[Any, Any, Any]]:
+        """Returns the lowered programs by name, and the shapes of the result."""
+        counts = self._count(model, batch)
+        arguments = (self._ranks.chunk_shapes(batch), 0, shapes_of(model), shapes_of(counts))
+        sums, same = jax.eval_shape(self._program, *arguments)
+        programs = (
+            self._count.lower(model, batch)
+            | {"chunk": self._program.lower(*arguments)}
+            | self._ranks.lower_sum(sums)
+        )
+        return programs, (sums, same, shapes_of(counts.rows))
+
+
+class _BatchCount:
+    """Maps model and batch to the counts of the batch.
+
+    Counts that follow from shapes start no program.
+    """
+
+    def __init__(self, parts: Parts, ranks: VirtualRanks) -> None:
+        self._ranks = ranks
+        self._known: list[Any] = []
+        self._by_shape: dict[Any, list[Any]] = {}
+
+        def work(
+            chunk: Batch, index: jax.Array, model: ModelArrays
+        ) -> tuple[list[jax.Array], None]:
+            def count(chunk: Batch) -> list[jax.Array]:
+                counts = [
+                    term.count
+                    for term in measure_chunk(parts, _with_step_key(model), chunk, index).terms
+                ]
+                self._known = [_UNKNOWN if isinstance(x, jax.Array) else x for x in counts]
+                rows = [] if chunk.mask is None else [jnp.sum(chunk.mask)]
+                return [x.astype(jnp.float32) for x in counts if isinstance(x, jax.Array)] + rows
+
+            _jax.check_local(count, chunk, advice=_ADVICE)
+            # The compiler leaves nothing of the forward pass: counts depend on targets, weights and
+            # the mask alone.
+            return _jax.make_varying(_as_entries(count(chunk))), None
+
+        specs = (BY_RANK, REPLICATED, REPLICATED)
+        self._program = device_program(
+            work, ranks.mesh, in_specs=specs, out_specs=(BY_RANK, REPLICATED)
+        )
+
+    def __call__(self, model: ModelArrays, batch: Batch) -> Counts:
+        known = self._known_counts(model, batch)
+        sums = iter(
+            self._ranks.sum(self._program, batch, model)[0] if self._is_needed(known, batch) else ()
+        )
+        known = [x if x is None or x is _UNKNOWN else float(x * self._ranks.count) for x in known]
+        terms = [next(sums) if x is _UNKNOWN else x for x in known]
+        return Counts(terms, float(num_local_rows(batch)) if batch.mask is None else next(sums))
+
+    def lower(self, model: ModelArrays, batch: Batch) -> dict[str, Any]:
+        """Returns the lowered programs by name, if any is needed."""
+        if not self._is_needed(self._known_counts(model, batch), batch):
+            return {}
+        arguments = (self._ranks.chunk_shapes(batch), 0, shapes_of(model))
+        sums = self._ranks.lower_sum(jax.eval_shape(self._program, *arguments)[0])
+        return {"counts": self._program.lower(*arguments)} | {
+            f"counts, {name}": program for name, program in sums.items()
+        }
+
+    def _is_needed(self, known: list[Any], batch: Batch) -> bool:
+        return batch.mask is not None or _UNKNOWN in known
+
+    def _known_counts(self, model: ModelArrays, batch: Batch) -> list[Any]:
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, tuple((x.shape, x.dtype) for x in leaves))
+        if shapes not in self._by_shape:
+            jax.eval_shape(self._program, self._ranks.chunk_shapes(batch), 0, shapes_of(model))
+            self._by_shape[shapes] = self._known
+        return self._by_shape[shapes]
+
+
+_UNKNOWN = "unknown"
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns the shapes and dtypes of arrays; Python numbers stay."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, (int, float)) else jax.ShapeDtypeStruct(x.shape, x.dtype), tree
+    )
+
+
+def _as_entries(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def _with_step_key(model: ModelArrays) -> ModelArrays:
+    """Returns the model with the key of its step."""
+    if model.key is None:
+        return model
+    words, step = model.key
+    return model._replace(key=step_key(words, step))  # pyright: ignore[reportArgumentType]
+
+
+def measure_chunk(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> Measured:
+    """Returns what a step measures on the chunk with number `index`."""
+    num_rows = num_local_rows(chunk)
+    train = model.key is not None
+    # Outside training the key of `evaluation_key`.
+    key = row_key(
+        model.key if train else step_key(jnp.zeros(2, jnp.uint32), 0), index * num_rows, num_rows
+    )
+    return parts.measure(model.params, model.model_state, chunk, key=key, train=train)
+
+
+def loss_of_chunk(measured: Measured, counts: Counts, num_chunks: int) -> jax.Array:
+    """Returns a chunk's part of the loss of the global batch."""
+    return _jax.make_varying(
+        jnp.asarray(
+            sum(losses_of_chunk(measured, counts), start=measured.penalty / num_chunks), jnp.float32
+        )
+    )
+
+
+def losses_of_chunk(measured: Measured, counts: Counts) -> list[jax.Array]:
+    """Returns a chunk's part of each loss of the global batch."""
+    return [quotient(term, count) for term, count in zip(measured.terms, counts.terms, strict=True)]

@@ -1,0 +1,281 @@
+"""Steps whose results have the same bits on any number of devices and processes.
+
+The fast steps are in `step.py`.
+
+The rounding of a sum depends on its order, and the rounding of a program on how it was compiled. So
+a global batch is always cut into the chunks of V virtual ranks, one program that is the same on
+every number of devices (`device_program.py`) works on a chunk, the results are added in one order
+(`virtual_ranks.py`), and the update is a program of its own: compiled together with the last
+addition, it would round differently. The chunks of a device are no loop inside a program: XLA's
+convolutions on a CPU are eight times slower there.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed.averages import check_can_be_averaged
+from tnt_jax.reproducible.batch_sum import (
+    BatchSum,
+    Counts,
+    ModelArrays,
+    loss_of_chunk,
+    losses_of_chunk,
+    measure_chunk,
+    shapes_of,
+)
+from tnt_jax.reproducible.device_program import (
+    BY_RANK,
+    REPLICATED,
+    Programs,
+    device_program,
+    join,
+    split,
+)
+from tnt_jax.reproducible.packed import Packed
+from tnt_jax.reproducible.virtual_ranks import VirtualRanks
+from tnt_jax.train.accumulation import accumulate
+from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
+from tnt_jax.train.epoch_sums import add_sums, num_local_rows
+from tnt_jax.train.loss_scale import loss_scale
+from tnt_jax.train.state import TrainState, create_state
+
+
+class ReproducibleSteps:
+    """Implements `Steps` with programs whose results have the same bits on any number of devices.
+
+    Args:
+        ranks: Virtual ranks.
+
+    Attributes:
+        rank_slice: The virtual ranks of this process.
+        fused: Always None: steps run one by one.
+        takes_host_arrays: Always False.
+        ranks: Virtual ranks.
+    """
+
+    fused = None
+    takes_host_arrays = False
+
+    def __init__(self, ranks: VirtualRanks) -> None:
+        self.ranks = ranks
+        self.rank_slice = ranks.rank_slice
+
+    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
+        """Does nothing: the compiler's collectives carry all sums."""
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Does nothing."""
+
+    def train(
+        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+    ) -> Callable:
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
+        return make_train_step(parts, optimizer, self.ranks, accumulation_steps=accumulation_steps)
+
+    def evaluate(self, parts: Parts) -> Callable:
+        """Returns the function `(params, model_state, sums, batch) -> sums`."""
+        return make_eval_step(parts, self.ranks)
+
+    def predict(self, apply: Apply) -> Callable:
+        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        return make_predict_step(apply, self.ranks)
+
+    def create_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState:
+        """Returns the state before the first update, of host arrays.
+
+        Sums of whole batches are accumulated, the same on every rank.
+        """
+        return create_state(
+            *variables, optimizer, seed=seed, accumulating_ranks=1 if accumulation_steps > 1 else 0
+        )
+
+    def put_state(self, state: TrainState) -> TrainState:
+        """Returns a state of host or device arrays on every device."""
+        return _jax.replicate(replace(state, residual=None), self.ranks.mesh)
+
+
+def make_train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    ranks: VirtualRanks,
+    *,
+    accumulation_steps: int = 1,
+) -> Callable:
+    """Returns the function `(state, sums, batch) -> (state, sums)`.
+
+    `state` is donated; `sums` is not, so that a reader may look at the sums of any step later.
+
+    Args:
+        parts: What the step computes.
+        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+        ranks: Virtual ranks.
+        accumulation_steps: Steps whose mean gradient makes one update; `state.accumulated` holds
+            the sums of whole batches `[1, ...]`.
+    """
+
+    def measure(
+        chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts
+    ) -> tuple[Any, Any]:
+        def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, Measured]]:
+            measured = measure_chunk(parts, model._replace(params=params), chunk, index)
+            loss = loss_of_chunk(measured, counts, ranks.count)
+            return loss if model.loss_scale is None else loss * model.loss_scale, (loss, measured)
+
+        (_, (loss, measured)), grads = jax.value_and_grad(objective, has_aux=True)(
+            _jax.make_varying(model.params)
+        )
+        rows = num_local_rows(chunk) if chunk.mask is None else jnp.sum(chunk.mask)
+        averaged, same = _split_state(measured.model_state, rows / counts.rows)
+        return (
+            grads,
+            (loss, losses_of_chunk(measured, counts), measured.increments),
+            averaged,
+        ), same
+
+    def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def finish(
+        state: TrainState, sums: Any, measured: Packed, same: Any, rows: jax.Array
+    ) -> tuple[TrainState, Any]:
+        grads, (loss, losses, increments), averaged = measured.unpack()
+        if accumulation_steps == 1:
+            params, opt_state = update(grads, state.params, state.opt_state)
+            accumulated = None
+        else:
+            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
+        model_state = _join_state(state.model_state, averaged, same)
+        new_state = replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            model_state=model_state,
+            opt_state=opt_state,
+            accumulated=accumulated,
+        )
+        return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
+    return _TrainStep(
+        BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=(0,))
+    )
+
+
+class _TrainStep(NamedTuple):
+    """The parts of a training step: the sum over the batch and the program that ends the step."""
+
+    sum_batch: "BatchSum"
+    last: "_ReplicatedProgram"
+
+    def __call__(self, state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        return self.last(state, sums, *self.sum_batch(_model(state), batch))
+
+    def lower(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
+        """Returns the lowered programs of the step.
+
+        They are those of a chunk, of the sum over ranks, of the update, and others that the step
+        runs.
+        """
+        programs, measured = self.sum_batch.lower(_model(state), batch)
+        return Programs(
+            programs | {"update": self.last.program.lower(*shapes_of((state, sums, *measured)))}
+        )
+
+
+def _model(state: TrainState) -> ModelArrays:
+    return ModelArrays(
+        state.params, state.model_state, (state.key, state.step), loss_scale(state.opt_state)
+    )
+
+
+def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
+    """Returns the function `(params, model_state, sums, batch) -> sums`."""
+
+    def measure(
+        chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts
+    ) -> tuple[Any, Any]:
+        measured = measure_chunk(parts, model, chunk, index)
+        return (
+            loss_of_chunk(measured, counts, ranks.count),
+            losses_of_chunk(measured, counts),
+            measured.increments,
+        ), None
+
+    def finish(sums: Any, measured: Packed, same: None, rows: jax.Array) -> Any:
+        loss, losses, increments = measured.unpack()
+        return add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
+    sum_batch = BatchSum(parts, measure, ranks)
+    last = _ReplicatedProgram(finish, ranks)
+    return lambda params, model_state, sums, batch: last(
+        sums, *sum_batch(ModelArrays(params, model_state, None), batch)
+    )
+
+
+def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
+    """Returns the function `(params, model_state, inputs) -> outputs`.
+
+    The outputs are `[rows, ...]`, sharded by row.
+    """
+
+    def work(chunk: Any, params: Any, model_state: Any) -> Any:
+        return _jax.make_varying(
+            apply(params, model_state, chunk, key=None, train=False, mask=None).outputs
+        )
+
+    program = device_program(
+        work, ranks.mesh, in_specs=(BY_RANK, REPLICATED, REPLICATED), out_specs=BY_RANK
+    )
+    return lambda params, model_state, inputs: ranks.map(program, inputs, params, model_state)
+
+
+class _ReplicatedProgram:
+    """A function of replicated arrays as a program that every device runs for itself."""
+
+    def __init__(
+        self, function: Callable, ranks: VirtualRanks, *, donate: tuple[int, ...] = ()
+    ) -> None:
+        self.program = device_program(
+            function, ranks.mesh, in_specs=REPLICATED, out_specs=REPLICATED, donate=donate
+        )
+        self._mesh = ranks.mesh
+
+    def __call__(self, *args: Any) -> Any:
+        return join([self.program(*own) for own in split(args, self._mesh)], self._mesh, REPLICATED)
+
+
+def _split_state(
+    model_state: Any, share: jax.Array | float
+) -> tuple[dict[int, jax.Array], dict[int, Any]]:
+    """Returns, by position, the leaves that depend on the chunk and the leaves that do not.
+
+    The former are the chunk's part, to be summed.
+    """
+    averaged, same = {}, {}
+    for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(model_state)):
+        if _jax.is_varying(leaf):
+            check_can_be_averaged(path, leaf)
+            averaged[index] = leaf * jnp.asarray(share, leaf.dtype)
+        else:
+            same[index] = leaf
+    return averaged, same
+
+
+def _join_state(like: Any, averaged: dict[int, Any], same: dict[int, Any]) -> Any:
+    """Returns model state of the structure of `like` from the leaves of `_split_state`."""
+    leaves = {**averaged, **same}
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[index] for index in sorted(leaves)])

@@ -1,0 +1,190 @@
+"""Processes a global batch in a fixed number of chunks and sums them in a fixed order.
+
+Neither depends on the number of devices.
+
+A global batch is split into V chunks, one per virtual rank; a device processes V / R neighbouring
+chunks, one after another. The results of the chunks are added in one binary tree, neighbours first:
+
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+
+A device adds the results of its own chunks; then neighbouring devices add their sums, then
+neighbouring pairs, and so on (recursive doubling). The addition of two numbers is commutative to
+the last bit, so all devices end with the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.reproducible.device_program import BY_RANK, join, split
+
+
+class VirtualRanks:
+    """Virtual ranks on the devices of a mesh.
+
+    Args:
+        count: Number of virtual ranks, a power of two.
+        mesh: Devices, over the axis `data`; their number must divide `count`.
+
+    Attributes:
+        count: Number of virtual ranks, V.
+        mesh: The devices.
+        per_rank: Chunks of each device, V / R.
+
+    Raises:
+        ValueError: If `count` is not a power of two, or the number of devices does not divide it;
+            the message lists the allowed values.
+    """
+
+    def __init__(self, count: int, mesh: Mesh) -> None:
+        check_count(count, num_ranks=mesh.size)
+        self.count = count
+        self.mesh = mesh
+        self.per_rank = count // mesh.size
+        here = jax.process_index()
+        self._local_ranks = [
+            rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == here
+        ]
+        # Only slices, additions and copies: they round alike however they are compiled.
+        self._cut = (
+            jax.jit(self._chunk, static_argnums=1)
+            if self.per_rank > 1
+            else lambda data, index: data
+        )
+        self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0)
+        self._concatenate = jax.jit(
+            lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        )
+        self._add_ranks = _sums_of_pairs(mesh)
+
+    @property
+    def rank_slice(self) -> RankSlice:
+        """The virtual ranks of this process."""
+        return RankSlice(
+            self.count,
+            self._local_ranks[0] * self.per_rank,
+            len(self._local_ranks) * self.per_rank,
+            are_virtual=True,
+        )
+
+    def sum(self, program: Callable, batch: Any, *shared: Any) -> tuple[Any, Any]:
+        """Returns the sum of a program's results over all chunks of the global batch.
+
+        Args:
+            program: A program for one device that maps a chunk, its index in the global batch, and
+                `shared` to two pytrees: arrays `[1, ...]` to be summed, and arrays that are the
+                same for every chunk.
+            batch: Global batch, sharded by rank.
+            shared: Replicated arrays.
+
+        Returns:
+            The sums `[1, ...]`, with the same bits on every rank, and the arrays that are the same
+            for every chunk; both replicated.
+        """
+        batches, others = split(batch, self.mesh), split(shared, self.mesh)
+        stacks: list[list[Any]] = [[] for _ in batches]
+        same: list[Any] = [None for _ in batches]
+        for index in range(self.per_rank):
+            for number, rank in enumerate(self._local_ranks):
+                chunk = self._cut(batches[number], index)
+                result, same[number] = program(chunk, rank * self.per_rank + index, *others[number])
+                self._push(stacks[number], result, index)
+        sums = join([stack[0] for stack in stacks], self.mesh, BY_RANK)
+        for add in self._add_ranks:
+            sums = add(sums)
+        return sums, join(same, self.mesh, PartitionSpec())
+
+    def map(self, program: Callable, batch: Any, *shared: Any) -> Any:
+        """Returns the rows of `program(chunk, *shared)` for all chunks in order, sharded."""
+        batches, others = split(batch, self.mesh), split(shared, self.mesh)
+        rows = [
+            [program(self._cut(own, index), *other) for index in range(self.per_rank)]
+            for own, other in zip(batches, others, strict=True)
+        ]
+        return join([self._concatenate(parts) for parts in rows], self.mesh, BY_RANK)
+
+    def lower_sum(self, shapes: Any) -> dict[str, Any]:
+        """Returns the lowered programs, by name, that add the results of all chunks.
+
+        The results have the given shapes `[1, ...]`.
+        """
+        programs = {}
+        if self.per_rank > 1:
+            programs["sum of chunks"] = self._add.lower(shapes, shapes)
+        sums = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (self.mesh.size, *x.shape[1:]), x.dtype, sharding=NamedSharding(self.mesh, BY_RANK)
+            ),
+            shapes,
+        )
+        for power, add in enumerate(self._add_ranks):
+            programs[f"sum {power + 1} of ranks"] = lowered = add.lower(sums)
+            sums = lowered.out_info
+        return programs
+
+    def chunk_shapes(self, batch: Any) -> Any:
+        """Returns the shapes of a chunk of a global batch."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.count, *x.shape[1:]), x.dtype), batch
+        )
+
+    def _chunk(self, data: Any, index: int) -> Any:
+        return jax.tree.map(lambda x: jnp.split(x, self.per_rank)[index], data)
+
+    def _push(self, stack: list[Any], result: Any, index: int) -> None:
+        """Adds the result of chunk `index` to a device's sums.
+
+        There are never more than log2(V / R) + 1 sums.
+        """
+        while index & 1:
+            result = self._add(stack.pop(), result)
+            index >>= 1
+        stack.append(result)
+
+
+def check_count(count: int, *, num_ranks: int = 1) -> None:
+    """Raises a ValueError if `num_ranks` devices cannot work as `count` virtual ranks."""
+    if count < 1 or count & (count - 1):
+        raise ValueError(
+            f"virtual_ranks must be a power of two (1, 2, 4, 8, ...), but is {count}: then every "
+            "device adds a whole subtree of the same binary tree. Take the next larger one."
+        )
+    if count % num_ranks:
+        allowed = [2**power for power in range(count.bit_length())]
+        raise ValueError(
+            f"With virtual_ranks={count}, training with reproducible=True runs on "
+            f"{', '.join(map(str, allowed))} device(s), but there are {num_ranks}. Use that many, "
+            "with tnt_jax.init(devices=...) or another number of processes, or choose another "
+            "power of two as virtual_ranks (which changes the results)."
+        )
+
+
+def _sums_of_pairs(mesh: Mesh) -> list[Any]:
+    """Returns jitted functions that together sum arrays `[ranks, ...]` to `[1, ...]`.
+
+    The arrays are sharded by rank. The first function adds neighbours, `[ranks / 2, ...]`, the next
+    neighbouring pairs, and so on. A sum over two devices has no order that a collective library
+    could choose. Each function is a program of its own, because XLA's GPU compiler would merge
+    consecutive sums into one over all devices.
+    """
+    num_axes = mesh.size.bit_length() - 1
+    names = tuple(f"bit{power}" for power in reversed(range(num_axes)))
+    cube = Mesh(
+        mesh.devices.reshape((2,) * num_axes), names, axis_types=(AxisType.Auto,) * num_axes
+    )
+
+    def sum_over(position: int) -> Any:
+        mapped = _jax.shard_map(
+            lambda tree: jax.lax.psum(tree, names[position]),
+            mesh=cube,
+            in_specs=PartitionSpec(names[: position + 1]),
+            out_specs=PartitionSpec(names[:position]),
+        )
+        return jax.jit(mapped, donate_argnums=0)
+
+    return [sum_over(position) for position in reversed(range(num_axes))]

@@ -1,0 +1,242 @@
+"""The contracts between the parts of training: batches, measurements and compiled steps.
+
+This module contains only types: nothing here runs a program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import optax
+
+from tnt_jax.adapters.base import Applied, Variables
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.train.state import TrainState
+
+
+class Batch(NamedTuple):
+    """One global batch on the devices, or one rank's part of it inside a step.
+
+    Attributes:
+        inputs: Pytree of arrays `[rows, ...]` for the model.
+        targets: Pytree of arrays `[rows, ...]`, or None.
+        weight: The user's sample weights: pytree of float32 `[rows]` or `[rows, ...]`, or None.
+        mask: float32 `[rows]`: 1 for real rows, 0 for padding; None when no row is padding.
+    """
+
+    inputs: Any
+    targets: Any = None
+    weight: Any = None
+    mask: Any = None
+
+
+class LossTerm(NamedTuple):
+    """One summand of the loss, as sums over this rank's rows.
+
+    The loss of the global batch is the sum over terms of `scale * psum(total) / psum(count)`.
+
+    Attributes:
+        total: Sum of weighted losses, a scalar.
+        count: Divisor of the total, a scalar; None for no division.
+        scale: The user's weight of this term.
+    """
+
+    total: jax.Array
+    count: jax.Array | float | None
+    scale: float = 1.0
+
+
+class Apply(Protocol):
+    """Forward pass over a rank's rows; see `tnt_jax.adapters.base.Adapter.apply`."""
+
+    def __call__(
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
+    ) -> Applied:
+        """Returns outputs, model state and penalty."""
+        ...
+
+
+class Measured(NamedTuple):
+    """What a step computes from one rank's rows.
+
+    Attributes:
+        terms: Summands of the loss.
+        penalty: Losses that the model adds itself; they are averaged over the ranks.
+        model_state: Model state after the pass.
+        increments: Pytree of sums for the metrics.
+    """
+
+    terms: list[LossTerm]
+    penalty: jax.Array | float
+    model_state: Any
+    increments: Any
+
+
+class Parts(Protocol):
+    """The components of a step other than its optimizer."""
+
+    def measure(
+        self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> Measured:
+        """Returns loss and metrics of one rank's rows; inside `shard_map`.
+
+        Outside training `key` is None or a fixed key.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Parts that compare the outputs of a model with targets.
+
+    Attributes:
+        apply: Forward pass over a rank's rows.
+        loss_terms: Maps outputs and batch to the summands of the loss.
+        increments: Maps outputs and batch to a pytree of sums, one entry per metric; padded rows
+            are left out.
+    """
+
+    apply: Apply
+    loss_terms: Callable[[Any, Batch], list[LossTerm]]
+    increments: Callable[[Any, Batch], Any]
+
+    def measure(
+        self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> Measured:
+        """Returns loss and metrics of the model's outputs for one rank's rows."""
+        applied = self.apply(
+            params, model_state, batch.inputs, key=key, train=train, mask=batch.mask
+        )
+        increments = {
+            "outputs": self.increments(applied.outputs, batch),
+            "model": applied.increments,
+        }
+        return Measured(
+            self.loss_terms(applied.outputs, batch),
+            applied.penalty,
+            applied.model_state,
+            increments,
+        )
+
+
+class Hooks(Protocol):
+    """The actions of a loop's caller between steps."""
+
+    def on_batch_begin(self, index: int) -> None:
+        """Runs before step `index` of the epoch.
+
+        For steps that share a program, it runs before the first.
+        """
+        ...
+
+    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
+        """Runs after step `index`, the last of its program, was started; returns whether to stop.
+
+        Reading `sums` waits for the step.
+        """
+        ...
+
+
+class FusedSteps(Protocol):
+    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
+
+    def train(
+        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+    ) -> Callable:
+        """Returns the function `(state, sums, batches) -> (state, sums)`."""
+        ...
+
+    def evaluate(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, sums, batches) -> sums`."""
+        ...
+
+    def predict(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        ...
+
+
+class Steps(Protocol):
+    """How steps are compiled for the devices, and how the training state lies on them."""
+
+    @property
+    def rank_slice(self) -> RankSlice:
+        """The slice of the data axis that this process feeds."""
+        ...
+
+    @property
+    def fused(self) -> FusedSteps | None:
+        """Several steps as one program; None if steps run one by one."""
+        ...
+
+    @property
+    def takes_host_arrays(self) -> bool:
+        """Whether the programs of a single process accept host arrays.
+
+        They copy such arrays faster themselves.
+        """
+        ...
+
+    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
+        """Records the position in training, for the errors of processes that are elsewhere.
+
+        Args:
+            epoch: Epoch, from 1 on.
+            step: Next step of the epoch, from 1 on.
+            update: Number of the next step since the start of training.
+        """
+        ...
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Raises on all processes unless all have ended the epoch after `num_steps` steps.
+
+        Steps that cannot know this do nothing.
+        """
+        ...
+
+    def train(
+        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+    ) -> Callable:
+        """Returns the function `(state, sums, batch) -> (state, sums)`.
+
+        Its method `lower` takes the same arguments.
+
+        Args:
+            parts: What the step computes.
+            optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+            accumulation_steps: Steps whose mean gradient makes one update.
+        """
+        ...
+
+    def evaluate(self, parts: Parts) -> Callable:
+        """Returns the function `(params, model_state, sums, batch) -> sums`."""
+        ...
+
+    def predict(self, apply: Apply) -> Callable:
+        """Returns the function `(params, model_state, inputs) -> outputs`.
+
+        The outputs `[rows, ...]` are sharded by row.
+        """
+        ...
+
+    def create_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState:
+        """Returns the state before the first update, as host arrays."""
+        ...
+
+    def put_state(self, state: TrainState) -> TrainState:
+        """Puts a state of host or device arrays on the devices."""
+        ...

@@ -1,0 +1,141 @@
+"""Chooses how many steps one compiled program runs, and groups batches accordingly."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tnt_jax import _jax
+from tnt_jax.data.sources import HostBatch
+
+# A program that runs this long hides the host's cost of starting it, which is well below a
+# millisecond.
+_TARGET_S = 0.005
+_MOST_STEPS = 128
+
+
+class DeviceBatches(NamedTuple):
+    """Batches on the devices, for one program.
+
+    Attributes:
+        batch: Arrays `[rows, ...]`, or `[steps, rows, ...]` for several steps.
+        num_rows: Real rows of all steps.
+        num_steps: Steps of the program.
+        shards: Real rows of each process's shard in every step, if each process brings its own; see
+            `HostBatch`.
+    """
+
+    batch: Any
+    num_rows: int
+    num_steps: int = 1
+    shards: tuple[slice, ...] | None = None
+
+    @property
+    def real_rows(self) -> tuple[slice, ...]:
+        """The positions of a step's real rows: one range, or one per shard."""
+        return (slice(0, self.num_rows // self.num_steps),) if self.shards is None else self.shards
+
+
+def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:
+    """Yields batches in order, in groups of `size` with equal shapes.
+
+    Batches that do not fill a group come one by one.
+
+    Args:
+        items: Host batches.
+        size: Batches per group, at least 1.
+    """
+    group: list[HostBatch] = []
+    for item in items:
+        if group and signature(item) != signature(group[0]):
+            yield from ([one] for one in group)
+            group = []
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    yield from ([one] for one in group)
+
+
+def stack(batches: list[Any]) -> Any:
+    """Stacks pytrees of arrays `[rows, ...]` into one of arrays `[batches, rows, ...]`."""
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+
+
+def one_by_one(step: Callable) -> Callable:
+    """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` in a loop.
+
+    Args:
+        step: The function `(state, sums, batch) -> (state, sums)`.
+    """
+
+    def steps(state: Any, sums: Any, batches: Any) -> tuple[Any, Any]:
+        for index in range(len(jax.tree.leaves(batches)[0])):
+            state, sums = step(state, sums, jax.tree.map(lambda x, index=index: x[index], batches))
+        return state, sums
+
+    return steps
+
+
+def scanned(step: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the jitted function `(params, model_state, sums, batches) -> sums`.
+
+    It runs an evaluation step for each stacked batch.
+
+    Args:
+        step: The jitted function `(params, model_state, sums, batch) -> sums`.
+        sharding: Sharding of the stacked batches `[steps, rows, ...]`.
+    """
+    plain_step = _jax.unjitted(step)
+
+    def steps(params: Any, model_state: Any, sums: Any, batches: Any) -> Any:
+        return jax.lax.scan(
+            lambda sums, batch: (plain_step(params, model_state, sums, batch), None), sums, batches
+        )[0]
+
+    return jax.jit(steps, in_shardings=(None, None, None, sharding))
+
+
+def mapped(step: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the jitted function `(params, model_state, inputs) -> outputs`.
+
+    It runs a prediction step for each of the stacked inputs.
+
+    Args:
+        step: The jitted function `(params, model_state, inputs) -> outputs`.
+        sharding: Sharding of stacked inputs and outputs `[steps, rows, ...]`.
+    """
+    plain_step = _jax.unjitted(step)
+
+    def steps(params: Any, model_state: Any, inputs: Any) -> Any:
+        return jax.lax.map(lambda x: plain_step(params, model_state, x), inputs)
+
+    return jax.jit(steps, in_shardings=(None, None, sharding), out_shardings=sharding)
+
+
+def choose_num_steps(step_s: float, *, available: int | None) -> int:
+    """Returns how many steps one program should run: a power of two.
+
+    It is large enough to make the start of the program cheap compared with its run.
+
+    Args:
+        step_s: Seconds per step.
+        available: Steps per epoch, which are divided into at least two programs; None if unknown.
+    """
+    wanted = 2 ** math.ceil(math.log2(max(_TARGET_S / step_s, 1)))
+    fitting = _MOST_STEPS if available is None else 2 ** int(math.log2(max(available // 2, 1)))
+    return min(wanted, fitting, _MOST_STEPS)
+
+
+def signature(item: HostBatch) -> Any:
+    """Returns what batches must have in common to be stacked."""
+    # Ranks pad a batch alike, so all processes form the same groups.
+    return (
+        item.num_rows,
+        item.mask is None,
+        item.shards,
+        [(np.shape(x), np.asarray(x).dtype) for x in jax.tree.leaves(item.data)],
+    )

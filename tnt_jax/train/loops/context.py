@@ -1,0 +1,182 @@
+"""What functions inside a distributed step know of it while it is traced.
+
+It also holds sums of a step that have the same order on every process.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from tnt_jax import _jax
+from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.reduction import Reduction, sum_over_ranks
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.row_weights import where_rows
+
+
+class SummedMetric(Protocol):
+    """A metric whose updates inside a step are summed over the ranks."""
+
+    name: str
+
+    def sums(self, like: Any) -> Any:
+        """Returns the arrays of its state; before the first update zeros like `like`."""
+        ...
+
+    def replace_sums(self, sums: Any) -> None:
+        """Replaces the arrays of its state."""
+        ...
+
+
+@dataclass
+class StepContext:
+    """The step that is traced.
+
+    Attributes:
+        name: Name of the user's function.
+        platform: Platform of the devices.
+        reduction: How gradients are summed over the ranks.
+        batch: This rank's rows.
+        step: Number of the batch since the beginning, int32.
+        key: This rank's key for the batch, or None.
+        tells_varying: Whether types tell what differs between ranks; not so on one rank.
+        parts: This rank's parts of the losses that were made so far, by the identity of the loss;
+            each with the loss, which must live as long.
+        exchanged: What ranks have exchanged so far; see `sum_over_ranks` for why it matters.
+        records: Metrics that were updated, and what this rank's rows add to each.
+    """
+
+    name: str
+    platform: str
+    reduction: Reduction
+    batch: Batch
+    step: jax.Array
+    key: jax.Array | None = None
+    tells_varying: bool = True
+    parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+    exchanged: list[Any] = field(default_factory=list)
+    records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank, padding included."""
+        return jax.tree.leaves(self.batch.inputs)[0].shape[0]
+
+    def sum(self, tree: Any) -> Any:
+        """Returns the sums of a tree over the ranks, in the order of the calls on every process."""
+        tree = _jax.make_varying(tree)
+        if self.reduction.by_ring:
+            wide = jax.tree.map(_as_number, tree)
+            tree = sum_over_ranks(wide, self.reduction, after=self.exchanged, update=self.step)
+        else:
+            tree = psum(tree)
+        self.exchanged = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+        return tree
+
+    def recorded_sums(self) -> list[Any]:
+        """Returns what all ranks together add to the state of each metric that was updated."""
+        # What is the same on every rank, such as the loss, was seen once.
+        added = [increments for _, increments in self.records]
+        local = [index for index, tree in enumerate(added) if self._is_of_rank(tree)]
+        summed = self.sum([added[index] for index in local])
+        known = dict(zip(local, summed, strict=True))
+        return [known.get(index, tree) for index, tree in enumerate(added)]
+
+    def _is_of_rank(self, tree: Any) -> bool:
+        return not self.tells_varying or any(_jax.is_varying(x) for x in jax.tree.leaves(tree))
+
+    def record(self, metric: SummedMetric, added: Any) -> None:
+        """Notes what this rank's rows add to the state of a metric."""
+        for index, (known, before) in enumerate(self.records):
+            if known is metric:
+                self.records[index] = metric, jax.tree.map(jnp.add, before, added)
+                return
+        self.records.append((metric, added))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[SummedMetric, Any]]]:
+        """Collects the records of the `with` block, which is traced for itself."""
+        outer, self.records = self.records, []
+        try:
+            yield self.records
+        finally:
+            self.records = outer
+
+
+_current: ContextVar[StepContext | None] = ContextVar("distributed_step", default=None)
+
+
+@contextmanager
+def tracing(context: StepContext) -> Iterator[None]:
+    """Makes a step the one that functions within are called in."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_step() -> StepContext | None:
+    """Returns the step that is traced, or None."""
+    return _current.get()
+
+
+def require_step(function: str) -> StepContext:
+    """Returns the step that is traced.
+
+    Args:
+        function: Public name of the function that needs it.
+
+    Raises:
+        RuntimeError: If no step is traced.
+    """
+    context = _current.get()
+    if context is None:
+        raise RuntimeError(
+            f"tnt_jax.{function} works inside a distributed step only, where it knows the global "
+            "batch. Call it in a function that is decorated with tnt_jax.distributed_step."
+        )
+    return context
+
+
+def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLike | None:
+    """Returns row weights that are 0 on the padding of the step being traced.
+
+    Outside a step the weights are returned unchanged.
+
+    Args:
+        weight: Weights `[rows, ...]`, a scalar, or None.
+        values: What is weighed; a scalar has no rows.
+
+    Raises:
+        ValueError: If the values are a scalar that a rank made of its own rows.
+    """
+    context = _current.get()
+    if context is None:
+        return weight
+    if values is not None and jnp.ndim(values) == 0:
+        if hasattr(values, "aval") and _jax.is_varying(values):
+            raise ValueError(
+                "A metric was updated with a scalar that differs between ranks: a mean or sum of "
+                "each rank's own rows. Pass the values of the rows, [rows], or the loss of "
+                "tnt_jax.value_and_grad, which is the same on every rank."
+            )
+        return weight
+    if context.batch.mask is None:
+        return weight
+    if weight is None:
+        return context.batch.mask
+    weight = jnp.asarray(weight)
+    if weight.ndim == 0:
+        return weight * context.batch.mask
+    return where_rows(context.batch.mask, weight, 0)
+
+
+def _as_number(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -1,0 +1,257 @@
+"""A distributed dataset: global batches of any data that `fit` takes, for custom loops."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from jax.sharding import Mesh
+
+from tnt_jax.data.argument_checks import check_arguments
+from tnt_jax.data.dispatch import as_source, is_taken_apart
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.feed import Feed, make_put, rank_slice_of
+from tnt_jax.data.lockstep import read_in_lockstep
+from tnt_jax.data.opening import open_stream
+from tnt_jax.data.read_options import ReadOptions
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.data.stream import EpochStream
+from tnt_jax.distributed.runtime import init
+from tnt_jax.distributed.stall import called
+from tnt_jax.seeding import seed_or_default
+from tnt_jax.train.execution import in_groups, signature, stack
+from tnt_jax.train.loops.batch import DistributedBatch
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The batch that is read next.
+
+    Attributes:
+        epoch: Number of its epoch, from 0.
+        batch: Number of the batch in the epoch, from 0.
+        step: Number of batches before it, in all epochs.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+
+    def after(self, num_batches: int) -> "_Position":
+        """Returns the position after some batches of the epoch."""
+        return _Position(self.epoch, self.batch + num_batches, self.step + num_batches)
+
+
+class DistributedDataset:
+    """Global batches on the devices, epoch by epoch; `tnt_jax.distribute` makes it.
+
+    A `for` loop reads one epoch, the next loop the next one; an epoch that is left early has ended.
+    `iter` and `next` do the same by hand. Batches are read, checked against those of the other
+    processes and put on the devices ahead of their use. Every process must read the same batches.
+
+    Args:
+        stream: Batches of this process, epoch by epoch.
+        mesh: Ranks, over the axis `data`.
+    """
+
+    def __init__(self, stream: EpochStream, mesh: Mesh) -> None:
+        self._stream, self._mesh = stream, mesh
+        self._position = _Position()
+        self._is_within, self._is_sought = False, False
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch.
+
+        Raises:
+            TypeError: If nobody knows before the epoch has ended.
+        """
+        if self._stream.num_steps is None:
+            raise TypeError(
+                "The number of batches of an epoch is not known before it has ended: the data has "
+                "no length. Count the batches, or pass steps_per_epoch."
+            )
+        return self._stream.num_steps
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Rows of a full global batch; None where batches differ."""
+        return self._stream.source.global_batch_size
+
+    @property
+    def position(self) -> dict[str, int]:
+        """The position of the loop, for a checkpoint.
+
+        It consists of the next `epoch` and `batch` to read, and the number of batches (`step`)
+        before. Within a loop it is the batch after the current one.
+        """
+        return vars(self._position).copy()
+
+    def seek(self, position: Mapping[str, int]) -> None:
+        """Lets the next loop begin at a position, as if everything before had been read.
+
+        A generator, which is read once, is read and dropped up to there.
+
+        Args:
+            position: What `position` returned, of a dataset with the same data and arguments.
+
+        Raises:
+            ValueError: If it is no position.
+        """
+        names = set(vars(_Position()))
+        if set(position) != names or any(int(value) < 0 for value in position.values()):
+            raise ValueError(
+                f"A position has the numbers {', '.join(sorted(names))}, from 0 on, but got "
+                f"{dict(position)}. Pass what dataset.position returned."
+            )
+        self._position = _Position(**{name: int(value) for name, value in position.items()})
+        self._is_within, self._is_sought = False, True
+
+    def __iter__(self) -> Iterator[DistributedBatch]:
+        """Begins the next epoch, or goes on where `seek` says."""
+        return self._epoch(1, stacked=False)
+
+    def stacked(self, num_steps: int | None = None) -> Iterator[DistributedBatch]:
+        """Returns an epoch as stacked batches, arrays `[steps, rows, ...]`, for `step.scan`.
+
+        Batches of unequal shapes are not stacked: an uneven last batch comes as a stack of one.
+
+        Args:
+            num_steps: Batches of a stack, at most; by default all of an epoch, which must fit on
+                the devices.
+
+        Raises:
+            ValueError: If it is below 1.
+        """
+        if num_steps is not None and num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, but is {num_steps}.")
+        return self._epoch(num_steps, stacked=True)
+
+    def _epoch(self, size: int | None, *, stacked: bool) -> Iterator[DistributedBatch]:
+        if self._is_within:  # An epoch that was left early.
+            self._end_epoch()
+        start, self._is_within = self._position, True
+        if self._is_sought or start.epoch:
+            self._stream.seek(start.epoch, start.batch, first_epoch=0)
+            self._is_sought = False
+        items = read_in_lockstep(
+            self._stream.epoch(start.epoch),
+            self._stream.source,
+            where=f"epoch {start.epoch + 1}",
+            first_step=start.batch + 1,
+        )
+        return self._batches(items, start, size, stacked=stacked)
+
+    def _batches(
+        self, items: Iterator[HostBatch], start: _Position, size: int | None, *, stacked: bool
+    ) -> Iterator[DistributedBatch]:
+        groups = _of_equals(items) if size is None else in_groups(items, size)
+        put = _put(self._mesh, start, stacked=stacked)
+        with Feed(groups, put, threaded=not self._stream.source.in_memory) as feed:
+            for batch in feed:
+                self._position = _Position(start.epoch, batch.index, batch.step).after(
+                    batch.num_steps or 1
+                )
+                yield batch
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._position = _Position(self._position.epoch + 1, 0, self._position.step)
+        self._is_within = False
+
+
+@called("distribute")
+def distribute(
+    x: Any,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    tnt_micro_batch_size: int | None = None,
+    shuffle: bool = True,
+    drop_remainder: bool = False,
+    steps_per_epoch: int | None = None,
+    tnt_distribute_dataset: bool = True,
+    seed: int | None = None,
+) -> DistributedDataset:
+    """Returns data as global batches on all devices, for custom loops.
+
+    Every process must call it with the same data and arguments, as `fit`; the arguments that `fit`
+    has too mean the same.
+
+    Args:
+        x: Any data that `fit` takes: arrays, a `tf.data.Dataset`, a `RandomAccess` or another
+            random-access dataset, a Keras `PyDataset`, token batches, a `DataLoader` of PyTorch or
+            Grain, or any iterable of batches. A tuple `(inputs, targets)` or `(inputs, targets,
+            weights)` of arrays is taken apart.
+        y: Targets, with arrays only.
+        sample_weight: Weights, with arrays only.
+        batch_size: Rows of a global batch, for data that has no batches of its own; 32 by default.
+        tnt_micro_batch_size: Rows of one rank.
+        shuffle: Whether arrays get a new order every epoch.
+        drop_remainder: Whether an incomplete last batch is left out; for data without batches of
+            its own.
+        steps_per_epoch: Batches of an epoch; one pass over the data by default.
+        tnt_distribute_dataset: False if each process brings its own shard.
+        seed: Seed of the order; by default that of `tnt_jax.set_seed`.
+
+    Raises:
+        ValueError: On every process, if data and arguments contradict one another, or differ
+            between processes.
+        TypeError: If nothing can be read from `x`.
+    """
+    runtime = init()
+    if is_taken_apart(x, y, sample_weight):
+        x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
+    check_arguments(x, y, sample_weight)
+    reading = ReadOptions(
+        rank_slice_of(runtime),
+        batch_size,
+        tnt_micro_batch_size,
+        shuffle,
+        seed_or_default(seed),
+        tnt_distribute_dataset,
+        drop_remainder=drop_remainder,
+    )
+    # It may be endless: who writes a loop ends it.
+    stream, _ = open_stream(
+        "distribute",
+        lambda: as_source(x, y, sample_weight, reading),
+        steps=1,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=shuffle,
+        drop_remainder=drop_remainder,
+        seed=reading.seed,
+    )
+    return DistributedDataset(stream, runtime.mesh)
+
+
+def _of_equals(items: Iterator[HostBatch]) -> Iterator[list[HostBatch]]:
+    """Yields batches in order, all that follow one another and can be stacked in one list."""
+    return (list(group) for _, group in groupby(items, key=signature))
+
+
+def _put(mesh: Mesh, start: _Position, *, stacked: bool) -> Callable[..., DistributedBatch]:
+    """Returns a function that puts groups of host batches, in order from `start` on, on devices."""
+    put_rows = make_put(mesh, stacked=stacked)
+    position = start
+
+    def put(group: list[HostBatch]) -> DistributedBatch:
+        nonlocal position
+        here, position = position, position.after(len(group))
+        parts = [(*unpack(item.data), item.mask) for item in group]
+        inputs, targets, weight, mask = put_rows(stack(parts) if stacked else parts[0])
+        first = group[0]
+        return DistributedBatch(
+            inputs,
+            targets,
+            weight,
+            mask,
+            num_rows=first.num_rows,
+            epoch=here.epoch,
+            index=here.batch,
+            step=here.step,
+            num_steps=len(group) if stacked else None,
+            real_rows=(slice(0, first.num_rows),) if first.shards is None else first.shards,
+        )
+
+    return put

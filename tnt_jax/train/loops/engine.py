@@ -1,0 +1,166 @@
+"""The host side of a distributed step: compilation, device arrays and steps in flight."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tnt_jax.distributed import stall
+from tnt_jax.distributed.gradients import EpochExchange
+from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.train.loops.batch import DistributedBatch
+from tnt_jax.train.loops.context import SummedMetric
+from tnt_jax.train.loops.placement import Placement
+from tnt_jax.train.loops.program import Program
+from tnt_jax.train.step import compiled
+
+# Steps that the host may be ahead of the devices; see `train/trainer.py`.
+_IN_FLIGHT = 4
+
+
+class Engine:
+    """The programs of a step on the ranks of a job.
+
+    Args:
+        function: The user's function.
+        name: Its name.
+        runtime: Mesh to run on.
+        takes_key: Whether the function takes a key.
+        trains: Whether it returns a state.
+
+    Attributes:
+        runtime: See above.
+    """
+
+    def __init__(
+        self, function: Callable, name: str, runtime: Runtime, *, takes_key: bool, trains: bool
+    ) -> None:
+        self.runtime = runtime
+        here = (runtime.platform, runtime.num_ranks, jax.process_count())
+        reduction = choose_reduction(*here, settings=runtime.settings)
+        self._program = Program(
+            function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
+        )
+        self._exchange = EpochExchange(reduction)
+        self._exchange.prepare()
+        self._placement = Placement(name, runtime.mesh)
+        self._compiled: dict[bool, Callable] = {}
+        self._metrics = _Metrics([], [], self._placement)
+        self._running: deque[jax.Array] = deque()
+        self._words: tuple[Any, Any] = (None, None)
+        # Number of the batch that is expected next, and the same on the devices.
+        self._next: tuple[int | None, Any] = (None, None)
+
+    def run(
+        self, state: Any, batch: DistributedBatch, key: Any, *, stacked: bool
+    ) -> tuple[Any, Any]:
+        """Runs the program of one step, or of stacked ones; returns state and metrics."""
+        self._check_arguments(batch, key, stacked=stacked)
+        state, words = self._placement.place(state), self._key_words(key)
+        self._begin(batch)
+        number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
+        program = self._compiled.get(stacked) or self._compile(state, batch, words)
+        carried = self._metrics.totals(), number
+        state, carried, metrics = program(state, carried, batch.arrays, words)
+        totals, number = carried
+        self._metrics.replace(totals)
+        self._next = batch.step + (batch.num_steps or 1), number
+        self._wait_for_older(number)
+        return state, metrics
+
+    def _begin(self, batch: DistributedBatch) -> None:
+        """Notes where training stands, for the errors of processes that stand elsewhere."""
+        here = stall.here()
+        here.epoch, here.step = batch.epoch + 1, batch.index + 1
+        # Steps of several datasets may be under way: all are told by their own number alone.
+        self._exchange.begin(0, 1, 0)
+
+    def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:
+        stacked = batch.num_steps is not None
+        one = jax.tree.map(_first, batch.arrays) if stacked else batch.arrays
+        prepared = self._program.prepared(self.runtime.mesh, state, one, words)
+        self._program = prepared.program
+        self._metrics = _Metrics(prepared.metrics, prepared.sums, self._placement)
+        mapped = self._program.mapped(self.runtime.mesh, stacked=stacked)
+        donated = 0 if self._program.trains else ()
+        self._compiled[stacked] = compiled(mapped, self.runtime.mesh, donate_argnums=donated)
+        return self._compiled[stacked]
+
+    def _check_arguments(self, batch: Any, key: Any, *, stacked: bool) -> None:
+        name = self._program.name
+        if not isinstance(batch, DistributedBatch):
+            raise TypeError(
+                f"{name} takes batches of a distributed dataset, but got a {type(batch).__name__}. "
+                "Make one by tnt_jax.distribute(data) and loop over it."
+            )
+        if stacked and batch.num_steps is None:
+            raise TypeError(
+                f"{name}.scan takes stacked batches, but got one batch. Loop over "
+                f"dataset.stacked(), or call {name} itself."
+            )
+        if not stacked and batch.num_steps is not None:
+            raise TypeError(
+                f"{name} takes one batch, but got {batch.num_steps} stacked ones. Pass them to "
+                f"{name}.scan, or loop over the dataset itself."
+            )
+        if (key is not None) != self._program.takes_key:
+            raise TypeError(
+                f"{name} needs a key: pass jax.random.key(seed), the same in every step."
+                if self._program.takes_key
+                else f"{name} takes no key, but got one. Let the function take it: {name}(state, "
+                f"batch, key)."
+            )
+
+    def _key_words(self, key: Any) -> Any:
+        """Returns the two words of a threefry key."""
+        if key is not self._words[0]:
+            is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            words = np.asarray(jax.random.key_data(key) if is_typed else key)
+            if words.shape != (2,) or words.dtype != np.uint32:
+                raise TypeError(
+                    "A key must be one of JAX's default kind, jax.random.key(seed), but is "
+                    f"{key!r}."
+                )
+            self._words = key, words
+        return self._words[1]
+
+    def _wait_for_older(self, newest: jax.Array) -> None:
+        self._running.append(newest)
+        if len(self._running) > _IN_FLIGHT:
+            self._running.popleft().block_until_ready()
+
+
+class _Metrics:
+    """The metrics that a step updates; their states lie on the devices.
+
+    Args:
+        metrics: Metrics in the order of their first updates.
+        shapes: Arrays that each of them adds up.
+        placement: What puts arrays on every device.
+    """
+
+    def __init__(
+        self, metrics: list[SummedMetric], shapes: list[Any], placement: Placement
+    ) -> None:
+        self._metrics, self._shapes, self._placement = metrics, shapes, placement
+
+    def totals(self) -> list[Any]:
+        """Returns the states of the metrics on every device."""
+        if not self._metrics:
+            return []
+        pairs = zip(self._metrics, self._shapes, strict=True)
+        # They may have been reset, or updated elsewhere.
+        return self._placement.place([metric.sums(shape) for metric, shape in pairs])
+
+    def replace(self, totals: list[Any]) -> None:
+        """Gives the metrics the states that a program returned."""
+        for metric, sums in zip(self._metrics, totals, strict=True):
+            metric.replace_sums(sums)
+
+
+def _first(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

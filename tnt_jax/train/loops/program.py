@@ -1,0 +1,169 @@
+"""The program of a distributed step: what one rank runs, inside `shard_map`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.any_flax import padding_left_out
+from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.distributed.random_rows import batch_key
+from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.loops.checks import check_metrics, check_state, unpacked
+from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
+from tnt_jax.train.loops.sums import mixes_sums, sums_again
+
+_REPLICATED: Any = PartitionSpec()
+_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
+_STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A user's step for a rank.
+
+    Attributes:
+        function: The user's function.
+        name: Its name.
+        platform: Platform of the devices.
+        reduction: How gradients are summed over the ranks.
+        takes_key: Whether the function takes a key.
+        trains: Whether it returns a state.
+    """
+
+    function: Callable
+    name: str
+    platform: str
+    reduction: Reduction
+    takes_key: bool
+    trains: bool
+
+    def mapped(self, mesh: Any, *, stacked: bool) -> Callable:
+        """Returns the function `(state, (totals, number), batch, words) -> (state, sums, metrics)`.
+
+        It runs over all ranks; `sums` are `(totals, number)`. If the step does not train, the
+        resulting state is None.
+
+        Args:
+            mesh: Ranks, over the axis `data`.
+            stacked: Whether it scans stacked batches.
+        """
+        specs = (_REPLICATED, _REPLICATED, _STACKED if stacked else _BY_ROW, _REPLICATED)
+        function = self._several if stacked else self._one
+        return _jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_REPLICATED)
+
+    def prepared(self, mesh: Mesh, state: Any, batch: Batch, words: Any) -> "Prepared":
+        """Returns the program to run and the metrics that it updates.
+
+        It first runs all checks that types allow.
+
+        On one rank nothing differs, so that types tell nothing: the step is traced for two.
+
+        Args:
+            mesh: Ranks, over the axis `data`.
+            state: State on the devices.
+            batch: One batch on the devices, not stacked.
+            words: Words of the key, or None.
+
+        Raises:
+            TypeError: If the step sums again what is summed already; see `checks` for more.
+        """
+        several = max(mesh.size, 2)
+        records: list[tuple[SummedMetric, Any]] = []
+
+        def alike(x: Any, factor: int = 1) -> jax.ShapeDtypeStruct:
+            shape = jnp.shape(x)
+            shape = (shape[0] * factor, *shape[1:]) if factor > 1 else shape
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+        def collecting(state: Any, number: Any, batch: Batch, words: Any) -> Any:
+            context, state, metrics = self._traced(state, number, batch, words)
+            records[:] = context.records
+            return state, metrics, context.recorded_sums()
+
+        mapped = _jax.shard_map(
+            collecting,
+            mesh=_jax.abstract_data_mesh(several),
+            in_specs=(_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED),
+            out_specs=_REPLICATED,
+        )
+        traced, shapes = jax.make_jaxpr(mapped, return_shape=True)(
+            jax.tree.map(alike, state),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.tree.map(lambda x: alike(x, several // mesh.size), batch),
+            jax.tree.map(alike, words),
+        )
+        if self.reduction.by_ring and mixes_sums(traced.jaxpr):
+            logger.info("%s sums over ranks itself: XLA carries all its sums.", self.name)
+            by_xla = replace(self, reduction=replace(self.reduction, by_ring=False))
+            return by_xla.prepared(mesh, state, batch, words)
+        if sums_again(traced.jaxpr):
+            raise TypeError(
+                f"{self.name} sums over the ranks what is the same on every rank already, which "
+                "multiplies it by their number (jax.lax.psum) or does nothing (jax.lax.pmean). "
+                "Gradients of tnt_jax.value_and_grad and results of tnt_jax.reduce and "
+                "compute_average_loss are global: leave the psum or pmean out."
+            )
+        return Prepared(self, [metric for metric, _ in records], shapes[2])
+
+    def _one(self, state: Any, carried: Any, batch: Batch, words: Any) -> Any:
+        totals, number = carried
+        context, new_state, metrics = self._traced(state, number, batch, words)
+        assert len(totals) == len(context.records), "A step must update the same metrics always."
+        added = context.recorded_sums()
+        totals = jax.tree.map(lambda total, new: (total + new).astype(total.dtype), totals, added)
+        return new_state, (totals, number + 1), metrics
+
+    def _several(self, state: Any, carried: Any, batches: Batch, words: Any) -> Any:
+        def body(carry: tuple[Any, Any], batch: Batch) -> tuple[Any, Any]:
+            new_state, carried, metrics = self._one(*carry, batch, words)
+            return (new_state if self.trains else carry[0], carried), metrics
+
+        (new_state, carried), metrics = jax.lax.scan(body, (state, carried), batches)
+        return new_state if self.trains else None, carried, metrics
+
+    def _traced(
+        self, state: Any, number: Any, batch: Batch, words: Any
+    ) -> tuple[StepContext, Any, Any]:
+        """Runs the user's function on a rank's rows; returns the context, state and metrics."""
+        context = StepContext(
+            self.name,
+            self.platform,
+            self.reduction,
+            batch,
+            number,
+            tells_varying=jax.lax.axis_size(_jax.DATA_AXIS) > 1,
+        )
+        if words is not None:
+            context.key = batch_key(words, number, context.num_rows)
+        arguments = (state, batch, context.key) if self.takes_key else (state, batch)
+        # Loops of a training step may carry the state, which must not differ between ranks.
+        function = self.function if self.trains else with_varying_loops(self.function)
+        with tracing(context), padding_left_out(batch.mask):
+            result = function(*arguments)
+        if not self.trains:
+            return context, None, check_metrics(self.name, result)
+        new_state, metrics = unpacked(self.name, result)
+        new_state = check_state(self.name, state, new_state)
+        return context, new_state, check_metrics(self.name, metrics)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program that was traced.
+
+    Attributes:
+        program: What to run.
+        metrics: Metrics that it updates, in the order of their first updates.
+        sums: Shapes of the arrays that each of them adds up.
+    """
+
+    program: Program
+    metrics: list[SummedMetric]
+    sums: list[Any]

@@ -1,0 +1,185 @@
+"""Distributed steps: a function that is written for one device, as one program over all ranks."""
+
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import jax
+
+from tnt_jax.distributed.runtime import init
+from tnt_jax.train.loops.batch import DistributedBatch
+from tnt_jax.train.loops.engine import Engine
+
+
+class DistributedStep:
+    """A training step over all ranks; `tnt_jax.distributed_step` makes it.
+
+    Args:
+        step: The user's function `step(state, batch, key) -> (state, metrics)`.
+    """
+
+    def __init__(self, step: Callable) -> None:
+        update_wrapper(self, step)
+        self._engine = _EngineOfJob(step, takes_key=_takes_key(step), trains=True)
+
+    def __call__(
+        self, state: Any, batch: DistributedBatch, key: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        """Makes one step on a global batch.
+
+        Args:
+            state: What the step changes: any pytree of arrays. It is given away (donated): go on
+                with the one that is returned.
+            batch: Batch of a `tnt_jax.distribute` dataset.
+            key: Key of the run, `jax.random.key(seed)`, the same in every step: the number of the
+                batch is folded in. Needed if the function takes one.
+
+        Returns:
+            State and metrics after the step, the same on every rank.
+
+        Raises:
+            TypeError: If the batch did not come from a distributed dataset, a result differs
+                between ranks, or the state comes back as another.
+            ValueError: If the state was given to an earlier step, or differs between processes.
+        """
+        return self._engine.get().run(state, batch, key, stacked=False)
+
+    def scan(
+        self, state: Any, batches: DistributedBatch, key: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        """Makes the steps of stacked batches in one program, by `jax.lax.scan`.
+
+        Args:
+            state: As in a call.
+            batches: Stacked batches of `dataset.stacked()`.
+            key: As in a call.
+
+        Returns:
+            State after the last step, and metrics of all steps, with a leading dimension `[steps]`.
+        """
+        return self._engine.get().run(state, batches, key, stacked=True)
+
+
+class DistributedEvalStep:
+    """An evaluation step over all ranks; `tnt_jax.distributed_eval_step` makes it.
+
+    Args:
+        step: The user's function `step(state, batch) -> metrics`.
+    """
+
+    def __init__(self, step: Callable) -> None:
+        update_wrapper(self, step)
+        self._engine = _EngineOfJob(step, takes_key=_takes_key(step), trains=False)
+
+    def __call__(self, state: Any, batch: DistributedBatch, key: jax.Array | None = None) -> Any:
+        """Evaluates one global batch; the state stays the caller's.
+
+        Args:
+            state: What the step reads: any pytree of arrays.
+            batch: Batch of a `tnt_jax.distribute` dataset.
+            key: As for a training step, if the function takes one.
+
+        Returns:
+            What the function returns, the same on every rank.
+
+        Raises:
+            TypeError: If the batch did not come from a distributed dataset, or a result differs
+                between ranks.
+        """
+        return self._engine.get().run(state, batch, key, stacked=False)[1]
+
+    def scan(self, state: Any, batches: DistributedBatch, key: jax.Array | None = None) -> Any:
+        """Evaluates stacked batches of `dataset.stacked()` in one program.
+
+        The results have a leading dimension `[steps]`.
+        """
+        return self._engine.get().run(state, batches, key, stacked=True)[1]
+
+
+def distributed_step(step: Callable) -> DistributedStep:
+    """Turns a training step that is written for one device into one program over all ranks.
+
+    ```python
+    @tnt.distributed_step
+    def train_step(state, batch, key):
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, batch.inputs, rngs={"dropout": key})
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+            return tnt.compute_average_loss(losses)
+
+        loss, grads = tnt.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+    ```
+
+    Inside, the state is the same on every rank, and the batch holds this rank's rows. `key` draws
+    random numbers by the row of the global batch: the same on one device and on many. What the step
+    returns must be the same on every rank: `reduce` makes it so. Metrics of `tnt_jax.metrics` that
+    the step updates count the rows of all ranks.
+
+    Args:
+        step: The function `step(state, batch, key) -> (state, metrics)`; `key` may be left out.
+
+    Returns:
+        A callable of the same arguments and results, with a method `scan` for stacked batches.
+
+    Raises:
+        TypeError: If the function takes other arguments.
+    """
+    return DistributedStep(step)
+
+
+def distributed_eval_step(step: Callable) -> DistributedEvalStep:
+    """Turns an evaluation step that is written for one device into one program over all ranks.
+
+    Args:
+        step: The function `step(state, batch) -> metrics`, or `step(state, batch, key)`; see
+            `distributed_step`. It returns no state, and none is given away.
+
+    Returns:
+        A callable of the same arguments and results, with a method `scan` for stacked batches.
+
+    Raises:
+        TypeError: If the function takes other arguments.
+    """
+    return DistributedEvalStep(step)
+
+
+class _EngineOfJob:
+    """The engine of a step in the job that runs: steps may be defined before it is joined.
+
+    Args:
+        step: The user's function.
+        options: Other arguments of `Engine`.
+    """
+
+    def __init__(self, step: Callable, **options: bool) -> None:
+        self._step, self._options = step, options
+        self._engine: Engine | None = None
+
+    def get(self) -> Engine:
+        """Returns the engine, a new one if a job was left for another."""
+        runtime = init()
+        if self._engine is None or self._engine.runtime is not runtime:
+            self._engine = Engine(self._step, _name(self._step), runtime, **self._options)
+        return self._engine
+
+
+def _name(step: Callable) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def _takes_key(step: Callable) -> bool:
+    """Returns whether a step takes a key in addition to state and batch."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"A step must be a function, but is {step!r}.") from error
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(plain) not in (2, 3) or len(plain) != len(parameters):
+        raise TypeError(
+            f"A step takes (state, batch) or (state, batch, key), but {_name(step)} takes "
+            f"({', '.join(p.name for p in parameters)}). Put what else it needs into the state, or "
+            "into a closure."
+        )
+    return len(plain) == 3

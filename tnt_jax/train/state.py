@@ -1,0 +1,78 @@
+"""The training state, as one immutable pytree."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The input and output of a step; the same on every rank.
+
+    Attributes:
+        step: Number of steps so far, int32 scalar.
+        params: Trained arrays.
+        model_state: Arrays that the model itself updates in training, such as BatchNorm's moving
+            statistics.
+        opt_state: State of the Optax transformation.
+        key: Threefry key of the run as its words, uint32 `[2]`; the key of a step is `fold_in(key,
+            step)`. A typed key among the results would disable JAX's fast path for starting
+            programs.
+        accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]`
+            of which each rank holds its row; None if every step updates.
+        residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]`
+            of which each rank holds its row; None without compression.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: Any
+    key: jax.Array
+    accumulated: Any = None
+    residual: Any = None
+
+
+def create_state(
+    params: Any,
+    model_state: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+    accumulating_ranks: int = 0,
+    compressing_ranks: int = 0,
+) -> TrainState:
+    """Returns the state before the first update.
+
+    Args:
+        params: Arrays to train.
+        model_state: Arrays that the model updates itself.
+        optimizer: Transformation whose state is initialized for `params`.
+        seed: Seed of dropout and of other random streams of the step.
+        accumulating_ranks: Number of ranks that accumulate gradients over several steps; 0 if every
+            step updates.
+        compressing_ranks: Number of ranks that send compressed gradients; 0 without compression.
+    """
+
+    def rows(num_ranks: int) -> Any:
+        return (
+            jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params)
+            if num_ranks
+            else None
+        )
+
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        zero,
+        params,
+        model_state,
+        optimizer.init(params),
+        jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        accumulated=rows(accumulating_ranks),
+        residual=rows(compressing_ranks),
+    )

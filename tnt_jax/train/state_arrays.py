@@ -1,0 +1,125 @@
+"""The arrays of a training state by path, such as `params/Dense_0/kernel`.
+
+They are what is saved, and what must fit a model when it is read again.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.adapters.variable_path import VariablePath
+from tnt_jax.train.state import TrainState
+
+# How many leaves an error names before it says how many there are besides.
+_NAMED_LEAVES = 8
+_ACCUMULATED = ("accumulated/", "residual/")
+
+
+def state_arrays(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a state by path, such as `params/Dense_0/kernel`.
+
+    Args:
+        state: A `TrainState`, or another pytree of arrays or their descriptions.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_array)
+    flat = {"/".join(map(_saved_part, path)): leaf for path, leaf in leaves}
+    assert len(flat) == len(leaves), "Two leaves have the same path."
+    return flat
+
+
+def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+    """Returns a state like `state` with other arrays.
+
+    Args:
+        state: State whose structure is kept.
+        arrays: Arrays by path, as `state_arrays` returns them.
+
+    Raises:
+        ValueError: If a path is missing or too many, or a shape or dtype differs; the message names
+            the leaves.
+    """
+    expected = state_arrays(state)
+    arrays = _for_ranks(arrays, expected)
+    check_match(expected, arrays)
+    return jax.tree.structure(state).unflatten([arrays[path] for path in expected])
+
+
+def without_accumulated(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays without what the ranks have accumulated since the last update.
+
+    Each process holds only its part of that.
+    """
+    return {path: leaf for path, leaf in arrays.items() if not path.startswith(_ACCUMULATED)}
+
+
+def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Checks that arrays have the paths, shapes and dtypes of others.
+
+    Args:
+        expected: Arrays of the model by path.
+        found: Arrays of the file by path.
+
+    Raises:
+        ValueError: If they do not; the message names the leaves.
+    """
+    missing = [path for path in expected if path not in found]
+    unknown = [path for path in found if path not in expected]
+    different = [
+        f"{path} (file: {_kind(found[path])}, model: {_kind(leaf)})"
+        for path, leaf in expected.items()
+        if path in found and _kind(found[path]) != _kind(leaf)
+    ]
+    parts = [
+        f"{what}: {_listed(paths)}"
+        for what, paths in (
+            ("not in the file", missing),
+            ("not in the model", unknown),
+            ("different", different),
+        )
+        if paths
+    ]
+    if parts:
+        raise ValueError(
+            f"What was saved does not fit the model. Leaves {'; '.join(parts)}. Load it into the "
+            f"model that was saved."
+        )
+
+
+def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays with accumulated gradients `[ranks, ...]` for another number of ranks.
+
+    Only the sum of the gradients matters.
+    """
+    found = dict(arrays)
+    for path, leaf in expected.items():
+        if not path.startswith(_ACCUMULATED):
+            continue
+        saved = found.get(path)
+        if saved is None:
+            found[path] = np.zeros(leaf.shape, leaf.dtype)
+        elif saved.shape[0] != leaf.shape[0] and saved.shape[1:] == leaf.shape[1:]:
+            found[path] = np.zeros(leaf.shape, leaf.dtype)
+            found[path][0] = np.sum(saved, axis=0)
+    return found
+
+
+def _kind(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - _NAMED_LEAVES} more" if len(paths) > _NAMED_LEAVES else ""
+    return ", ".join(paths[:_NAMED_LEAVES]) + more
+
+
+def _saved_part(entry: Any) -> str:
+    is_named = isinstance(entry, jax.tree_util.DictKey) and isinstance(entry.key, VariablePath)
+    return entry.key.saved_as if is_named else jax.tree_util.keystr((entry,), simple=True)
+
+
+def is_array(node: Any) -> bool:
+    """Returns whether a node of a pytree is an array or the description of one."""
+    # Orbax describes an array by an object that older JAX versions take for a container.
+    return hasattr(node, "shape") and hasattr(node, "dtype")

@@ -1,0 +1,266 @@
+"""One training, evaluation or prediction step: a jitted `shard_map` over the axis `data`.
+
+A step is built once from pure functions (`Parts`) and compiled once for each shape of a batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.distributed.averages import StateAverage
+from tnt_jax.distributed.backward_order import trace_grads
+from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.gradients import Summed, sum_gradients
+from tnt_jax.distributed.random_rows import batch_key
+from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+from tnt_jax.train.accumulation import accumulate
+from tnt_jax.train.contracts import Apply, Batch, Parts
+from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows
+from tnt_jax.train.kept_inputs import keep_inputs
+from tnt_jax.train.loss_scale import loss_scale
+from tnt_jax.train.state import TrainState
+
+# Fewer rows make poor statistics (Wu and He 2018, arXiv:1803.08494, figure 1).
+_FEW_ROWS = 16
+# Parts of steps that have been traced.
+_traced = Slot[WeakSet[Parts]](WeakSet)
+_REPLICATED: Any = PartitionSpec()
+_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
+_STACKED = PartitionSpec(None, _jax.DATA_AXIS)
+# Everything is replicated except what each rank keeps of its own gradients.
+_STATE = TrainState(*[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW)
+
+
+def make_train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
+) -> Callable:
+    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
+
+    `state` is donated; `sums` is not, so that the sums of any step can be read later.
+
+    Args:
+        parts: What the step computes.
+        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+        mesh: Ranks, over the axis `data`.
+        reduction: How gradients are summed over the ranks.
+        accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
+            gradients; ranks exchange them only in the step that updates.
+    """
+    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps)
+    mapped = _jax.shard_map(
+        step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED)
+    )
+    return compiled(mapped, mesh, donate_argnums=0)
+
+
+def make_train_steps(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
+) -> Callable:
+    """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
+
+    It is one program for several steps. The batches are stacked: arrays `[steps, rows, ...]`. The
+    arguments are those of `make_train_step`.
+    """
+    steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps))
+    mapped = _jax.shard_map(
+        steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED)
+    )
+    return compiled(mapped, mesh, donate_argnums=0)
+
+
+def repeated(step: Callable) -> Callable:
+    """Returns the function `(state, sums, batches) -> (state, sums)` that scans a step.
+
+    The batches are stacked, `[steps, rows, ...]`.
+    """
+    return lambda state, sums, batches: jax.lax.scan(
+        lambda carry, batch: (step(*carry, batch), None), (state, sums), batches
+    )[0]
+
+
+def compiled(
+    function: Callable, mesh: Mesh, *, donate_argnums: int | tuple[int, ...] = ()
+) -> Callable:
+    """Returns a jitted function with the compiler options that suit the devices of a mesh."""
+    return jax.jit(
+        function, donate_argnums=donate_argnums, compiler_options=_jax.convolution_options(mesh)
+    )
+
+
+class LocalStep(NamedTuple):
+    """What one rank computes in a step before it communicates.
+
+    Attributes:
+        numbers: Loss, loss of each term, and increments of the metrics.
+        model_state: Model state after the pass.
+        grads: This rank's part of the gradients; of the scaled loss if the optimizer scales it.
+        order: Indices of the leaves of `grads`, in order of availability, earliest first.
+    """
+
+    numbers: Any
+    model_state: Any
+    grads: Any
+    order: list[int]
+
+
+def differentiate(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> LocalStep:
+    """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`."""
+    key = batch_key(state.key, state.step, num_local_rows(batch))
+    scale = loss_scale(state.opt_state)
+
+    def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        measured = parts.measure(params, state.model_state, batch, key=key, train=True)
+        losses = [divide(term) for term in measured.terms]
+        loss = _jax.make_varying(
+            jnp.asarray(sum(losses, start=measured.penalty / mesh.size), jnp.float32)
+        )
+        scaled = loss if scale is None else loss * scale
+        return scaled, (
+            _jax.make_varying((loss, losses, measured.increments)),
+            measured.model_state,
+        )
+
+    differentiated = jax.value_and_grad(objective, has_aux=True)
+    rewrite = (
+        partial(keep_inputs, step=state.step) if mesh.devices.flat[0].platform == "cpu" else None
+    )
+    (_, (numbers, model_state)), grads, order = trace_grads(
+        differentiated, _jax.make_varying(state.params), rewrite=rewrite
+    )
+    # Later traces are those of last batches, which may well be small.
+    if parts not in _traced.get():
+        _traced.get().add(parts)
+        _warn_of_statistics(model_state, num_local_rows(batch))
+    return LocalStep(numbers, model_state, grads, order)
+
+
+def _train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    reduction: Reduction,
+    accumulation_steps: int,
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
+    """Returns one rank's training step, which runs inside `shard_map`."""
+
+    def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:
+        updates, opt_state = optimizer.update(summed.grads, opt_state, params)
+        return optax.apply_updates(params, updates), (opt_state, summed.residual)
+
+    def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        local = differentiate(parts, state, batch, mesh)
+        rows = num_real_rows(batch)
+        average = StateAverage(local.model_state, share_of_rows(batch, rows))
+        # Sums by XLA, which precede the exchange of gradients on every process.
+        earlier = (rows, average.unchanged)
+        total_of = partial(sum_gradients, reduction=reduction, order=local.order, update=state.step)
+        accumulated = None
+        if accumulation_steps == 1:
+            summed = total_of(
+                local.grads,
+                first=local.numbers,
+                others=average.summands,
+                residual=state.residual,
+                after=earlier,
+            )
+            numbers, totals = summed.first, summed.others
+            params, (opt_state, residual) = update(summed, state.params, state.opt_state)
+        else:
+            numbers, totals = psum(local.numbers), psum(average.summands)
+
+            def reduce_and_update(means: Any, params: Any, carried: Any) -> tuple[Any, Any]:
+                opt_state, residual = carried
+                summed = total_of(means, residual=residual, after=(numbers, totals, earlier))
+                return update(summed, params, opt_state)
+
+            before = replace(state, opt_state=(state.opt_state, state.residual))
+            params, (opt_state, residual), accumulated = accumulate(
+                before, local.grads, reduce_and_update, accumulation_steps
+            )
+        new_state = replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            model_state=average.result(totals),
+            opt_state=opt_state,
+            accumulated=accumulated,
+            residual=residual,
+        )
+        loss, losses, increments = numbers
+        return new_state, add_sums(sums, loss, losses, increments, rows)
+
+    return step
+
+
+def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
+    """Returns the jitted function `(params, model_state, sums, batch) -> sums`."""
+
+    def step(params: Any, model_state: Any, sums: Any, batch: Batch) -> Any:
+        measured = parts.measure(params, model_state, batch, key=None, train=False)
+        losses = [divide(term) for term in measured.terms]
+        local_loss = sum(losses, start=measured.penalty / mesh.size)
+        numbers = _jax.make_varying((local_loss, losses, measured.increments))
+        loss, losses, increments = psum(numbers)
+        return add_sums(sums, loss, losses, increments, num_real_rows(batch))
+
+    specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+
+
+def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
+    """Returns the jitted function `(params, model_state, inputs) -> outputs`.
+
+    The outputs `[rows, ...]` are sharded by row.
+    """
+
+    def step(params: Any, model_state: Any, inputs: Any) -> Any:
+        return _jax.make_varying(
+            apply(params, model_state, inputs, key=None, train=False, mask=None).outputs
+        )
+
+    return compiled(
+        _jax.shard_map(
+            step, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_BY_ROW
+        ),
+        mesh,
+    )
+
+
+def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
+    """Warns if statistics of each rank's own rows make results depend on the number of ranks."""
+    if any(_jax.is_varying(x) for x in jax.tree.leaves(model_state)):
+        logger.warning(
+            "Statistics such as BatchNorm's are computed over each rank's %d row(s) of a batch, so "
+            "results depend on the number of ranks%s. Synchronize them: "
+            "BatchNorm(axis_name='data') in Flax, synchronized=True in Keras.",
+            num_rows,
+            f"; below {_FEW_ROWS} rows they are also inaccurate" if num_rows < _FEW_ROWS else "",
+        )  # fmt: skip
+
+
+def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
+    """Returns this rank's share of the `rows` real rows of the global batch.
+
+    The result is None if all ranks have equally many.
+    """
+    return None if batch.mask is None else jnp.sum(batch.mask) / rows

@@ -1,0 +1,380 @@
+"""The host's side of training: which batch next, which step to start, and what may be read when.
+
+`Trainer` needs no facade: given an adapter, step parts and an optimizer it trains on any iterable
+of batches.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Adapter, Variables
+from tnt_jax.data.feed import make_put
+from tnt_jax.distributed import collectives, stall
+from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
+from tnt_jax.train.epoch_sums import zero_sums
+from tnt_jax.train.execution import DeviceBatches, one_by_one
+from tnt_jax.train.state import TrainState
+
+# Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
+# deadlock with too many.
+_IN_FLIGHT = 4
+
+
+class Trainer:
+    """A model on the devices, with the compiled steps that change and read it.
+
+    Args:
+        adapter: Model as pure functions.
+        runtime: Mesh to train on.
+        steps: How steps are compiled.
+        seed: Seed of fresh variables and of the random streams of the step.
+        owner: Trainer whose state this one reads, for another model over the same variables; None
+            for a state of its own.
+
+    Attributes:
+        rank_slice: The part of the data axis, in ranks or virtual ranks, that this process feeds.
+        put: From this process's rows to arrays on the devices, sharded by row over all ranks.
+        put_stacked: The same for several batches `[batches, rows, ...]`.
+        predict_step: The compiled forward pass `(params, model_state, inputs) -> outputs`.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        runtime: Runtime,
+        steps: Steps,
+        *,
+        seed: int,
+        owner: "Trainer | None" = None,
+    ) -> None:
+        self.adapter = adapter
+        self.runtime = runtime
+        self.steps = steps
+        self.owner = owner
+        self.rank_slice = steps.rank_slice
+        self._state: TrainState | None = None
+        self._seed = seed
+        self.put = make_put(runtime.mesh)
+        self.put_stacked = make_put(runtime.mesh, stacked=True)
+        self.predict_step = steps.predict(adapter.apply)
+        self._predict_steps = (
+            None if steps.fused is None else steps.fused.predict(self.predict_step)
+        )
+        self._replicated = jax.jit(
+            lambda x: x, out_shardings=NamedSharding(runtime.mesh, PartitionSpec())
+        )
+        self._optimizer: optax.GradientTransformation | None = None
+        self._accumulation_steps = 1
+        self._parts: Parts | None = None
+        self._train_step: Callable | None = None
+        # Several steps as one program, made when the first such batch comes.
+        self._make_train_steps: Callable[[], Callable] | None = None
+        self._train_steps: Callable | None = None
+        self._eval_step: Callable | None = None
+        self._eval_steps: Callable | None = None
+        self._zeros: dict[Any, Any] = {}
+
+    @property
+    def state(self) -> TrainState | None:
+        """Everything that training changes; None before `build`."""
+        return self._state if self.owner is None else self.owner.state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        """Replaces everything that training changes."""
+        assert self.owner is None, "The state belongs to the owner."
+        self._state = state
+
+    def build(self, inputs: Any) -> None:
+        """Creates the variables for inputs like `inputs`, if there are none.
+
+        Every process gets the values of process 0.
+        """
+        if self.owner is not None:
+            if self.state is None:
+                raise RuntimeError(
+                    "The model that this view was made from has no variables yet: build or train "
+                    "it first."
+                )
+            self.adapter.attach(inputs)
+        elif self.state is None:
+            variables = self.adapter.init(inputs, seed=self._seed)
+            params, model_state = collectives.broadcast(tuple(variables))
+            self._create_state(Variables(params, model_state))
+
+    def require_state(self) -> TrainState:
+        """Returns the state, of a model that was built or can build itself.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        if self.state is None and (inputs := self.adapter.sample_inputs()) is not None:
+            self.build(inputs)
+        if self.state is None:
+            raise RuntimeError(
+                "The model has no variables yet. Call build(shape_or_sample), or fit, evaluate "
+                "or predict first."
+            )
+        return self.state
+
+    def build_from(self, variables: Variables) -> None:
+        """Creates the state from host arrays in the form in which `adapter.init` returns variables.
+
+        The arrays must be the same on every process.
+        """
+        self._create_state(variables)
+
+    def compile(
+        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1
+    ) -> None:
+        """Chooses what the steps compute, and starts the optimizer unless it runs already.
+
+        Parameters and model state stay.
+
+        Args:
+            parts: Forward pass, loss and metrics.
+            optimizer: Optax transformation.
+            accumulation_steps: Steps whose mean gradient makes one update.
+        """
+        self._parts = parts
+        self._zeros = {}
+        self._train_steps = None
+        self._train_step = self.steps.train(parts, optimizer, accumulation_steps=accumulation_steps)
+        self._eval_step = self.steps.evaluate(parts)
+        if (fused := self.steps.fused) is not None:
+            self._make_train_steps = partial(
+                fused.train, parts, optimizer, accumulation_steps=accumulation_steps
+            )
+            self._eval_steps = fused.evaluate(self._eval_step)
+        self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
+
+    def use_optimizer(
+        self, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1
+    ) -> None:
+        """Starts an optimizer afresh, unless it is the one that the state belongs to.
+
+        Args:
+            optimizer: Optax transformation.
+            accumulation_steps: Steps whose mean gradient makes one update.
+        """
+        if optimizer is self._optimizer and accumulation_steps == self._accumulation_steps:
+            return
+        self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
+        if self.state is not None and self.owner is None:
+            self._create_state(self.variables())
+
+    def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
+        """Returns sums of an epoch with given leaves, for host batches like `batch`.
+
+        Args:
+            leaves: Leaves of sums that `train_epoch` returned, on the host.
+            batch: Batch of this process's rows.
+        """
+        structure = jax.tree.structure(self._zero_sums(DeviceBatches(self.put(batch), 0)))
+        return self._replicate(structure.unflatten(leaves))
+
+    def set_state(self, state: TrainState) -> None:
+        """Puts a state of host or device arrays on every device."""
+        self.state = self.steps.put_state(state)
+
+    def gathered_state(self, *, alone: bool = False) -> TrainState:
+        """Returns the state with a sharded optimizer state replicated.
+
+        All processes must call it, unless `alone` is True.
+
+        Raises:
+            RuntimeError: If one process alone asks for what is sharded over several.
+        """
+        state = self._built()
+        if alone and not all(
+            x.is_fully_addressable or x.is_fully_replicated
+            for x in jax.tree.leaves(state.opt_state)
+        ):
+            raise RuntimeError(
+                "With shard_optimizer_state each process holds a part of the optimizer's state, "
+                "so that one alone cannot save it. "
+                "Save on every process: leave OnMaster out."
+            )
+        return replace(state, opt_state=jax.tree.map(self.gather, state.opt_state))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns an array replicated; of a sharded one all processes must ask for it."""
+        return x if x.is_fully_replicated else self._replicated(x)
+
+    def variables(self) -> Variables:
+        """Returns host copies of parameters and model state."""
+        state = self._built()
+        return Variables(
+            jax.tree.map(np.array, state.params), jax.tree.map(np.array, state.model_state)
+        )
+
+    def train_epoch(
+        self,
+        batches: Iterable[DeviceBatches],
+        hooks: Hooks,
+        *,
+        first_index: int = 0,
+        sums: Any = None,
+    ) -> Any:
+        """Trains on batches on the devices; returns the sums of the epoch, or None without a batch.
+
+        Args:
+            batches: Batches on the devices.
+            hooks: What runs between the steps.
+            first_index: Number of the first step in the epoch.
+            sums: Sums of the steps before.
+        """
+        assert self._train_step is not None, "compile() comes first."
+        running: deque[Any] = deque()
+        index = first_index
+        self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
+        for group in batches:
+            hooks.on_batch_begin(index)
+            sums = self._zero_sums(group) if sums is None else sums
+            step = self._program(group, sums)
+            # Read here, because a callback may have replaced the state.
+            self.state, sums = step(self._built(), sums, group.batch)
+            _wait_for_older(running, sums["loss"][1])
+            index += group.num_steps
+            if hooks.on_batch_end(index - 1, sums, group.num_rows):
+                break
+        return sums
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Raises on every process unless all have ended the epoch after `num_steps` steps.
+
+        Steps that cannot tell check nothing.
+        """
+        self.steps.end_epoch(num_steps)
+
+    def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
+        """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
+        assert self._eval_step is not None, "compile() comes first."
+        state = self._built()
+        running = deque()
+        sums = None
+        index = 0
+        for group in batches:
+            hooks.on_batch_begin(index)
+            sums = self._zero_sums(group) if sums is None else sums
+            step = self._eval_step if group.num_steps == 1 else self._eval_steps
+            assert step is not None
+            sums = step(state.params, state.model_state, sums, group.batch)
+            _wait_for_older(running, sums["loss"][1])
+            index += group.num_steps
+            hooks.on_batch_end(index - 1, sums, group.num_rows)
+        return sums
+
+    def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
+        """Returns the outputs of all batches as host arrays `[examples, ...]` on every process.
+
+        They are those of the real rows in order, shard after shard.
+        """
+        state = self._built()
+        parts: dict[int, list[Any]] = {}
+        index = 0
+        for group in batches:
+            hooks.on_batch_begin(index)
+            if group.num_steps == 1:
+                outputs = self.predict_step(state.params, state.model_state, group.batch.inputs)
+                outputs = jax.tree.map(lambda x: self._fetch(x)[None], outputs)
+            else:
+                assert self._predict_steps is not None, (
+                    "Steps that run one by one get one batch each."
+                )
+                outputs = self._predict_steps(state.params, state.model_state, group.batch.inputs)
+                outputs = jax.tree.map(self._fetch, outputs)
+            for shard, rows in enumerate(group.real_rows):
+                parts.setdefault(shard, []).extend(_rows_of_steps(outputs, rows, group.num_steps))
+            index += group.num_steps
+            hooks.on_batch_end(index - 1, None, group.num_rows)
+        if not parts:
+            raise ValueError("The dataset is empty: at least one example is needed.")
+        return jax.tree.map(
+            lambda *pieces: np.concatenate(pieces), *chain.from_iterable(parts.values())
+        )
+
+    def _program(self, group: DeviceBatches, sums: Any) -> Callable:
+        """Returns what runs the steps of a group of batches."""
+        assert self._train_step is not None
+        if group.num_steps == 1:
+            return self._train_step
+        if self._train_steps is None:
+            assert self._make_train_steps is not None
+            steps = self._make_train_steps()
+            if self.runtime.platform == "cpu" and _jax.convolves(
+                steps, self._built(), sums, group.batch
+            ):
+                logger.info(
+                    "Steps run one by one: XLA's CPU convolutions are many times slower in a "
+                    "program of several steps."
+                )
+                steps = one_by_one(self._train_step)
+            self._train_steps = steps
+        return self._train_steps
+
+    def lower_train_step(self, batch: Batch) -> Any:
+        """Returns the lowered program of a training step for host batches like `batch`.
+
+        With virtual ranks there are several, as `Programs`.
+        """
+        assert self._train_step is not None, "compile() comes first."
+        group = DeviceBatches(self.put(batch), 0)
+        return self._train_step.lower(self._built(), self._zero_sums(group), group.batch)  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _built(self) -> TrainState:
+        assert self.state is not None, "build() comes first."
+        return self.state
+
+    def _replicate(self, tree: Any) -> Any:
+        return _jax.replicate(tree, self.runtime.mesh)
+
+    def _fetch(self, x: jax.Array) -> np.ndarray:
+        """Returns a whole array that is sharded by row, on every process."""
+        return np.asarray(x if x.is_fully_addressable else self._replicated(x))
+
+    def _create_state(self, variables: Variables) -> None:
+        optimizer = self._optimizer or optax.identity()
+        self.set_state(
+            self.steps.create_state(
+                variables, optimizer, seed=self._seed, accumulation_steps=self._accumulation_steps
+            )
+        )
+
+    def _zero_sums(self, group: DeviceBatches) -> Any:
+        assert self._parts is not None
+        leaves, structure = jax.tree.flatten(group.batch)
+        shapes = [x.shape if group.num_steps == 1 else x.shape[1:] for x in leaves]
+        signature = tuple(
+            (shape, jax.dtypes.canonicalize_dtype(x.dtype))
+            for shape, x in zip(shapes, leaves, strict=True)
+        )
+        if signature not in self._zeros:
+            batch = structure.unflatten([jax.ShapeDtypeStruct(*pair) for pair in signature])
+            self._zeros[signature] = self._replicate(
+                zero_sums(self._parts, self._built(), batch, self.runtime.mesh)
+            )
+        return self._zeros[signature]
+
+
+def _wait_for_older(running: deque, newest: jax.Array) -> None:
+    running.append(newest)
+    if len(running) > _IN_FLIGHT:
+        jax.block_until_ready(running.popleft())
+
+
+def _rows_of_steps(outputs: Any, rows: slice, num_steps: int) -> list[Any]:
+    """Returns some rows of each step of host outputs `[steps, rows, ...]`."""
+    return [jax.tree.map(lambda x, step=step: x[step, rows], outputs) for step in range(num_steps)]
