@@ -1,30 +1,81 @@
 """Eight virtual CPU devices for the tests' own process, set before JAX starts."""
 
+import logging
 import os
 import tempfile
+import warnings
 
+import numpy as np
 import pytest
 
+from tnt_jax.launch.cache import UnsafeFolder, private_folder
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# The pool of threads has as many threads as cores by default; collectives of virtual devices deadlock below twice their number.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+# The pool of threads has as many threads as cores by default; collectives of virtual devices
+# deadlock below twice their number.
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Many tests compile the same small programs, also in processes of their own.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"tnt_jax-tests-{os.getuid()}"))
+try:
+    _cache = private_folder(os.path.join(tempfile.gettempdir(), f"tnt_jax-tests-{os.getuid()}"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache)
+except UnsafeFolder as error:
+    warnings.warn(f"Nothing is cached between tests: {error}.", stacklevel=1)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Chooses the workers of `-n auto`: one for each core, as far as there are 4 GiB of memory for
+    each.
+    """
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / 4)))
+
+
+@pytest.fixture(autouse=True)
+def logger_that_caplog_sees(monkeypatch):
+    """Lets `caplog` see the package's messages, which a test before, in the same process, may have
+    sent to the screen alone.
+    """
+    monkeypatch.setattr(logging.getLogger("tnt_jax"), "propagate", True)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_this_test_alone(request, monkeypatch):
+    """Starts the generator `RNG` of a test file anew, so that no test's data depend on the tests
+    before it in this process.
+    """
+    if hasattr(request.module, "RNG"):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
+
+
 @pytest.fixture
 def use_ranks():
-    """Returns a function that makes the first `num_ranks` devices the job, for this test."""
+    """Returns a function that makes the first `num_ranks` devices the job, for this test, and
+    returns the runtime.
+    """
     import tnt_jax as tnt
 
     def use(num_ranks):
         tnt.shutdown()
-        tnt.init(devices=range(num_ranks))
+        return tnt.init(devices=range(num_ranks))
 
     yield use
     tnt.shutdown()
+
+
+@pytest.fixture
+def two_ranks(use_ranks):
+    """Makes the first two devices the job, for this test."""
+    use_ranks(2)
+
+
+@pytest.fixture
+def four_ranks(use_ranks):
+    """Makes the first four devices the job, for this test."""
+    use_ranks(4)

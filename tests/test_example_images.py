@@ -1,22 +1,26 @@
-"""What the image examples make of class folders and of sets that TensorFlow Datasets has prepared."""
+"""What the image examples make of class folders and of sets that TensorFlow Datasets has
+prepared.
+"""
 
-import sys
-from pathlib import Path
-
+import example_modules  # noqa: F401
 import numpy as np
 import pytest
 from example_images import write_images
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "cifar10")]
-
-import datasets  # noqa: E402
-import resnet50  # noqa: E402
+import datasets  # isort: skip
+import resnet50  # isort: skip
 
 
 def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp_path):
     write_images(tmp_path, num_each=2)
-    config = {"name": "folders", "data_dir": tmp_path, "image_size": 32, "scaling": "none", "crop": "central", "shift": 4}
+    config = {
+        "name": "folders",
+        "data_dir": tmp_path,
+        "image_size": 32,
+        "scaling": "none",
+        "crop": "central",
+        "shift": 4,
+    }
     data = datasets.make(config, batch_size=3, seed=0)
     first, again = (list(data.train.as_numpy_iterator()) for _ in range(2))
     assert [len(labels) for _, labels in first] == [3, 1]
@@ -29,7 +33,9 @@ def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp
         assert len(colors) <= 2
         assert np.argmax(colors[-1]) == (2, 0)[label]
     assert num_shifted > 4
-    assert not all(np.array_equal(one, two) for (one, _), (two, _) in zip(first, again, strict=True))
+    assert not all(
+        np.array_equal(one, two) for (one, _), (two, _) in zip(first, again, strict=True)
+    )
     with pytest.raises(ValueError, match=r"There is no crop 'middle'"):
         datasets.make(config | {"crop": "middle"}, batch_size=3, seed=0)
 
@@ -43,7 +49,9 @@ def test_resnet_reads_images_prepared_by_tensorflow_datasets(tmp_path):
         def _info(self):
             image = tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg")
             features = {"image": image, "label": tfds.features.ClassLabel(names=["blue", "red"])}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
 
         def _split_generators(self, dl_manager):
             return {"train": self._generate_examples(5), "validation": self._generate_examples(3)}
@@ -52,18 +60,36 @@ def test_resnet_reads_images_prepared_by_tensorflow_datasets(tmp_path):
             for number in range(size):
                 yield (
                     number,
-                    {"image": np.full((40, 44, 3), ((0, 0, 255), (255, 0, 0))[number % 2], np.uint8), "label": number % 2},
+                    {
+                        "image": np.full(
+                            (40, 44, 3), ((0, 0, 255), (255, 0, 0))[number % 2], np.uint8
+                        ),
+                        "label": number % 2,
+                    },
                 )
 
     Colours(data_dir=tmp_path).download_and_prepare()
-    args = resnet50.parse_args(["--data_dir", str(tmp_path), "--tfds_name", "colours", "--image_size", "32", "--batch_size", "4"])
+    args = resnet50.parse_args(
+        [
+            "--data_dir",
+            str(tmp_path),
+            "--tfds_name",
+            "colours",
+            "--image_size",
+            "32",
+            "--batch_size",
+            "4",
+        ]
+    )
     train, valid, num_train = resnet50.make_data(args)
     assert num_train == 5
     for data, size in ((train, 5), (valid, 3)):
         batches = list(data.dataset.as_numpy_iterator())
         labels = np.concatenate([labels for _, labels in batches])
         assert sorted(labels) == sorted(number % 2 for number in range(size))
-        for image, label in zip(np.concatenate([images for images, _ in batches]), labels, strict=True):
+        for image, label in zip(
+            np.concatenate([images for images, _ in batches]), labels, strict=True
+        ):
             # Minus ImageNet's means the class's channel is the largest.
             assert image.shape == (32, 32, 3)
             assert np.argmax(image.mean((0, 1))) == (2, 0)[label]

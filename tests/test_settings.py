@@ -11,23 +11,33 @@ def test_an_empty_environment_gives_the_defaults():
 
 def test_all_variables_are_read():
     environ = JOB | {
-        "TNT_INIT_TIMEOUT_S": "7", "TNT_HEARTBEAT_TIMEOUT_S": "8", "TNT_LOG_LEVEL": "debug", "TNT_LOG_ON_ALL_DEVICES": "1",
-        "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0", "TNT_LAUNCHED_AT": "12.500",
-        "TNT_TUNE_STEPS": "5",
+        "TNT_INIT_TIMEOUT_S": "7", "TNT_HEARTBEAT_TIMEOUT_S": "8", "TNT_LOG_LEVEL": "debug",
+        "TNT_LOG_ON_ALL_DEVICES": "1",
+        "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0",
+        "TNT_LAUNCHED_AT": "12.500",
+        "TNT_TUNE_STEPS": "5", "TNT_STALL_WARNING_S": "6",
     }  # fmt: skip
-    assert read_settings(environ) == Settings("node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5)
+    assert read_settings(environ) == Settings(
+        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6
+    )
 
 
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TNT_COORDINATOR_ADDRESS": "node1:1"}, "set together, but TNT_NUM_PROCESSES and TNT_PROCESS_ID are missing"),
+        (
+            {"TNT_COORDINATOR_ADDRESS": "node1:1"},
+            "set together, but TNT_NUM_PROCESSES and TNT_PROCESS_ID are missing",
+        ),
         ({k: v for k, v in JOB.items() if k != "TNT_PROCESS_ID"}, "TNT_PROCESS_ID is missing"),
-        (JOB | {"TNT_PROCESS_ID": "4"}, r"TNT_PROCESS_ID \(4\) must be below TNT_NUM_PROCESSES \(4\)"),
+        (
+            JOB | {"TNT_PROCESS_ID": "4"},
+            r"TNT_PROCESS_ID \(4\) must be below TNT_NUM_PROCESSES \(4\)",
+        ),
         (JOB | {"TNT_COORDINATOR_ADDRESS": "node1"}, "must be host:port.*'node1'"),
         (JOB | {"TNT_COORDINATOR_ADDRESS": "node1:99999"}, "must be host:port"),
         (JOB | {"TNT_NUM_PROCESSES": "two"}, "integer of at least 1, but is 'two'"),
-        ({"TNT_FUSION_THRESHOLD": "-1"}, "number of kB of at least 0, or xla, but is '-1'"),
+        ({"TNT_FUSION_THRESHOLD": "-1"}, "number of KiB of at least 0, or xla, but is '-1'"),
         ({"TNT_TUNE_STEPS": "0"}, "integer of at least 1, but is '0'"),
         ({"TNT_LOG_LEVEL": "LOUD"}, "must be one of DEBUG, INFO, WARNING, ERROR, but is 'LOUD'"),
         ({"TNT_LOG_ON_ALL_DEVICES": "maybe"}, "must be one of 1, true"),

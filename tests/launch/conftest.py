@@ -15,10 +15,16 @@ def tnt_jax():
     started = []
 
     def start(*arguments, environ=None, **popen):
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+        )
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", "tnt_jax.launch", *map(str, arguments)]
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, **(environ or {})}, **{**streams, **popen})
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path, **(environ or {})},
+            **{**streams, **popen},
+        )
         started.append(process)
         return process
 

@@ -1,4 +1,6 @@
-"""Every way a process can learn its place in a job, on environments as the cluster managers set them."""
+"""Every way a process can learn its place in a job, on environments as the cluster managers set
+them.
+"""
 
 import json
 import os
@@ -9,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.launch.clusters import Job, detect_job
-from tnt_jax.launch.slurm import expand_counts, expand_nodes
+from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.cluster.slurm import expand_counts, expand_nodes
 
 # Two nodes, two tasks each, srun of SLURM 22.05; shortened to what concerns tasks and devices.
 SLURM = {
@@ -52,7 +54,12 @@ def test_no_variables_means_no_job():
 
 
 def test_tnt_variables_come_first():
-    environ = {"TNT_COORDINATOR_ADDRESS": "a:1", "TNT_NUM_PROCESSES": "2", "TNT_PROCESS_ID": "1", **SLURM}
+    environ = {
+        "TNT_COORDINATOR_ADDRESS": "a:1",
+        "TNT_NUM_PROCESSES": "2",
+        "TNT_PROCESS_ID": "1",
+        **SLURM,
+    }
     assert detect(environ) == Job("a:1", 2, 1, None, "TNT_*")
     assert detect({**environ, "JAX_LOCAL_DEVICE_IDS": "2,3"}).local_device_ids == (2, 3)
 
@@ -74,13 +81,37 @@ def test_slurm_task_finds_its_place():
     ("changes", "gpus", "expected"),
     [
         ({}, 2, (1,)),  # All GPUs visible, one for each task.
-        ({"SLURM_GPUS_PER_TASK": "1"}, 1, None),  # --gpus-per-task=1: each task sees its own GPU, as number 0 (jax#23452).
+        (
+            {"SLURM_GPUS_PER_TASK": "1"},
+            1,
+            None,
+        ),  # --gpus-per-task=1: each task sees its own GPU, as number 0 (jax#23452).
         ({"SLURM_STEP_GPUS": "2"}, 1, None),  # The step itself is limited.
-        ({"SLURM_STEP_GPUS": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}, 4, (2, 3)),  # Two visible GPUs for each task.
-        ({"SLURM_STEP_GPUS": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}, 2, None),  # --gpus-per-task=2, each sees its own two.
-        ({"SLURM_STEP_GPUS": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "5"}, 4, (2,)),  # jax#29669
+        (
+            {"SLURM_STEP_GPUS": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"},
+            4,
+            (2, 3),
+        ),  # Two visible GPUs for each task.
+        (
+            {"SLURM_STEP_GPUS": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"},
+            2,
+            None,
+        ),  # --gpus-per-task=2, each sees its own two.
+        (
+            {
+                "SLURM_STEP_GPUS": "0,1,2,3",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+                "SLURM_LOCALID": "5",
+            },
+            4,
+            (2,),
+        ),  # jax#29669
         ({"SLURM_STEP_GPUS": "", "SLURM_GPUS_ON_NODE": ""}, 0, None),  # CPUs only.
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, 4, None),  # A process for a host.
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"},
+            4,
+            None,
+        ),  # A process for a host.
         ({"JAX_LOCAL_DEVICE_IDS": "0"}, 2, (0,)),
         ({"JAX_PLATFORMS": "cpu"}, 2, None),
     ],
@@ -93,7 +124,10 @@ def test_slurm_task_gets_its_own_gpus(changes, gpus, expected):
     "changes",
     [
         {"SLURM_STEP_NODELIST": ""},  # A batch script.
-        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},  # The shell of salloc, which counts the job's tasks.
+        {
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_ID": "4294967290",
+        },  # The shell of salloc, which counts the job's tasks.
     ],
 )
 def test_slurm_batch_script_and_interactive_shell_are_alone(changes):
@@ -101,7 +135,10 @@ def test_slurm_batch_script_and_interactive_shell_are_alone(changes):
 
 
 def test_two_steps_of_a_slurm_job_do_not_share_a_port():
-    assert detect(SLURM).coordinator_address != detect({**SLURM, "SLURM_STEP_ID": "1"}).coordinator_address
+    assert (
+        detect(SLURM).coordinator_address
+        != detect({**SLURM, "SLURM_STEP_ID": "1"}).coordinator_address
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,13 +187,21 @@ def test_malformed_counts_are_refused():
     ("environ", "host"),
     [
         (OPEN_MPI_4, "10.0.0.2"),
-        ({**OPEN_MPI_4, "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fd00::2,fd00::3]:33393"}, "[fd00::2]"),
+        (
+            {**OPEN_MPI_4, "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fd00::2,fd00::3]:33393"},
+            "[fd00::2]",
+        ),
         (OPEN_MPI_5, "login-node1"),
     ],
 )
 def test_open_mpi_process_finds_its_place(environ, host):
     job = detect(environ)
-    assert (job.num_processes, job.process_id, job.local_device_ids, job.source) == (4, 2, None, "Open MPI")
+    assert (job.num_processes, job.process_id, job.local_device_ids, job.source) == (
+        4,
+        2,
+        None,
+        "Open MPI",
+    )
     assert job.coordinator_address.rpartition(":")[0] == host
     assert 61440 <= int(job.coordinator_address.rpartition(":")[2]) < 65536
 
@@ -166,11 +211,16 @@ def test_open_mpi_wins_over_the_slurm_job_it_runs_in():
 
 
 def test_open_mpi_processes_of_one_host_meet_on_loopback():
-    assert detect({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).coordinator_address.startswith("127.0.0.1:")
+    assert detect({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).coordinator_address.startswith(
+        "127.0.0.1:"
+    )
 
 
 def test_open_mpi_process_gets_its_own_gpus():
-    assert detect({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, gpus=4).local_device_ids == (2, 3)
+    assert detect({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, gpus=4).local_device_ids == (
+        2,
+        3,
+    )
 
 
 def test_open_mpi_without_the_host_of_mpirun_says_what_to_do():
@@ -203,7 +253,8 @@ INDEXED_JOB = {
             Job("t:6666", 2, 0, None, "Kubernetes"),
         ),
         ({**INDEXED_JOB, "JAX_NUM_PROCESSES": "1"}, None),
-        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1"}, None),  # Independent pods.
+        # Independent pods.
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1"}, None),
     ],
 )  # fmt: skip
 def test_pod_finds_its_place(environ, expected):
@@ -212,7 +263,9 @@ def test_pod_finds_its_place(environ, expected):
 
 def test_pod_without_a_number_is_refused():
     with pytest.raises(ValueError, match="set JAX_PROCESS_ID or JOB_COMPLETION_INDEX"):
-        detect({name: value for name, value in INDEXED_JOB.items() if name != "JOB_COMPLETION_INDEX"})
+        detect(
+            {name: value for name, value in INDEXED_JOB.items() if name != "JOB_COMPLETION_INDEX"}
+        )
 
 
 def test_pod_number_out_of_range_is_refused():
@@ -231,8 +284,18 @@ def tf_config(cluster, kind, index):
     ("cluster", "kind", "index", "expected"),
     [
         ({"worker": ["a:1", "b:2"]}, "worker", 1, Job("a:1", 2, 1, None, "TF_CONFIG")),
-        ({"worker": ["a:1", "b:2"], "chief": ["c:3"]}, "chief", 0, Job("c:3", 3, 0, None, "TF_CONFIG")),
-        ({"worker": ["a:1", "b:2"], "chief": ["c:3"]}, "worker", 1, Job("c:3", 3, 2, None, "TF_CONFIG")),
+        (
+            {"worker": ["a:1", "b:2"], "chief": ["c:3"]},
+            "chief",
+            0,
+            Job("c:3", 3, 0, None, "TF_CONFIG"),
+        ),
+        (
+            {"worker": ["a:1", "b:2"], "chief": ["c:3"]},
+            "worker",
+            1,
+            Job("c:3", 3, 2, None, "TF_CONFIG"),
+        ),
         ({"worker": ["a:1", "b:2"], "ps": []}, "worker", 0, Job("a:1", 2, 0, None, "TF_CONFIG")),
         ({"worker": ["a:1"]}, "worker", 0, None),
         ({}, "worker", 0, None),
@@ -245,7 +308,10 @@ def test_tf_config_gives_the_place(cluster, kind, index, expected):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (tf_config({"worker": ["a:1"], "ps": ["p:1"]}, "worker", 0), "has parameter servers"),
+        (
+            tf_config({"worker": ["a:1"], "ps": ["p:1"]}, "worker", 0),
+            "asynchronous training is not part.*workers only",
+        ),
         (tf_config({"worker": ["a:1", "b:1"]}, "evaluator", 0), "An evaluator is not needed"),
         (tf_config({"worker": ["a:1", "b:1"]}, "worker", 2), "must be one of the cluster's"),
         ({"TF_CONFIG": "{worker"}, "must be JSON such as"),
@@ -274,7 +340,7 @@ def mpirun():
 @pytest.mark.multiprocess
 def test_processes_of_a_real_mpirun_agree(mpirun):
     # One write for a line: mpirun may put what another process says between two.
-    program = "import os; from tnt_jax.launch.clusters import detect_job; os.write(1, f'{detect_job(os.environ)}\\n'.encode())"
+    program = "import os; from tnt_jax.cluster.clusters import detect_job; os.write(1, f'{detect_job(os.environ)}\\n'.encode())"
     code, jobs, err = mpirun(sys.executable, "-c", program)
     assert code == 0, err
     assert len({line.partition("process_id=")[0] for line in jobs}) == 1
@@ -292,7 +358,15 @@ os.write(1, f"{e['TNT_PROCESS_ID']} {e['TNT_NUM_PROCESSES']} {sys.argv[1:]} {e['
 def test_mpirun_of_the_launcher_is_one_process_for_each_task(mpirun, tmp_path):
     (tmp_path / "script.py").write_text(PLACE)
     code, lines, err = mpirun(
-        sys.executable, "-m", "tnt_jax.launch", "--no-gpu", "-x", "A=$TNT_PROCESS_ID", "--", tmp_path / "script.py", "x y"
+        sys.executable,
+        "-m",
+        "tnt_jax.launch",
+        "--no-gpu",
+        "-x",
+        "A=$TNT_PROCESS_ID",
+        "--",
+        tmp_path / "script.py",
+        "x y",
     )
     assert (code, lines) == (0, [f"{rank} 3 ['x y'] {rank}" for rank in range(3)]), err
 
@@ -300,6 +374,15 @@ def test_mpirun_of_the_launcher_is_one_process_for_each_task(mpirun, tmp_path):
 @pytest.mark.multiprocess
 def test_mpirun_of_the_launcher_with_a_number_is_so_many_processes_for_each_task(mpirun, tmp_path):
     (tmp_path / "script.py").write_text(PLACE)
-    arguments = ["--no-gpu", "--devices-per-node", 2, "--output-on-all-devices", "-x", "A=1", "--", tmp_path / "script.py"]
+    arguments = [
+        "--no-gpu",
+        "--devices-per-node",
+        2,
+        "--output-on-all-devices",
+        "-x",
+        "A=1",
+        "--",
+        tmp_path / "script.py",
+    ]
     code, lines, err = mpirun(sys.executable, "-m", "tnt_jax.launch", *arguments)
     assert (code, lines) == (0, [f"[rank {rank}] {rank} 6 [] 1" for rank in range(6)]), err

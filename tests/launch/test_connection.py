@@ -1,4 +1,6 @@
-"""The talk between launcher and supervisor, over connections that are not as clean as one would wish."""
+"""The talk between launcher and supervisor, over connections that are not as clean as one would
+wish.
+"""
 
 import os
 import shlex
@@ -12,7 +14,9 @@ from tnt_jax.launch.session import HostError, Session
 
 
 def connect(before="", *, host="h"):
-    connection = Connection(host, ["sh", "-c", f"{before}\nexec {shlex.join(supervisor_command())}"], is_remote=True)
+    connection = Connection(
+        host, ["sh", "-c", f"{before}\nexec {shlex.join(supervisor_command())}"], is_remote=True
+    )
     return connection, Session([connection], grace_period_s=1)
 
 
@@ -25,7 +29,9 @@ def close():
 
 
 def test_login_scripts_may_print_what_they_like(close):
-    connection, session = connect("echo Welcome; echo '{\"kind\": \"answer\"}'; printf 'no line end'; echo careful >&2; echo")
+    connection, session = connect(
+        "echo Welcome; echo '{\"kind\": \"answer\"}'; printf 'no line end'; echo careful >&2; echo"
+    )
     close(connection)
     assert session.ask("find_reachable", {"hosts": [], "port": 1}, timeout_s=10) == {"h": []}
 
@@ -55,7 +61,10 @@ def test_error_on_the_host_is_the_answer(close):
 def test_supervisor_ends_when_its_session_is_hung_up(close):
     connection, session = connect()
     close(connection)
-    pid = session.ask("find_reachable", {"hosts": [], "port": 1}, timeout_s=10) and connection._popen.pid
+    pid = (
+        session.ask("find_reachable", {"hosts": [], "port": 1}, timeout_s=10)
+        and connection._popen.pid
+    )
     os.kill(pid, signal.SIGHUP)
     assert connection.wait(10) == 0
 
@@ -71,7 +80,11 @@ def test_host_name_cannot_become_an_option_of_ssh():
 def test_lines_come_out_whole_whatever_pieces_they_arrive_in(size):
     stream = b"one\n\ntwo\nrest"
     lines = Lines()
-    found = [line for start in range(0, len(stream), size) for line in lines.feed(stream[start : start + size])]
+    found = [
+        line
+        for start in range(0, len(stream), size)
+        for line in lines.feed(stream[start : start + size])
+    ]
     assert found == [b"one\n", b"\n", b"two\n"]
     assert lines.flush() == [b"rest"]
     assert lines.flush() == []

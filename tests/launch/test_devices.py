@@ -1,6 +1,6 @@
 import pytest
 
-from tnt_jax.launch import devices
+from tnt_jax.cluster import devices
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,10 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_gpus_are_those_nvidia_smi_lists(nvidia_smi):
-    nvidia_smi("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-1)'; echo 'GPU 1: NVIDIA H100'")
+    nvidia_smi(
+        "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-1)'; "
+        "echo 'GPU 1: NVIDIA H100'"
+    )
     assert devices.count_gpus({}) == 2
     assert devices.list_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
 

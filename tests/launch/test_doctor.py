@@ -6,17 +6,24 @@ import socket
 
 import pytest
 
+from tnt_jax.distributed.link_probe import choose_pairs
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
 from tnt_jax.launch.doctor.command import describe
 from tnt_jax.launch.doctor.examine import Examination, examine
-from tnt_jax.link_probe import choose_pairs
 
-REQUEST = {"cwd": "/", "script": "etc/passwd", "interpreter": "sh", "environment": {"PATH": "/usr/bin:/bin"}}
+REQUEST = {
+    "cwd": "/",
+    "script": "etc/passwd",
+    "interpreter": "sh",
+    "environment": {"PATH": "/usr/bin:/bin"},
+}
 HEALTHY = dataclasses.replace(
     Examination.from_json(examine(REQUEST, "/none")),
     proxies=[], open_files=None, shm_mb=8000, free_disk_mb=8000, token="t", driver=None, nccl=None,
 )  # fmt: skip
-HEALTHY.facts.update(hostname="h", own_addresses=["10.0.0.1"], gpus=[], has_cuda_jax=False, missing=[])
+HEALTHY.facts.update(
+    hostname="h", own_addresses=["10.0.0.1"], gpus=[], has_cuda_jax=False, missing=[]
+)
 
 
 def healthy(facts=None, **changes):
@@ -32,17 +39,43 @@ def test_healthy_hosts_have_nothing_to_mend():
     findings = judged(HEALTHY, HEALTHY)
     assert {finding.status for finding in findings} == {OK}
     assert not any(finding.remedy for finding in findings)
-    topics = ["installation", "own name", "devices", "proxies", "limits", "space", "directory", "clock"]
-    assert [(finding.host, finding.topic) for finding in findings] == [(host, topic) for host in ("h0", "h1") for topic in topics]
+    topics = [
+        "installation",
+        "own name",
+        "devices",
+        "proxies",
+        "limits",
+        "space",
+        "directory",
+        "clock",
+    ]
+    assert [(finding.host, finding.topic) for finding in findings] == [
+        (host, topic) for host in ("h0", "h1") for topic in topics
+    ]
 
 
 @pytest.mark.parametrize(
     ("sick", "topic", "status", "remedy"),
     [
-        (healthy({"versions": {**HEALTHY.facts["versions"], "jax": "0.1"}}), "installation", FAILURE, "install the same"),
-        (healthy({"missing": ["directory /work"]}), "installation", FAILURE, "no directory /work there"),
+        (
+            healthy({"versions": {**HEALTHY.facts["versions"], "jax": "0.1"}}),
+            "installation",
+            FAILURE,
+            "install the same",
+        ),
+        (
+            healthy({"missing": ["directory /work"]}),
+            "installation",
+            FAILURE,
+            "no directory /work there",
+        ),
         (healthy({"own_addresses": ["127.0.1.1"]}), "own name", FAILURE, "/etc/hosts"),
-        (healthy({"own_addresses": ["127.0.1.1"], "gpus": ["0"], "has_cuda_jax": True}), "own name", WARNING, "/etc/hosts"),
+        (
+            healthy({"own_addresses": ["127.0.1.1"], "gpus": ["0"], "has_cuda_jax": True}),
+            "own name",
+            WARNING,
+            "/etc/hosts",
+        ),
         (healthy({"gpus": ["0"]}), "devices", WARNING, "pip install 'jax[cuda13]'"),
         (healthy(driver="580.65.06"), "devices", WARNING, "nvidia-smi -L"),
         (healthy(proxies=["http_proxy"]), "proxies", WARNING, "unset them"),
@@ -61,16 +94,24 @@ def test_sick_host_is_found_with_a_remedy(sick, topic, status, remedy):
 
 def test_missing_jax_is_a_failure_even_where_all_hosts_lack_it():
     lacking = healthy({"versions": {**HEALTHY.facts["versions"], "jax": None}})
-    assert [finding.status for finding in judged(lacking) if finding.topic == "installation"] == [FAILURE]
+    assert [finding.status for finding in judged(lacking) if finding.topic == "installation"] == [
+        FAILURE
+    ]
 
 
-@pytest.mark.parametrize(("skew", "status"), [((1.9, 0.0), OK), ((-5.0, 0.1), WARNING), ((5.0, 4.0), OK)])
+@pytest.mark.parametrize(
+    ("skew", "status"), [((1.9, 0.0), OK), ((-5.0, 0.1), WARNING), ((5.0, 4.0), OK)]
+)
 def test_clock_is_wrong_only_beyond_the_uncertainty(skew, status):
-    assert [finding.status for finding in judged(HEALTHY, skew=skew) if finding.topic == "clock"] == [status]
+    assert [
+        finding.status for finding in judged(HEALTHY, skew=skew) if finding.topic == "clock"
+    ] == [status]
 
 
 def test_host_that_another_cannot_reach_is_named_with_it():
-    findings = judge_reachability({"a": {"b": ["a"], "c": ["10.0.0.1"]}, "b": {"a": ["b"], "c": []}, "c": {"a": [], "b": []}})
+    findings = judge_reachability(
+        {"a": {"b": ["a"], "c": ["10.0.0.1"]}, "b": {"a": ["b"], "c": []}, "c": {"a": [], "b": []}}
+    )
     assert [(finding.host, finding.status, finding.detail) for finding in findings] == [
         ("a", OK, "at 10.0.0.1, a"),
         ("b", FAILURE, "not from c"),
@@ -81,9 +122,12 @@ def test_host_that_another_cannot_reach_is_named_with_it():
 
 def test_table_has_a_line_for_each_remedy():
     findings = judge_reachability({"a": {"b": []}})
-    assert describe(findings, [{"from": "a", "to": "b", "latency_us": 10.5, "bandwidth_mb_per_s": 99.0}]).splitlines() == [
+    assert describe(
+        findings, [{"from": "a", "to": "b", "latency_us": 10.5, "bandwidth_mb_per_s": 99.0}]
+    ).splitlines() == [
         "a  reachable     FAILURE  not from b",
-        "                          -> Open the ports between the hosts of a job; a firewall or another network is in between.",
+        "                          -> Open the ports between the hosts of a job; a firewall or "
+        "another network is in between.",
         "a - b: latency 10.5 us, bandwidth 99 MB/s",
     ]
 
@@ -91,9 +135,13 @@ def test_table_has_a_line_for_each_remedy():
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5, 9])
 def test_pairs_connect_all_processes(num_processes):
     pairs = choose_pairs(num_processes)
-    assert len(pairs) == (num_processes * (num_processes - 1) // 2 if num_processes <= 4 else num_processes)
+    assert len(pairs) == (
+        num_processes * (num_processes - 1) // 2 if num_processes <= 4 else num_processes
+    )
     assert len(set(pairs)) == len(pairs)
-    assert {rank for pair in pairs for rank in pair} == (set(range(num_processes)) if num_processes > 1 else set())
+    assert {rank for pair in pairs for rank in pair} == (
+        set(range(num_processes)) if num_processes > 1 else set()
+    )
     assert all(first < second for first, second in pairs)
 
 
@@ -118,4 +166,4 @@ def test_doctor_goes_on_without_a_host_it_cannot_reach(run, tmp_path):
     assert "no-such-host.invalid  connection    FAILURE" in out
     assert "Check its spelling in the hostfile" in out
     assert f"{socket.gethostname():20}  installation  ok" in out
-    assert "Mend the failures first." in out
+    assert "Resolve the failures first." in out

@@ -26,9 +26,12 @@ def test_parse_hostfile(text, expected):
         ("# only a comment\n", "lists no host"),
         ("node1 slots=0", "line 1: after the host name only slots=N"),
         ("node1\nnode2 4", "line 2: after the host name only slots=N"),
-        ("-oProxyCommand=evil", "is no host name"),
-        ("node1;rm", "is no host name"),
-        ("node1 slots=2\nnode1 slots=3", "line 2: node1 is listed before with another number of slots"),
+        ("-oProxyCommand=evil", "is not a host name"),
+        ("node1;rm", "is not a host name"),
+        (
+            "node1 slots=2\nnode1 slots=3",
+            "line 2: node1 is already listed with another number of slots",
+        ),
     ],
 )
 def test_malformed_hostfile_is_refused(text, message):
@@ -44,5 +47,8 @@ def test_missing_hostfile_is_refused(tmp_path):
 
 
 def test_allocated_hosts_are_reached_through_srun():
-    assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}) == [HostEntry("n1", through="srun"), HostEntry("n2", through="srun")]
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}) == [
+        HostEntry("n1", through="srun"),
+        HostEntry("n2", through="srun"),
+    ]
     assert allocated_hosts({}) == []

@@ -27,7 +27,10 @@ time.sleep(600)
 
 
 def test_master_alone_is_shown_with_its_arguments_untouched(run, script):
-    path = script("import os, sys; print(os.environ['TNT_PROCESS_ID'], os.environ['TNT_NUM_PROCESSES'], sys.argv[1:])")
+    path = script(
+        "import os, sys; print(os.environ['TNT_PROCESS_ID'], os.environ['TNT_NUM_PROCESSES'], "
+        "sys.argv[1:])"
+    )
     odd = ["a b", "'\"", "$HOME", "line\nbreak", "", "--", "-n"]
     code, out, err = run("-n", 3, "--no-gpu", "--", path, *odd)
     assert (code, out, err) == (0, f"0 3 {odd}\n", "")
@@ -37,7 +40,12 @@ def test_each_line_carries_its_rank_where_all_print(run, script):
     path = script("import os; print('one\\ntwo', end=os.environ['TNT_PROCESS_ID'])")
     code, out, _ = run("-n", 2, "--no-gpu", "--output-on-all-devices", path)
     assert code == 0
-    assert sorted(out.splitlines()) == ["[rank 0] one", "[rank 0] two0", "[rank 1] one", "[rank 1] two1"]
+    assert sorted(out.splitlines()) == [
+        "[rank 0] one",
+        "[rank 0] two0",
+        "[rank 1] one",
+        "[rank 1] two1",
+    ]
 
 
 def test_bytes_that_are_no_text_pass_unchanged(run, script):
@@ -50,7 +58,8 @@ def test_failing_rank_ends_the_others_and_gives_its_code_and_last_words(run, scr
     path = script(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if os.environ['TNT_PROCESS_ID'] == '2': print('the cause', file=sys.stderr); sys.exit(7)\n"
+        "if os.environ['TNT_PROCESS_ID'] == '2': print('the cause', file=sys.stderr); "
+        "sys.exit(7)\n"
         "time.sleep(600)"
     )
     started = time.monotonic()
@@ -67,7 +76,8 @@ def test_ranks_that_fail_together_are_all_reported(run, script):
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['TNT_PROCESS_ID'] == '0': time.sleep(1); sys.exit(3)\n"
-        "if os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); print('the reason', file=sys.stderr); sys.exit(4)\n"
+        "if os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); print('the reason', "
+        "file=sys.stderr); sys.exit(4)\n"
         "time.sleep(600)"
     )
     code, _, err = run("-n", 3, "--no-gpu", path)
@@ -78,23 +88,31 @@ def test_ranks_that_fail_together_are_all_reported(run, script):
 
 
 def test_rank_ended_by_a_signal_is_named_with_it(run, script):
-    path = script("import os, time\nif os.environ['TNT_PROCESS_ID'] == '1': os.abort()\ntime.sleep(600)")
+    path = script(
+        "import os, time\nif os.environ['TNT_PROCESS_ID'] == '1': os.abort()\ntime.sleep(600)"
+    )
     code, _, err = run("-n", 2, "--no-gpu", path)
     assert code == 128 + signal.SIGABRT
     assert "Rank 1 on localhost was ended by signal 6" in err
 
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor"])
-def test_nothing_survives_when_a_part_of_the_launcher_is_killed(wait_until, tnt_jax, script, victim):
+def test_nothing_survives_when_a_part_of_the_launcher_is_killed(
+    wait_until, tnt_jax, script, victim
+):
     launcher = tnt_jax("-n", 2, "--no-gpu", script(STUBBORN))
-    wait_until(lambda: len(descendants(launcher.pid)) == 5)  # The supervisor, two ranks, two grandchildren.
+    wait_until(
+        lambda: len(descendants(launcher.pid)) == 5
+    )  # The supervisor, two ranks, two grandchildren.
     everyone = [launcher.pid, *descendants(launcher.pid)]
     os.kill(everyone[0 if victim == "launcher" else 1], signal.SIGKILL)
     launcher.wait(15)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone))
 
 
-@pytest.mark.parametrize(("signum", "says"), [(signal.SIGINT, "caught SIGINT"), (signal.SIGTERM, "caught SIGTERM")])
+@pytest.mark.parametrize(
+    ("signum", "says"), [(signal.SIGINT, "caught SIGINT"), (signal.SIGTERM, "caught SIGTERM")]
+)
 def test_signal_reaches_the_script_which_may_end_well(tnt_jax, script, signum, says):
     path = script(
         "import signal, sys, time\n"
@@ -102,7 +120,8 @@ def test_signal_reaches_the_script_which_may_end_well(tnt_jax, script, signum, s
         "    print('caught', signal.Signals(signum).name); sys.exit(0)\n"
         "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, end)\n"
         "print('up', flush=True)\n"
-        "while True: time.sleep(0.1)"  # A signal that comes just before one long sleep would wait for its end.
+        # A signal that comes just before one long sleep would wait for its end.
+        "while True: time.sleep(0.1)"
     )
     launcher = tnt_jax("-n", 1, "--no-gpu", path)
     assert launcher.stdout.readline() == "up\n"
@@ -122,7 +141,9 @@ def test_ctrl_c_ends_a_script_that_does_not_handle_it(wait_until, tnt_jax, scrip
     assert "KeyboardInterrupt" in err
 
 
-def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(wait_until, tnt_jax, script):
+def test_script_that_ignores_the_signal_is_killed_after_the_grace_period(
+    wait_until, tnt_jax, script
+):
     launcher = tnt_jax("-n", 2, "--no-gpu", "--grace-period", 0.5, script(STUBBORN))
     assert launcher.stdout.readline() == "up\n"
     wait_until(lambda: len(descendants(launcher.pid)) == 5)
@@ -148,19 +169,25 @@ def test_missing_interpreter_is_reported_at_once(run, script):
 def test_script_is_a_program_itself_with_an_empty_interpreter(run, tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho $TNT_PROCESS_ID $1\n")
-    assert "no permission to execute" in run("--no-gpu", "--python-interpreter", "", "--", program)[2]
+    assert (
+        "no permission to execute" in run("--no-gpu", "--python-interpreter", "", "--", program)[2]
+    )
     program.chmod(0o755)
     assert run("--no-gpu", "--python-interpreter", "", "--", program, "x")[:2] == (0, "0 x\n")
 
 
 def test_exported_variables_refer_to_others_in_the_process(run, script):
     path = script("import os; print(os.environ['A'], os.environ['B'], repr(os.environ['C']))")
-    code, out, _ = run("-n", 1, "--no-gpu", "-x", "A=1 =2", r"B=${A}/$TNT_PROCESS_ID/\$A", "C=", "--", path)
+    code, out, _ = run(
+        "-n", 1, "--no-gpu", "-x", "A=1 =2", r"B=${A}/$TNT_PROCESS_ID/\$A", "C=", "--", path
+    )
     assert (code, out) == (0, "1 =2 1 =2/0/$A ''\n")
 
 
 def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
-    path = script("import os, sys; print('out', os.environ['TNT_PROCESS_ID']); print('err', file=sys.stderr)")
+    path = script(
+        "import os, sys; print('out', os.environ['TNT_PROCESS_ID']); print('err', file=sys.stderr)"
+    )
     assert run("-n", 2, "--no-gpu", "--log-dir", "logs", path, cwd=tmp_path)[0] == 0
     assert sorted((tmp_path / "logs" / "rank1.log").read_text().split()) == ["1", "err", "out"]
 
@@ -168,7 +195,8 @@ def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
 def test_process_that_is_shown_alone_on_a_terminal_sees_a_terminal(tnt_jax, script, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # It would count for more than the terminal.
     path = script(
-        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns, end='\\r\\n')"
+        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), "
+        "os.get_terminal_size(1).columns, end='\\r\\n')"
     )
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 123))
@@ -216,7 +244,12 @@ def test_cleanup_of_one_job_leaves_the_other_alone(tnt_jax, run, script):
 
 
 def test_cleanup_kills_what_does_not_listen_only_by_force(tnt_jax, run, script):
-    launcher = tnt_jax("-n", 1, "--no-gpu", script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER))
+    launcher = tnt_jax(
+        "-n",
+        1,
+        "--no-gpu",
+        script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER),
+    )
     job_id = launcher.stdout.readline().strip()
     code, out, _ = run("--cleanup", job_id)
     assert code == 1
@@ -249,7 +282,9 @@ def test_launcher_never_imports_jax(run, script):
         "assert not heavy, heavy; sys.exit(code)"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", check], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environ, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
@@ -264,9 +299,12 @@ print(jax.device_count(), jax.local_device_count(), multihost_utils.process_allg
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [(["-n", 2], "2 1 [0. 1.]"), (["-n", 4, "--processes-per-node", 2], "4 2 [0. 1.]")]
+    ("arguments", "expected"),
+    [(["-n", 2], "2 1 [0. 1.]"), (["-n", 4, "--processes-per-node", 2], "4 2 [0. 1.]")],
 )
-def test_processes_meet_even_with_a_proxy_and_virtual_devices_in_the_environment(run, script, arguments, expected):
+def test_processes_meet_even_with_a_proxy_and_virtual_devices_in_the_environment(
+    run, script, arguments, expected
+):
     hostile = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     code, out, err = run(*arguments, "--no-gpu", script(ALL_REDUCE), environ={**hostile, **flags})

@@ -1,8 +1,9 @@
 """Jobs over several hosts through real ssh.
 
-`TNT_TEST_HOSTFILE` lists at least two hosts that share this file system and have this Python at the same path; the first is
-the one the tests run on. `TNT_TEST_SSH_CONFIG` is an ssh configuration that reaches them. `TNT_TEST_CUT` and `TNT_TEST_MEND`,
-if set, are commands that, followed by a host name, silently cut its network and put it back.
+`TNT_TEST_HOSTFILE` lists at least two hosts that share this file system and have this Python at the
+same path; the first is the one the tests run on. `TNT_TEST_SSH_CONFIG` is an ssh configuration that
+reaches them. `TNT_TEST_CUT` and `TNT_TEST_MEND`, if set, are commands that, followed by a host
+name, silently cut its network and put it back.
 """
 
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import SCRIPTS
 
 from tnt_jax.launch.hostfile import read_hostfile
 from tnt_jax.launch.processtree import descendants
@@ -26,7 +28,10 @@ HOSTFILE = os.environ.get("TNT_TEST_HOSTFILE", "")
 SSH_CONFIG = os.environ.get("TNT_TEST_SSH_CONFIG", "")
 pytestmark = [
     pytest.mark.multihost,
-    pytest.mark.skipif(not (HOSTFILE and SSH_CONFIG), reason="needs hosts: TNT_TEST_HOSTFILE and TNT_TEST_SSH_CONFIG"),
+    pytest.mark.skipif(
+        not (HOSTFILE and SSH_CONFIG),
+        reason="needs hosts: TNT_TEST_HOSTFILE and TNT_TEST_SSH_CONFIG",
+    ),
 ]
 HOSTS = [entry.name for entry in read_hostfile(HOSTFILE)] if HOSTFILE else []
 SSH_ARGS = f"-F {shlex.quote(SSH_CONFIG)}"
@@ -73,7 +78,12 @@ def processes_on_hosts(run, hostfile):
 
 
 def on_host(host, *command):
-    return subprocess.run(["ssh", "-F", SSH_CONFIG, host, shlex.join(command)], capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        ["ssh", "-F", SSH_CONFIG, host, shlex.join(command)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 def connections(launcher):
@@ -95,7 +105,8 @@ def test_ranks_go_host_by_host_and_nothing_is_lost_on_the_way(multihost, script,
     path = script(
         "import os, socket, sys\n"
         "e = os.environ\n"
-        "print(e['TNT_PROCESS_ID'], e['TNT_NUM_PROCESSES'], socket.gethostname(), os.getcwd(), sys.argv[1:], "
+        "print(e['TNT_PROCESS_ID'], e['TNT_NUM_PROCESSES'], socket.gethostname(), os.getcwd(), "
+        "sys.argv[1:], "
         "[e.get(n) for n in ('ODD', 'NCCL_DEBUG', 'UNRELATED')])"
     )
     odd = ["a b", "'\"\\", "$HOME `id` *", "line\nbreak", "", "--", "-n"]
@@ -105,9 +116,14 @@ def test_ranks_go_host_by_host_and_nothing_is_lost_on_the_way(multihost, script,
     code, out, err = finish(multihost(*arguments, hosts=hosts, environ=environ))
     assert (code, err) == (0, "")
     where = [HOSTS[0], *HOSTS]
-    unrelated = ["stays here", "stays here", *[None] * (len(HOSTS) - 1)]  # The first host is this one: it inherits.
+    unrelated = [
+        "stays here",
+        "stays here",
+        *[None] * (len(HOSTS) - 1),
+    ]  # The first host is this one: it inherits.
     assert sorted(out.splitlines()) == [
-        f"[rank {rank}] {rank} {len(where)} {host} {tmp_path} {odd} {['a ' + repr('b') + ' $c', environ['NCCL_DEBUG'], unrelated[rank]]}"
+        f"[rank {rank}] {rank} {len(where)} {host} {tmp_path} {odd} "
+        f"{['a ' + repr('b') + ' $c', environ['NCCL_DEBUG'], unrelated[rank]]}"
         for rank, host in enumerate(where)
     ]
 
@@ -128,13 +144,22 @@ print(multihost_utils.process_allgather(jnp.ones(1) * jax.process_index()).ravel
 
 
 def test_hosts_meet_in_a_collective(multihost, script):
-    code, out, err = finish(multihost(script(ALL_REDUCE), environ={"http_proxy": "http://127.0.0.1:9"}))
+    code, out, err = finish(
+        multihost(script(ALL_REDUCE), environ={"http_proxy": "http://127.0.0.1:9"})
+    )
     assert code == 0, err
-    assert out.splitlines()[-1] == str([float(rank) for rank in range(len(HOSTS))]).replace(".0", ".").replace(",", "")
+    assert out.splitlines()[-1] == str([float(rank) for rank in range(len(HOSTS))]).replace(
+        ".0", "."
+    ).replace(",", "")
 
 
 def test_log_files_are_written_on_each_host(multihost, script, tmp_path):
-    assert finish(multihost("--log-dir", "logs", script("import os; print(os.environ['TNT_PROCESS_ID'])")))[0] == 0
+    assert (
+        finish(
+            multihost("--log-dir", "logs", script("import os; print(os.environ['TNT_PROCESS_ID'])"))
+        )[0]
+        == 0
+    )
     last = len(HOSTS) - 1
     assert on_host(HOSTS[last], "cat", f"{tmp_path}/logs/rank{last}.log").stdout == f"{last}\n"
 
@@ -143,17 +168,25 @@ def test_log_files_are_written_on_each_host(multihost, script, tmp_path):
 def test_unreachable_host_is_named_before_anything_starts(multihost, script, tmp_path, fault):
     # A configuration without the key: with it, ssh would offer the key besides the wrong one.
     config = Path(SSH_CONFIG).read_text().splitlines(keepends=True)
-    (tmp_path / "keyless").write_text("".join(line for line in config if "IdentityFile" not in line))
+    (tmp_path / "keyless").write_text(
+        "".join(line for line in config if "IdentityFile" not in line)
+    )
     hosts, ssh_args, message = {
         "unknown name": (
             [*HOSTS, "no-such-host.invalid"],
             SSH_ARGS,
             "no-such-host.invalid: .*Check its spelling in the hostfile",
         ),
-        "refused key": (HOSTS, f"-F {tmp_path}/keyless -i /nonexistent", f"{HOSTS[1]}: .*ssh-copy-id {HOSTS[1]}"),
+        "refused key": (
+            HOSTS,
+            f"-F {tmp_path}/keyless -i /nonexistent",
+            f"{HOSTS[1]}: .*ssh-copy-id {HOSTS[1]}",
+        ),
         "no sshd": (HOSTS, f"{SSH_ARGS} -p 9", f"{HOSTS[1]}: .*Connection refused.* start sshd"),
     }[fault]
-    code, _, err = finish(multihost(script(f"open({str(tmp_path / 'mark')!r}, 'w')"), hosts=hosts, ssh_args=ssh_args))
+    code, _, err = finish(
+        multihost(script(f"open({str(tmp_path / 'mark')!r}, 'w')"), hosts=hosts, ssh_args=ssh_args)
+    )
     assert code == 2
     assert "nothing was started" in err
     assert re.search(message, err)
@@ -176,7 +209,8 @@ def test_busy_port_is_named_with_its_host(multihost, script):
 
 def test_failing_rank_is_named_with_its_host_and_ends_all(multihost, script, processes_on_hosts):
     path = script(
-        "import os, sys, time\nif os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); sys.exit('the cause')\n" + SLEEPER
+        "import os, sys, time\nif os.environ['TNT_PROCESS_ID'] == '1': time.sleep(2); "
+        "sys.exit('the cause')\n" + SLEEPER
     )
     launcher = multihost(path)
     job_id = launcher.stdout.readline().strip()
@@ -187,7 +221,9 @@ def test_failing_rank_is_named_with_its_host_and_ends_all(multihost, script, pro
     assert processes_on_hosts(job_id) == []
 
 
-def test_killed_launcher_leaves_nothing_on_any_host(multihost, script, processes_on_hosts, wait_until):
+def test_killed_launcher_leaves_nothing_on_any_host(
+    multihost, script, processes_on_hosts, wait_until
+):
     launcher = multihost(script(SLEEPER))
     job_id = launcher.stdout.readline().strip()
     wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
@@ -203,8 +239,13 @@ def test_ctrl_c_ends_all_hosts(multihost, script, processes_on_hosts):
     assert processes_on_hosts(job_id) == []
 
 
-def test_host_whose_supervisor_is_killed_is_named_and_the_others_end(multihost, script, processes_on_hosts):
-    path = script("import os, time; print(os.environ['TNT_JOB_ID'], os.getppid(), flush=True); time.sleep(600)")
+def test_host_whose_supervisor_is_killed_is_named_and_the_others_end(
+    multihost, script, processes_on_hosts
+):
+    path = script(
+        "import os, time; print(os.environ['TNT_JOB_ID'], os.getppid(), flush=True); "
+        "time.sleep(600)"
+    )
     launcher = multihost("--output-on-all-devices", path)
     parents = {}
     for _ in HOSTS:
@@ -219,7 +260,9 @@ def test_host_whose_supervisor_is_killed_is_named_and_the_others_end(multihost, 
     assert processes_on_hosts(job_id) == []
 
 
-def test_silent_connection_is_noticed_on_both_sides(multihost, script, processes_on_hosts, wait_until):
+def test_silent_connection_is_noticed_on_both_sides(
+    multihost, script, processes_on_hosts, wait_until
+):
     launcher = multihost(script(SLEEPER))
     job_id = launcher.stdout.readline().strip()
     wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
@@ -240,8 +283,13 @@ def test_launcher_that_waits_for_its_reader_is_not_taken_for_dead(multihost, scr
     assert len(out.splitlines()) == 100000 * len(HOSTS)
 
 
-@pytest.mark.skipif(not os.environ.get("TNT_TEST_CUT"), reason="needs a way to cut a host off: TNT_TEST_CUT, TNT_TEST_MEND")
-def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(multihost, script, processes_on_hosts, wait_until):
+@pytest.mark.skipif(
+    not os.environ.get("TNT_TEST_CUT"),
+    reason="needs a way to cut a host off: TNT_TEST_CUT, TNT_TEST_MEND",
+)
+def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(
+    multihost, script, processes_on_hosts, wait_until
+):
     launcher = multihost(script(SLEEPER))
     job_id = launcher.stdout.readline().strip()
     wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
@@ -259,10 +307,14 @@ def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(multihost, scr
     assert processes_on_hosts(job_id) == []
 
 
-def test_cleanup_of_one_of_two_jobs_leaves_the_other_alone(tnt_jax, multihost, run, hostfile, script, processes_on_hosts):
+def test_cleanup_of_one_of_two_jobs_leaves_the_other_alone(
+    tnt_jax, multihost, run, hostfile, script, processes_on_hosts
+):
     launchers = [multihost("--grace-period", 1, script(SLEEPER)) for _ in range(2)]
     ended, other = (launcher.stdout.readline().strip() for launcher in launchers)
-    code, out, _ = run("--hostfile", hostfile(*HOSTS), "--ssh-args", SSH_ARGS, "--cleanup", ended, "--force")
+    code, out, _ = run(
+        "--hostfile", hostfile(*HOSTS), "--ssh-args", SSH_ARGS, "--cleanup", ended, "--force"
+    )
     assert code == 0
     assert [line.split(":")[0] for line in out.splitlines()] == HOSTS
     assert processes_on_hosts(ended) == []
@@ -291,12 +343,18 @@ def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path):
         f"os.execvp('ssh', ['ssh', '-F', {SSH_CONFIG!r}, node, shlex.join(command)])\n"
     )
     fake.chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": ",".join(HOSTS), "SLURM_JOB_ID": "7"}
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": ",".join(HOSTS),
+        "SLURM_JOB_ID": "7",
+    }
     path = script("import os, socket; print(os.environ['TNT_NUM_PROCESSES'], socket.gethostname())")
     launcher = tnt_jax("--no-gpu", "--output-on-all-devices", path, environ=environ, cwd=tmp_path)
     code, out, err = finish(launcher)
     assert (code, err) == (0, "")
-    assert sorted(out.splitlines()) == [f"[rank {rank}] {len(HOSTS)} {host}" for rank, host in enumerate(HOSTS)]
+    assert sorted(out.splitlines()) == [
+        f"[rank {rank}] {len(HOSTS)} {host}" for rank, host in enumerate(HOSTS)
+    ]
 
 
 def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
@@ -308,37 +366,13 @@ def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
     assert all(link["from"] != link["to"] and link["bandwidth_mb_per_s"] > 0 for link in links)
 
 
-TRAIN = """
-import json
-import flax.linen as nn
-import numpy as np
-import optax
-import tnt_jax as tnt
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        x = nn.Dropout(0.2, deterministic=not train)(nn.relu(nn.Dense(16)(x)))
-        return nn.Dense(3)(x)
-
-random = np.random.default_rng(0)
-x, y = random.normal(size=(50, 8)).astype(np.float32), random.integers(0, 3, 50)
-model = tnt.Model(Net(), seed=1)
-loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(optimizer=optax.sgd(0.1, momentum=0.9), loss=loss, metrics=["accuracy"])
-# 50 rows in batches of 12: an uneven division among three hosts, and a last batch of 2.
-history = model.fit(x, y, batch_size=12, epochs=3, verbose=0)
-predictions = model.predict(x, batch_size=12, verbose=0)
-if tnt.is_master_rank():
-    print(json.dumps([tnt.get_size(), history.history, np.asarray(predictions).tolist()]))
-"""
-
-
 def test_training_over_hosts_equals_one_process(multihost, script):
-    path = script(TRAIN)
+    path = script((SCRIPTS / "train_on_hosts.py").read_text())
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     environ.pop("XLA_FLAGS", None)
-    alone = subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=120)
+    alone = subprocess.run(
+        [sys.executable, path], env=environ, capture_output=True, text=True, timeout=120
+    )
     assert alone.returncode == 0, alone.stderr
     _, *expected = json.loads(alone.stdout.splitlines()[-1])
     for hosts in (HOSTS[:2], HOSTS):

@@ -11,29 +11,68 @@ def parse(*argv):
 
 def test_defaults():
     options = parse("train.py")
-    assert (options.script, options.script_args, options.interpreter) == ("train.py", (), (sys.executable,))
-    assert (options.devices_per_node, options.use_gpus, options.log_level, options.compilation_cache) == (None, True, None, True)
+    assert (options.script, options.script_args, options.interpreter) == (
+        "train.py",
+        (),
+        (sys.executable,),
+    )
+    assert (
+        options.devices_per_node,
+        options.use_gpus,
+        options.log_level,
+        options.compilation_cache,
+    ) == (None, True, None, True)
 
 
 @pytest.mark.parametrize(
-    "argv", [("-n", "2", "--", "train.py", "-n", "3", "--", "x"), ("-n", "2", "train.py", "-n", "3", "--", "x")]
+    "argv",
+    [
+        ("-n", "2", "--", "train.py", "-n", "3", "--", "x"),
+        ("-n", "2", "train.py", "-n", "3", "--", "x"),
+    ],
 )
 def test_everything_after_the_script_is_its_own(argv):
     options = parse(*argv)
-    assert (options.devices_per_node, options.script, options.script_args) == (2, "train.py", ("-n", "3", "--", "x"))
+    assert (options.devices_per_node, options.script, options.script_args) == (
+        2,
+        "train.py",
+        ("-n", "3", "--", "x"),
+    )
 
 
 def test_every_option():
     options = parse(
-        "--hostfile", "h", "--n-per-node", "4", "--processes-per-node", "2", "--no-gpus", "--log-level", "info",
-        "--log-on-all-devices", "--output-on-all-devices", "--fusion-threshold", "0", "--pin-memory-to-socket", "--log-dir", "l",
-        "--port", "99", "--grace-period", "1.5", "--no-compilation-cache", "--dry-run", "-x", "A=1", "B=", "-x", "C=x y=z",
-        "--ssh-args", "-F 'my config' -p 2", "--python-interpreter", "valgrind python -u", "--", "t.py",
+        "--hostfile", "h", "--n-per-node", "4", "--processes-per-node", "2", "--no-gpus",
+        "--log-level", "info",
+        "--log-on-all-devices", "--output-on-all-devices", "--fusion-threshold", "0",
+        "--pin-memory-to-socket", "--log-dir", "l",
+        "--port", "99", "--grace-period", "1.5", "--no-compilation-cache", "--dry-run", "-x", "A=1",
+        "B=", "-x", "C=x y=z",
+        "--ssh-args", "-F 'my config' -p 2", "--python-interpreter", "valgrind python -u", "--",
+        "t.py",
     )  # fmt: skip
-    assert (options.hostfile, options.devices_per_node, options.processes_per_node, options.use_gpus) == ("h", 4, 2, False)
-    assert (options.log_level, options.log_on_all_devices, options.output_on_all_devices) == ("INFO", True, True)
-    assert (options.fusion_threshold_kb, options.pin_to_socket, options.pin_memory_to_socket) == (0, True, True)
-    assert (options.log_dir, options.port, options.grace_period_s, options.dry_run) == ("l", 99, 1.5, True)
+    assert (
+        options.hostfile,
+        options.devices_per_node,
+        options.processes_per_node,
+        options.use_gpus,
+    ) == ("h", 4, 2, False)
+    assert (options.log_level, options.log_on_all_devices, options.output_on_all_devices) == (
+        "INFO",
+        True,
+        True,
+    )
+    assert (options.fusion_threshold_kb, options.pin_to_socket, options.pin_memory_to_socket) == (
+        0,
+        True,
+        True,
+    )
+    assert (options.log_dir, options.port, options.grace_period_s, options.dry_run) == (
+        "l",
+        99,
+        1.5,
+        True,
+    )
     assert options.exports == (("A", "1"), ("B", ""), ("C", "x y=z"))
     assert options.ssh_args == ("-F", "my config", "-p", "2")
     assert options.interpreter == ("valgrind", "python", "-u")
@@ -63,7 +102,13 @@ def test_contradictions_are_refused(argv, message):
 
 
 @pytest.mark.parametrize(
-    "argv", [("-n", "0", "t.py"), ("-n", "two", "t.py"), ("--fusion-threshold", "-1", "t.py"), ("--npernode", "2", "t.py")]
+    "argv",
+    [
+        ("-n", "0", "t.py"),
+        ("-n", "two", "t.py"),
+        ("--fusion-threshold", "-1", "t.py"),
+        ("--npernode", "2", "t.py"),
+    ],
 )
 def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -73,7 +118,11 @@ def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):
 
 def test_tune_is_the_first_word_and_has_steps(capsys):
     options = parse("tune", "-n", "2", "--steps", "7", "--", "t.py", "--steps", "3")
-    assert (options.tune_steps, options.devices_per_node, options.script_args) == (7, 2, ("--steps", "3"))
+    assert (options.tune_steps, options.devices_per_node, options.script_args) == (
+        7,
+        2,
+        ("--steps", "3"),
+    )
     assert parse("tune", "t.py").tune_steps == 20
     assert parse("--", "tune").tune_steps is None
     with pytest.raises(SystemExit, match="2"):
@@ -81,7 +130,7 @@ def test_tune_is_the_first_word_and_has_steps(capsys):
 
 
 def test_version_and_help_need_no_script(capsys):
-    for argv, text in (("--version", "1"), ("--help", "one on each line")):
+    for argv, text in (("--version", "1"), ("--help", "one per line")):
         with pytest.raises(SystemExit, match="0"):
             parse(argv)
         assert text in capsys.readouterr().out

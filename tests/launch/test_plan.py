@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tnt_jax.launch.environment import carried_environment, task_environment
+from tnt_jax.cluster.job import Job
+from tnt_jax.launch.environment import PLUGIN_PATH, carried_environment, task_environment
 from tnt_jax.launch.facts import Facts
-from tnt_jax.launch.job import Job
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Devices, Host, Launch, choose_devices, plan_processes
 
@@ -23,6 +23,7 @@ FACTS = Facts(
     numa_nodes=(0, 1),
     numactl="/usr/bin/numactl",
     cache_dir="/home/ada/.cache",
+    no_cache_because="",
     package_root=None,
     missing=(),
 )
@@ -32,7 +33,9 @@ LAUNCH = Launch("train-1", "node1:4711", "/work", {"PATH": "/bin"}, 12.5)
 
 def host(name="node1", *, gpus=0, slots=None, is_remote=False, **facts):
     gpus = tuple(str(number) for number in range(gpus))
-    return Host(name, dataclasses.replace(FACTS, hostname=name, gpus=gpus, **facts), slots, is_remote)
+    return Host(
+        name, dataclasses.replace(FACTS, hostname=name, gpus=gpus, **facts), slots, is_remote
+    )
 
 
 def options(**changes):
@@ -40,7 +43,9 @@ def options(**changes):
 
 
 def plan(hosts, options, **launch):
-    return plan_processes(hosts, choose_devices(hosts, options), options, dataclasses.replace(LAUNCH, **launch))
+    return plan_processes(
+        hosts, choose_devices(hosts, options), options, dataclasses.replace(LAUNCH, **launch)
+    )
 
 
 def test_cpu_process_in_full():
@@ -54,6 +59,7 @@ def test_cpu_process_in_full():
         "environment": {
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
             "OMP_NUM_THREADS": "8",
             "TF_NUM_INTRAOP_THREADS": "8",
             "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
@@ -90,6 +96,7 @@ def test_gpu_processes_on_two_hosts_in_full():
         "PATH": "/bin",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
         "OMP_NUM_THREADS": "4",
         "TF_NUM_INTRAOP_THREADS": "4",
         "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
@@ -100,6 +107,7 @@ def test_gpu_processes_on_two_hosts_in_full():
         "TNT_NUM_PROCESSES": "4",
         "TNT_PROCESS_ID": "3",
         "TNT_LOG_ON_ALL_DEVICES": "1",
+        "PYTHONPATH": PLUGIN_PATH,
     }
 
 
@@ -111,7 +119,13 @@ def test_gpu_processes_on_two_hosts_in_full():
         (4, 2, True, Devices("gpu", (2,)), None),
         (4, 4, True, Devices("gpu", (4,)), None),
         (0, None, True, Devices("cpu", (1,)), "Cannot find any GPU; using 1 rank on CPUs instead."),
-        (2, 4, True, Devices("cpu", (4,)), "Cannot find 4 available GPUs per node as requested; using 4 ranks on CPUs instead."),
+        (
+            2,
+            4,
+            True,
+            Devices("cpu", (4,)),
+            "Cannot find 4 available GPUs per node as requested; using 4 ranks on CPUs instead.",
+        ),
         (4, None, False, Devices("cpu", (1,)), None),
         (4, 3, False, Devices("cpu", (3,)), None),
     ],
@@ -120,6 +134,12 @@ def test_devices_are_chosen(gpus, asked, use_gpus, expected, warning):
     devices = choose_devices([host(gpus=gpus)], options(devices_per_node=asked, use_gpus=use_gpus))
     assert (devices.kind, devices.per_host) == (expected.kind, expected.per_host)
     assert devices.warnings == ((warning,) if warning else ())
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_nothing_is_said_of_gpus_where_neither_the_host_nor_its_jax_knows_any(asked):
+    devices = choose_devices([host(has_cuda_jax=False)], options(devices_per_node=asked))
+    assert devices == Devices("cpu", (asked or 1,), ())
 
 
 def test_gpus_that_jax_cannot_use_are_no_gpus():
@@ -138,7 +158,11 @@ def test_slots_give_each_host_its_own_number():
     [
         ([host(slots=2)], {"devices_per_node": 4}, r"slots=2.*asks for 4.*Leave one"),
         ([host(gpus=4), host("node2", gpus=2)], {}, "node1 has 4, node2 has 2"),
-        ([host(gpus=4), host("node2")], {"devices_per_node": 2}, "node1 has 4, node2 has 0.*--no-gpu"),
+        (
+            [host(gpus=4), host("node2")],
+            {"devices_per_node": 2},
+            "node1 has 4, node2 has 0.*--no-gpu",
+        ),
     ],
 )
 def test_hosts_that_do_not_fit_are_refused(hosts, changes, message):
@@ -160,7 +184,9 @@ def test_fewer_processes_than_devices_share_them(kind, expected):
 
 
 def test_processes_must_divide_devices():
-    with pytest.raises(ValueError, match=r"--processes-per-node \(3\) must divide .* on node1 \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"--processes-per-node \(3\) must divide .* on node1 \(4\)"
+    ):
         plan([host()], options(use_gpus=False, devices_per_node=4, processes_per_node=3))
 
 
@@ -171,28 +197,52 @@ def test_lone_process_is_restricted_to_its_gpus_by_cuda():
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_processes", "expected"), [(8, 2, ("4", "4")), (8, 3, ("2", "2")), (2, 4, ("1", "2")), (1, 1, ("1", "2"))]
+    ("num_cores", "num_processes", "expected"),
+    [(8, 2, ("4", "4")), (8, 3, ("2", "2")), (2, 4, ("1", "2")), (1, 1, ("1", "2"))],
 )
 def test_cores_are_divided_fairly(num_cores, num_processes, expected):
-    processes = plan([host(num_cores=num_cores)], options(use_gpus=False, devices_per_node=num_processes))
-    assert {(p.environment["OMP_NUM_THREADS"], p.environment["PJRT_NPROC"]) for p in processes} == {expected}
+    processes = plan(
+        [host(num_cores=num_cores)], options(use_gpus=False, devices_per_node=num_processes)
+    )
+    assert {(p.environment["OMP_NUM_THREADS"], p.environment["PJRT_NPROC"]) for p in processes} == {
+        expected
+    }
 
 
 def test_what_the_user_set_is_left_alone():
-    environ = {"OMP_NUM_THREADS": "3", "JAX_COMPILATION_CACHE_DIR": "/cache", "TNT_LOG_LEVEL": "INFO", "PJRT_NPROC": "9"}
+    environ = {
+        "OMP_NUM_THREADS": "3",
+        "JAX_COMPILATION_CACHE_DIR": "/cache",
+        "TNT_LOG_LEVEL": "INFO",
+        "PJRT_NPROC": "9",
+    }
     environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=0"
     (process,) = plan([host()], options(use_gpus=False), environ=environ)
     assert not environ.keys() & process.environment.keys()
-    assert plan([host(is_remote=True)], options(use_gpus=False), environ=environ)[0].environment.items() >= environ.items()
+    assert (
+        plan([host(is_remote=True)], options(use_gpus=False), environ=environ)[
+            0
+        ].environment.items()
+        >= environ.items()
+    )
 
 
 def test_library_options_become_variables():
     chosen = options(
-        use_gpus=False, log_level="DEBUG", output_on_all_devices=True, fusion_threshold_kb=0, compilation_cache=False
+        use_gpus=False,
+        log_level="DEBUG",
+        output_on_all_devices=True,
+        fusion_threshold_kb=0,
+        compilation_cache=False,
     )
     environment = plan([host()], chosen)[0].environment
     assert (
-        environment.items() >= {"TNT_LOG_LEVEL": "DEBUG", "TNT_OUTPUT_ON_ALL_DEVICES": "1", "TNT_FUSION_THRESHOLD": "0"}.items()
+        environment.items()
+        >= {
+            "TNT_LOG_LEVEL": "DEBUG",
+            "TNT_OUTPUT_ON_ALL_DEVICES": "1",
+            "TNT_FUSION_THRESHOLD": "0",
+        }.items()
     )
     assert "JAX_COMPILATION_CACHE_DIR" not in environment
 
@@ -204,13 +254,17 @@ def test_coordinator_is_exempt_from_proxies():
 
 
 def test_uninstalled_package_is_put_on_the_path():
-    environment = plan([host(package_root="/src")], options(use_gpus=False), environ={"PYTHONPATH": "/mine"})[0].environment
+    environment = plan(
+        [host(package_root="/src")], options(use_gpus=False), environ={"PYTHONPATH": "/mine"}
+    )[0].environment
     assert environment["PYTHONPATH"] == "/src:/mine"
 
 
 @pytest.mark.parametrize(("strict", "memory"), [(False, "--preferred"), (True, "--membind")])
 def test_processes_are_pinned_to_sockets(strict, memory):
-    chosen = options(use_gpus=False, devices_per_node=2, pin_to_socket=True, pin_memory_to_socket=strict)
+    chosen = options(
+        use_gpus=False, devices_per_node=2, pin_to_socket=True, pin_memory_to_socket=strict
+    )
     assert [p.command[:3] for p in plan([host(numa_nodes=(0, 2))], chosen)] == [
         ("/usr/bin/numactl", "--cpunodebind=0", f"{memory}=0"),
         ("/usr/bin/numactl", "--cpunodebind=2", f"{memory}=2"),
@@ -249,21 +303,38 @@ def test_only_what_is_shown_alone_is_a_terminal(changes, expected):
 
 def test_part_of_a_clusters_job_numbers_its_processes_after_those_of_the_parts_before():
     processes = plan([host()], options(use_gpus=False, devices_per_node=2), num_parts=3, part=1)
-    assert [(p.rank, p.local_rank, p.environment["TNT_NUM_PROCESSES"]) for p in processes] == [(2, 0, "6"), (3, 1, "6")]
+    assert [(p.rank, p.local_rank, p.environment["TNT_NUM_PROCESSES"]) for p in processes] == [
+        (2, 0, "6"),
+        (3, 1, "6"),
+    ]
     assert processes[0].shown == ()
     assert "JAX_COORDINATOR_BIND_ADDRESS" not in processes[0].environment
 
 
 def test_only_variables_that_concern_training_are_carried_to_other_hosts():
-    environ = {"PATH": "p", "HOME": "h", "TNT_A": "1", "XLA_FLAGS": "2", "JAX_A": "3", "TF_A": "4", "NCCL_A": "5", "SSH_TTY": "t"}
-    assert carried_environment(environ) == {name: value for name, value in environ.items() if name not in ("HOME", "SSH_TTY")}
+    environ = {
+        "PATH": "p",
+        "HOME": "h",
+        "TNT_A": "1",
+        "XLA_FLAGS": "2",
+        "JAX_A": "3",
+        "TF_A": "4",
+        "NCCL_A": "5",
+        "SSH_TTY": "t",
+    }
+    assert carried_environment(environ) == {
+        name: value for name, value in environ.items() if name not in ("HOME", "SSH_TTY")
+    }
 
 
 def test_task_of_a_cluster_gets_its_place_and_devices():
-    environment = task_environment(Job("n1:1", 4, 3, (2, 3), "SLURM"), facts=FACTS, options=OPTIONS, environ={})
+    environment = task_environment(
+        Job("n1:1", 4, 3, (2, 3), "SLURM"), facts=FACTS, options=OPTIONS, environ={}
+    )
     assert environment == {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
         "OMP_NUM_THREADS": "8",
         "TF_NUM_INTRAOP_THREADS": "8",
         "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
@@ -271,4 +342,5 @@ def test_task_of_a_cluster_gets_its_place_and_devices():
         "TNT_COORDINATOR_ADDRESS": "n1:1",
         "TNT_NUM_PROCESSES": "4",
         "TNT_PROCESS_ID": "3",
+        "PYTHONPATH": PLUGIN_PATH,
     }

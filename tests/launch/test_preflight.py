@@ -2,11 +2,18 @@ import dataclasses
 
 import pytest
 
-from tnt_jax.launch.facts import Facts, cache_dir, inspect_host, ssh_address
+from tnt_jax.launch.facts import Facts, inspect_host, ssh_address
 from tnt_jax.launch.preflight import choose_address, find_obstacles, find_remedy, find_unreachable
 
 FACTS = Facts.from_json(
-    inspect_host({"cwd": "/", "script": "etc/passwd", "interpreter": "sh", "environment": {"PATH": "/usr/bin:/bin"}})
+    inspect_host(
+        {
+            "cwd": "/",
+            "script": "etc/passwd",
+            "interpreter": "sh",
+            "environment": {"PATH": "/usr/bin:/bin"},
+        }
+    )
 )
 
 
@@ -21,10 +28,16 @@ def test_equal_hosts_are_no_obstacle():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"versions": {**FACTS.versions, "jax": "0.9.0"}}, "jax is 0.9.0 there, but .* install the same"),
+        (
+            {"versions": {**FACTS.versions, "jax": "0.9.0"}},
+            "jax is 0.9.0 there, but .* install the same",
+        ),
         ({"versions": {**FACTS.versions, "jaxlib": None}}, "jaxlib is not installed there"),
         ({"python": "3.7.1"}, r"Python is 3.7 there, but 3\.1"),
-        ({"missing": ("script /x.py", "interpreter py")}, "no script /x.py and no interpreter py there"),
+        (
+            {"missing": ("script /x.py", "interpreter py")},
+            "no script /x.py and no interpreter py there",
+        ),
     ],
 )
 def test_host_that_differs_is_named(changes, message):
@@ -49,7 +62,10 @@ def test_another_patch_of_python_is_no_obstacle():
     ],
 )
 def test_loopback_host_name_is_named_where_cpus_meet(addresses, is_trap):
-    hosts = {"a": facts(own_addresses=("10.0.0.9",)), "b": facts(hostname="b.org", own_addresses=addresses)}
+    hosts = {
+        "a": facts(own_addresses=("10.0.0.9",)),
+        "b": facts(hostname="b.org", own_addresses=addresses),
+    }
     found = find_unreachable(hosts, "cpu")
     assert list(found) == (["b"] if is_trap else [])
     assert all("b.org its network address" in reason for reason in found.values())
@@ -95,7 +111,9 @@ def test_unknown_reason_has_no_remedy():
 
 def test_what_is_missing_is_found(tmp_path):
     def missing(**request):
-        return inspect_host({"cwd": str(tmp_path), "interpreter": "sh", "environment": {"PATH": "/bin"}, **request})["missing"]
+        return inspect_host(
+            {"cwd": str(tmp_path), "interpreter": "sh", "environment": {"PATH": "/bin"}, **request}
+        )["missing"]
 
     (tmp_path / "s.py").write_text("")
     assert missing(script="s.py") == ()
@@ -108,9 +126,3 @@ def test_what_is_missing_is_found(tmp_path):
 def test_ssh_address_is_the_servers():
     assert ssh_address({"SSH_CONNECTION": "10.0.0.1 55760 10.0.0.2 22"}) == "10.0.0.2"
     assert ssh_address({}) is None
-
-
-def test_cache_dir_follows_the_xdg_specification(tmp_path):
-    assert cache_dir({"XDG_CACHE_HOME": "/x", "HOME": str(tmp_path)}) == "/x"
-    assert cache_dir({"HOME": str(tmp_path)}) == f"{tmp_path}/.cache"
-    assert cache_dir({"HOME": "/nonexistent"}).startswith("/tmp/cache-")

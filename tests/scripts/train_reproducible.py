@@ -1,4 +1,6 @@
-"""Trains reproducibly on the devices of the job and writes digests of the results, as JSON, from the master."""
+"""Trains reproducibly on the devices of the job and writes digests of the results, as JSON, from
+the master.
+"""
 
 import hashlib
 import json

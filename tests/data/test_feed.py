@@ -1,0 +1,79 @@
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tnt_jax import _jax
+from tnt_jax.data.feed import Feed, make_put
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_items_come_prepared_and_in_order(threaded):
+    with Feed(iter(range(20)), lambda item: item * 2, threaded=threaded) as feed:
+        assert list(feed) == [2 * item for item in range(20)]
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("where", ["items", "prepare"])
+def test_an_exception_reaches_the_caller_in_place_of_the_item(threaded, where):
+    def items():
+        yield 1
+        if where == "items":
+            raise OSError("disk is gone")
+        yield 2
+
+    def prepare(item):
+        if item == 2:
+            raise OSError("disk is gone")
+        return item
+
+    received = []
+    with (
+        pytest.raises(OSError, match="disk is gone"),
+        Feed(items(), prepare, threaded=threaded) as feed,
+    ):
+        received += feed
+    assert received == [] or received == [1]
+
+
+def test_the_thread_reads_ahead_but_not_far():
+    prepared = []
+    with Feed(iter(range(100)), prepared.append, threaded=True) as feed:
+        next(iter(feed))
+        deadline = time.monotonic() + 5
+        while len(prepared) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert 2 <= len(prepared) <= 4
+
+
+def test_leaving_early_stops_the_thread():
+    with Feed(iter(range(10**9)), lambda item: item, threaded=True) as feed:
+        next(iter(feed))
+    deadline = time.monotonic() + 5
+    while (
+        any(thread.name == "tnt_jax-feed" for thread in threading.enumerate())
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert not any(thread.name == "tnt_jax-feed" for thread in threading.enumerate())
+
+
+def test_waiting_is_counted():
+    def slow():
+        time.sleep(0.2)
+        yield 1
+
+    with Feed(slow(), lambda item: item) as feed:
+        list(feed)
+    assert feed.wait_s >= 0.15
+
+
+def test_rows_lie_in_order_on_the_ranks():
+    mesh = _jax.make_data_mesh(jax.devices()[:4])
+    on_device = make_put(mesh)({"a": np.arange(8), "b": None})
+    shards = sorted(on_device["a"].addressable_shards, key=lambda shard: shard.device.id)
+    assert [shard.data.tolist() for shard in shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert on_device["b"] is None

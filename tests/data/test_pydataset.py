@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+
+from tnt_jax.data.dispatch import as_source
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.pydataset import PyDatasetSource
+from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
+from tnt_jax.data.read_options import ReadOptions
+from tnt_jax.data.synthetic import SyntheticImages, SyntheticTokens
+
+keras = pytest.importorskip("keras", reason="needs Keras")
+
+
+class Batches(keras.utils.PyDataset):
+    """Batch i holds rows 4*i to 4*i + 3; the last one is smaller."""
+
+    def __init__(self, length=5, bad=None, **kwargs):
+        super().__init__(**kwargs)
+        self.length, self.bad, self.epochs = length, bad, []
+
+    @property
+    def num_batches(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise OSError("broken")
+        rows = np.arange(
+            4 * index, 4 * index + (3 if self.length and index == self.length - 1 else 4)
+        )
+        return rows, rows * 2.0
+
+    def on_epoch_begin(self):
+        self.epochs.append("begin")
+
+    def on_epoch_end(self):
+        self.epochs.append("end")
+
+
+def rows_of(batches):
+    return [
+        batch.data[0] if batch.mask is None else batch.data[0][batch.mask > 0] for batch in batches
+    ]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"workers": 3}, {"workers": 1, "use_multiprocessing": True}]
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_union_of_processes_is_the_dataset(kwargs, shuffle):
+    sources = [
+        PyDatasetSource(Batches(**kwargs), RankSlice(2, process), shuffle=shuffle)
+        for process in range(2)
+    ]
+    for epoch in range(2):
+        first, second = ([*source.batches(epoch)] for source in sources)
+        whole = [np.concatenate(pair) for pair in zip(rows_of(first), rows_of(second), strict=True)]
+        assert sorted(row for rows in whole for row in rows) == list(range(19))
+        assert ([rows[0] for rows in whole] == [0, 4, 8, 12, 16]) is not shuffle
+    assert sources[0].num_batches == 5
+    assert sources[0].global_batch_size in (3, 4)
+    assert sources[0]._dataset.epochs == ["begin", "end"] * 2
+
+
+def test_infinite_dataset_goes_on():
+    batches = PyDatasetSource(Batches(None), RankSlice(2, 1)).batches(0, start_batch=3)
+    assert [next(batches).data[0].tolist() for _ in range(3)] == [[14, 15], [18, 19], [22, 23]]
+
+
+def test_failing_batch_is_named():
+    with pytest.raises(OSError, match="broken") as caught:
+        list(PyDatasetSource(Batches(bad=2, workers=2), RankSlice(1)).batches(0))
+    assert caught.value.__notes__ == ["This happened in batch 2 of Batches."]
+
+
+def test_fit_recognises_what_it_is_given():
+    rank_slice = RankSlice(2)
+    assert isinstance(as_source(Batches(), None, None, ReadOptions(rank_slice)), PyDatasetSource)
+    source = as_source(
+        SyntheticImages(100, shape=(2, 2, 1)),
+        None,
+        None,
+        ReadOptions(rank_slice, micro_batch_size=8, shuffle=True),
+    )
+    assert isinstance(source, RandomAccessSource)
+    assert (source.global_batch_size, source.num_batches) == (16, 7)
+    source = as_source(
+        RandomAccess(SyntheticImages(100, shape=(2, 2, 1)), batch_size=10),
+        None,
+        None,
+        ReadOptions(rank_slice),
+    )
+    assert source.global_batch_size == 10
+    with pytest.raises(ValueError, match="Random-access datasets are split over all processes"):
+        as_source(SyntheticImages(4), None, None, ReadOptions(rank_slice, distribute=False))
+
+
+def test_synthetic_examples_are_reproducible():
+    images = SyntheticImages(1000, shape=(4, 4, 3), num_classes=10, dtype="uint8")
+    assert images[999][0].dtype == np.uint8
+    assert images[999][1] == 9
+    np.testing.assert_array_equal(
+        images[70][0], SyntheticImages(1000, shape=(4, 4, 3), dtype="uint8")[70][0]
+    )
+    source, target = SyntheticTokens(10, length=5, vocabulary_size=9)[3]
+    assert source[-1] == target[-1] == 1
+    assert (source[:-1] >= 2).all()
+    assert (source < 9).all()
+    with pytest.raises(IndexError, match="from 0 to 9, but is 10"):
+        SyntheticTokens(10)[10]
+    with pytest.raises(ValueError, match="num_examples"):
+        SyntheticImages(0)

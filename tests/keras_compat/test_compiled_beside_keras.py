@@ -1,0 +1,201 @@
+"""What `compile` makes of losses and metrics beside Keras: names in the logs, warnings, metrics
+with a state, steep losses.
+"""
+
+import logging
+
+import flax.linen as nn
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import tnt_jax as tnt
+
+
+class Binary(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(
+            1, kernel_init=nn.initializers.constant(0.7), bias_init=nn.initializers.constant(-0.2)
+        )(x)
+
+
+def rows(num_rows=24):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(num_rows, 3)).astype(np.float32)
+    return (
+        x,
+        (x.sum(axis=1, keepdims=True) > 0).astype(np.float32),
+        rng.random(num_rows).astype(np.float32),
+    )
+
+
+def keras_results(metrics, weighted_metrics):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.set_weights([np.full((3, 1), 0.7), np.full(1, -0.2)])
+    model.compile(
+        "sgd",
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+    )
+    x, y, weight = rows()
+    return model.evaluate(x, y, sample_weight=weight, batch_size=10, verbose=0, return_dict=True)
+
+
+def our_results(metrics, weighted_metrics=None):
+    model = tnt.Model(Binary())
+    model.compile(
+        "sgd",
+        tnt.losses.BinaryCrossentropy(from_logits=True),
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+    )
+    x, y, weight = rows()
+    return model.evaluate(x, y, sample_weight=weight, batch_size=10, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "weighted_metrics"),
+    [
+        (["accuracy"], ["accuracy"]),
+        (["mae", "mae", "mse"], ["mse", "mae", "mae"]),
+        (None, ["accuracy"]),
+    ],
+)
+def test_metrics_of_one_name_all_stand_in_the_logs_by_the_names_of_keras(metrics, weighted_metrics):
+    expected = keras_results(metrics, weighted_metrics)
+    found = our_results(metrics, weighted_metrics)
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_accuracy_of_logits_is_warned_of_by_itself_and_the_advice_holds(caplog):
+    with caplog.at_level(logging.WARNING, logger="tnt_jax"):
+        x, y, _ = rows()
+        model = tnt.Model(Binary())
+        model.compile("sgd", tnt.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    assert (
+        "these look like logits. Pass tnt_jax.metrics.BinaryAccuracy(threshold=0.0)" in caplog.text
+    )
+    x, y, _ = rows()
+    right = float(np.mean((x @ np.full((3, 1), 0.7) - 0.2 > 0) == y))
+    assert our_results([tnt.metrics.BinaryAccuracy(threshold=0.0)])[
+        "binary_accuracy"
+    ] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_ignored_class_of_a_weighted_metric_counts_as_in_keras(weighted):
+    x, _, weight = rows()
+    y, weight = np.arange(24) % 3, weight if weighted else None
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+    results = []
+    for room, wrapped in ((keras, model), (tnt, tnt.Model(model))):
+        metric = room.metrics.SparseCategoricalCrossentropy("ce", from_logits=True, ignore_class=1)
+        wrapped.compile(
+            "sgd",
+            room.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=[metric],
+        )
+        results.append(
+            wrapped.evaluate(
+                x, y, sample_weight=weight, batch_size=10, verbose=0, return_dict=True
+            )["ce"]
+        )
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+class SumOfOutputs(tnt.metrics.Metric):
+    """Written as one writes a metric for Keras: variables, `update_state`, `result`."""
+
+    def __init__(self, scale=1.0, name="sum_of_outputs", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.scale = scale
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        weight = 1 if sample_weight is None else jnp.reshape(sample_weight, (-1, 1))
+        self.total.assign_add(self.scale * jnp.sum(y_pred * weight))
+
+    def result(self):
+        return self.total
+
+
+class LargestOutput(SumOfOutputs):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign(jnp.maximum(self.total.value, jnp.max(y_pred)))
+
+
+class AbsoluteError(tnt.metrics.Mean):
+    """Keras's idiom: a `Mean` that computes its values itself."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(jnp.abs(jnp.asarray(y_true) - y_pred), sample_weight)
+
+
+def test_metrics_written_as_for_keras_train_with_exact_sums():
+    x, y, weight = rows()
+    pred = x @ np.full((3, 1), 0.7) - 0.2
+    found = our_results(
+        [SumOfOutputs(2.0), AbsoluteError("error")], [SumOfOutputs(name="of_weights")]
+    )
+    np.testing.assert_allclose(found["sum_of_outputs"], 2 * pred.sum(), rtol=1e-5)
+    np.testing.assert_allclose(found["error"], np.abs(y - pred).mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["of_weights"], (pred[:, 0] * weight).sum(), rtol=1e-5)
+
+
+def test_a_metric_whose_updates_do_not_add_up_is_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"The metric 'sum_of_outputs' cannot be computed from parts of the data: updates "
+        r"of two",
+    ):
+        our_results([LargestOutput()])
+
+
+def test_poisson_of_outputs_near_zero_trains_as_in_keras(use_ranks):
+    """The loss is steep near 0, up to 1e7, so that one rounding grows to 1e-4 in two epochs.
+
+    The rate is a power of two: its product with a gradient is exact, whether or not XLA fuses it
+    with the subtraction. Then Keras and this package agree to the bit, while Keras differs by 7e-5
+    from itself on the same batches in another order.
+    """
+    use_ranks(1)
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(0)
+    x, y = (
+        rng.normal(size=(256, 8)).astype("float32"),
+        rng.poisson(0.3, size=(256, 3)).astype("float32"),
+    )
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(3, activation="relu"),
+        ]
+    )
+    weights = model.get_weights()
+
+    def trained(trainer, optimizers, order):
+        copied = keras.models.clone_model(model)
+        copied.set_weights(weights)
+        wrapped = trainer(copied)
+        wrapped.compile(optimizers.SGD(0.125), loss="poisson")
+        wrapped.fit(x[order], y[order], batch_size=32, epochs=2, shuffle=False, verbose=0)
+        return copied.get_weights()
+
+    in_order, backwards = np.arange(256), np.arange(256).reshape(8, 32)[:, ::-1].ravel()
+    expected = trained(lambda copied: copied, keras.optimizers, in_order)
+    found = trained(tnt.Model, tnt.optimizers, in_order)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    # The data are such that a rounding shows.
+    other = trained(lambda copied: copied, keras.optimizers, backwards)
+    assert (
+        max(np.abs(ours - theirs).max() for ours, theirs in zip(other, expected, strict=True))
+        > 1e-6
+    )

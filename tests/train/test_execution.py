@@ -1,0 +1,164 @@
+"""Several steps in one program: the same numbers, fewer starts, and batches that group."""
+
+import flax.linen as nn
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from reference_trainer import Net, make_data
+from training import assert_close, crossentropy, fit, train_accumulating
+
+import tnt_jax as tnt
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.log import logger
+from tnt_jax.train.execution import choose_num_steps, in_groups
+
+
+class Batches(tnt.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended, self.losses = [], [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+        self.losses.append(logs["loss"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_steps_in_one_program_equal_single_steps(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    # 7 batches, the last of 3 rows: two programs of 3 steps, and one step.
+    net = Net(batch_norm=True, dropout=0.3, axis_name="data")
+    single, fused = Batches(), Batches()
+    expected, expected_history = fit(net, "adam", 51, callbacks=[single])
+    model, history = fit(
+        net, "adam", 51, callbacks=[fused], compile_options={"steps_per_execution": 3}
+    )
+    assert_close(model.variables, expected.variables)
+    assert_close(history, expected_history)
+    assert (fused.begun, fused.ended) == ([0, 3, 6] * 2, [2, 5, 6] * 2)
+    assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6, 9, 12, 13)])
+
+
+class InferenceBatches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.losses = [], []
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.calls.append(("begin", batch))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(("end", batch))
+        self.losses.append(logs["loss"])
+
+    def on_predict_batch_begin(self, batch, logs=None):
+        self.calls.append(("predict begin", batch))
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls.append(("predict end", batch))
+
+
+def infer(model, x, y, recorder):
+    values = model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[recorder])
+    return values, model.predict(x, batch_size=8, verbose=0, callbacks=[recorder])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_evaluation_and_prediction_run_several_steps_in_one_program(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    x, y, _ = make_data(51)
+    model, fused, single = tnt.Model(Net(batch_norm=True)), InferenceBatches(), InferenceBatches()
+    model.compile("sgd", loss=crossentropy(), metrics=["accuracy"])
+    expected = infer(model, x, y, single)
+    model.compile("sgd", loss=crossentropy(), metrics=["accuracy"], steps_per_execution=3)
+    assert_close(infer(model, x, y, fused), expected)
+    assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6)])
+    groups = [("begin", 0), ("end", 2), ("begin", 3), ("end", 5), ("begin", 6), ("end", 6)]
+    assert fused.calls == groups + [(f"predict {moment}", batch) for moment, batch in groups]
+
+
+class Convolving(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(3, (3,))(x[..., None])
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
+
+
+def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
+    use_ranks(2)
+    expected, expected_history = fit(Convolving(), "sgd", 51)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("INFO", logger="tnt_jax"):
+        model, history = fit(Convolving(), "sgd", 51, compile_options={"steps_per_execution": 3})
+        fit(Net(), "sgd", 51, compile_options={"steps_per_execution": 3})
+        seen = InferenceBatches()
+        infer(model, *make_data(51)[:2], seen)
+    assert len(seen.losses) == 7
+    # A record comes once for each handler between the logger and the root.
+    assert (
+        len({id(record) for record in caplog.records if "Steps run one by one" in record.message})
+        == 1
+    )
+    assert not hasattr(model._trainer._train_steps, "lower"), (
+        "No program of several steps is compiled."
+    )
+    jax.tree.map(np.testing.assert_array_equal, model.variables, expected.variables)
+    assert history == expected_history
+
+
+def test_accumulation_within_a_program(use_ranks):
+    use_ranks(2)
+    model, _ = fit(
+        Net(),
+        tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        56,
+        compile_options={"steps_per_execution": 3},
+    )
+    assert_close(model.variables["params"], train_accumulating(optax.sgd(0.1), 56, 8, 2))
+
+
+def test_auto_chooses_after_timed_steps_and_trains_alike(use_ranks):
+    use_ranks(2)
+    steps = Batches()
+    expected, _ = fit(Net(), "sgd", 400, 8, epochs=1)
+    model, _ = fit(
+        Net(),
+        "sgd",
+        400,
+        8,
+        epochs=1,
+        callbacks=[steps],
+        compile_options={"steps_per_execution": "auto"},
+    )
+    assert_close(model.variables, expected.variables)
+    assert steps.ended[:16] == list(range(16))
+    assert steps.ended[-1] == 49
+    assert model._core.compilation.steps_per_execution >= 1
+
+
+@pytest.mark.parametrize(
+    ("step_s", "available", "expected"),
+    [
+        (1.0, 100, 1),
+        (0.005, 100, 1),
+        (0.003, 100, 2),
+        (0.0006, 100, 16),
+        (1e-5, 100, 32),
+        (1e-5, None, 128),
+        (1e-5, 1, 1),
+    ],
+)
+def test_choose_num_steps(step_s, available, expected):
+    assert choose_num_steps(step_s, available=available) == expected
+
+
+def test_groups_hold_equal_shapes_and_keep_the_order():
+    sizes = [4, 4, 4, 4, 2, 2, 4, 4]
+    items = [HostBatch(np.full((size, 1), index), None, size) for index, size in enumerate(sizes)]
+    groups = [[int(item.data[0, 0]) for item in group] for group in in_groups(iter(items), 3)]
+    assert groups == [[0, 1, 2], [3], [4], [5], [6], [7]]
