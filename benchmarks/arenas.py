@@ -1,14 +1,18 @@
-"""What one arena of glibc for all threads costs and saves on CPUs: steps of `fit`, and input pipelines.
+"""What one arena of glibc for all threads costs and saves on CPUs: steps of `fit`, and input
+pipelines.
 
-glibc gives each thread an arena of its own, in heaps of 64 MB: a block that is larger comes from the system and goes back to it,
-also where freed memory is kept. One arena for all threads has no such limit, but its threads wait for one another, and a process
-grows. "synchronous" lets the main thread, whose arena has no limit either, run the steps. Every measurement is a process of its
-own, which calls `tnt_jax.init`, as training does; the variants take turns.
+glibc gives each thread an arena of its own, in heaps of 64 MB: a block that is larger comes from
+the system and goes back to it, also where freed memory is kept. One arena for all threads has no
+such limit, but its threads wait for one another, and a process grows. "synchronous" lets the main
+thread, whose arena has no limit either, run the steps. Every measurement is a process of its own,
+which calls `tnt_jax.init`, as training does; the variants take turns.
 
-    TNT_JAX_DATA=... python benchmarks/arenas.py --cases transformer_tiny,32 pillow --cores 2 --output benchmarks/results/arenas.json
+    TNT_JAX_DATA=... python benchmarks/arenas.py --cases transformer_tiny,32 pillow --cores 2
+    --output benchmarks/results/arenas.json
 
-Cases are MODEL,BATCH of `benchmarks/fit_overhead.py`, and the input pipelines `tnt_jax` and `tf.data` of
-`benchmarks/input_pipeline.py` and `pillow` (the same files, decoded by Pillow in 8 threads of a `RandomAccess`).
+Cases are MODEL,BATCH of `benchmarks/fit_overhead.py`, and the input pipelines `tnt_jax` and
+`tf.data` of `benchmarks/input_pipeline.py` and `pillow` (the same files, decoded by Pillow in 8
+threads of a `RandomAccess`).
 """
 
 import argparse
@@ -38,13 +42,28 @@ UNITS = {"ms": "ms", "cpu_ms": "CPU ms", "page_faults": "page faults", "peak_mb"
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["transformer_tiny,32", *PIPELINES], help="MODEL,BATCH or a pipeline")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["transformer_tiny,32", *PIPELINES],
+        help="MODEL,BATCH or a pipeline",
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default"
+    )
     parser.add_argument("--cores", type=int, default=2, help="cores of a process (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of a process (default: 5)")
-    parser.add_argument("--repeats", type=int, default=2, help="processes of each variant (default: 2)")
-    parser.add_argument("--output", help="JSON file; what it has already and is not measured again stays")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds of a process (default: 5)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="processes of each variant (default: 2)"
+    )
+    parser.add_argument(
+        "--output", help="JSON file; what it has already and is not measured again stays"
+    )
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -68,29 +87,35 @@ def make_pillow(folder, batch_size):
     from input_pipeline import TorchImages
 
     from tnt_jax.data import RandomAccess
-    from tnt_jax.data.layout import Place
+    from tnt_jax.data.layout import RankSlice
     from tnt_jax.data.random_access import RandomAccessSource
 
     data = RandomAccess(TorchImages(folder), batch_size=batch_size, shuffle=True, num_workers=8)
-    source = RandomAccessSource(data, Place(1))
+    source = RandomAccessSource(data, RankSlice(1))
     return lambda epoch: (batch.data for batch in source.batches(epoch))
 
 
 def make_pipeline(case, folder):
-    """Returns a function that reads an epoch up to arrays on the device, and the number of its images."""
+    """Returns a function that reads an epoch up to arrays on the device, and the number of its
+    images.
+    """
     import input_pipeline
     import jax
 
     import tnt_jax
 
     tnt_jax.init()
-    make = {"tnt_jax": input_pipeline.ours, "tf.data": input_pipeline.hand_written, "pillow": make_pillow}[case]
+    make = {
+        "tnt_jax": input_pipeline.ours,
+        "tf.data": input_pipeline.hand_written,
+        "pillow": make_pillow,
+    }[case]
     batches = make(folder, 64)
 
     def run():
         for batch in batches(0):
-            placed = jax.device_put(batch)
-        jax.block_until_ready(placed)
+            on_device = jax.device_put(batch)
+        jax.block_until_ready(on_device)
 
     return run, sum(len(batch[1]) for batch in batches(0))
 
@@ -117,7 +142,8 @@ def one_round(run, count):
     wall_s, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
-        "ms": wall_s / count * 1e3, "cpu_ms": cpu_s / count * 1e3, "page_faults": (after.ru_minflt - before.ru_minflt) / count,
+        "ms": wall_s / count * 1e3, "cpu_ms": cpu_s / count * 1e3,
+        "page_faults": (after.ru_minflt - before.ru_minflt) / count,
     }  # fmt: skip
 
 
@@ -125,12 +151,25 @@ def one_round(run, count):
 
 
 def run_child(case, variant, args, folder):
-    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
-    env |= {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "PJRT_NPROC": str(max(2, args.cores)), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")
+    }
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "KERAS_BACKEND": "jax",
+        "PJRT_NPROC": str(max(2, args.cores)),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     env |= VARIANTS[variant]
     command = [sys.executable, __file__, "--child", case, str(args.cores), str(args.rounds), folder]
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    return json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix(
+            "RESULT "
+        )
+    )
 
 
 def measure(case, args, folder):
@@ -146,7 +185,10 @@ def measure(case, args, folder):
 def report(name, results):
     print(name)
     for variant, values in results.items():
-        cells = [f"{statistics.median(v):.4g} ({min(v):.4g} to {max(v):.4g}) {UNITS[key]}" for key, v in values.items()]
+        cells = [
+            f"{statistics.median(v):.4g} ({min(v):.4g} to {max(v):.4g}) {UNITS[key]}"
+            for key, v in values.items()
+        ]
         print(f"  {variant:24} " + ", ".join(cells), flush=True)
 
 
@@ -154,18 +196,28 @@ def environment():
     from importlib.metadata import version
 
     with open("/proc/cpuinfo") as file:
-        processor = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+        processor = next(
+            line.split(":")[1].strip() for line in file if line.startswith("model name")
+        )
     return {
-        "command": "python benchmarks/arenas.py --cases CASE --cores CORES --variants VARIANT ... --repeats PROCESSES --rounds ROUNDS",
-        "processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), "libc": " ".join(platform.libc_ver()),
+        "command": "python benchmarks/arenas.py --cases CASE --cores CORES --variants VARIANT "
+                   "... --repeats PROCESSES --rounds ROUNDS",
+        "processor": processor, "cores": os.cpu_count(), "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
         **{name: version(name) for name in ("jax", "tensorflow-cpu", "pillow", "numpy")},
     }  # fmt: skip
 
 
 def save(path, name, args, results):
-    stored = json.loads(path.read_text()) if path.exists() else {"environment": environment(), "results": {}}
+    stored = (
+        json.loads(path.read_text())
+        if path.exists()
+        else {"environment": environment(), "results": {}}
+    )
     shape = {"rounds": args.rounds, "processes": args.repeats}
-    stored["results"].setdefault(name, {}).update({variant: shape | values for variant, values in results.items()})
+    stored["results"].setdefault(name, {}).update(
+        {variant: shape | values for variant, values in results.items()}
+    )
     path.write_text(json.dumps(stored, indent=1) + "\n")
 
 

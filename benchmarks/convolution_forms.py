@@ -1,4 +1,6 @@
-"""Layers and ways to convolve of `benchmarks/convolutions.py`: XLA in several forms, and PyTorch."""
+"""Layers and ways to convolve of `benchmarks/convolutions.py`: XLA in several forms, and
+PyTorch.
+"""
 
 from functools import partial, reduce
 from operator import add
@@ -10,7 +12,8 @@ PASSES = ("forward", "input gradient", "kernel gradient")
 YNN = "xla_cpu_experimental_ynn_fusion_type"
 # All that XLA leaves to YNNPACK of its own accord, but convolutions.
 WITHOUT_YNN: dict[str, Any] = {YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
-# Options that say they are about convolutions, libraries, threads or vectors, each alone on top of the defaults.
+# Options that say they are about convolutions, libraries, threads or vectors, each alone on top of
+# the defaults.
 OPTIONS = {
     "defaults": {},
     "YNNPACK without convolutions": WITHOUT_YNN,
@@ -18,10 +21,16 @@ OPTIONS = {
     "convolutions alone to YNNPACK": {YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"},
     "xla_cpu_use_onednn": {"xla_cpu_use_onednn": True},
     "xla_cpu_experimental_onednn_custom_call": {"xla_cpu_experimental_onednn_custom_call": True},
-    "xla_cpu_experimental_onednn_fusion_type=DOT": {"xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+    "xla_cpu_experimental_onednn_fusion_type=DOT": {
+        "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"
+    },
     "xla_cpu_use_xnnpack=false": {"xla_cpu_use_xnnpack": False},
-    "xla_cpu_experimental_xnn_fusion_type=DOT": {"xla_cpu_experimental_xnn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
-    "xla_cpu_experimental_xnn_graph_fusion_mode": {"xla_cpu_experimental_xnn_graph_fusion_mode": "XNN_GRAPH_FUSION_MODE_GREEDY"},
+    "xla_cpu_experimental_xnn_fusion_type=DOT": {
+        "xla_cpu_experimental_xnn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"
+    },
+    "xla_cpu_experimental_xnn_graph_fusion_mode": {
+        "xla_cpu_experimental_xnn_graph_fusion_mode": "XNN_GRAPH_FUSION_MODE_GREEDY"
+    },
     "xla_cpu_use_acl": {"xla_cpu_use_acl": True},
     "xla_cpu_use_fusion_emitters=false": {"xla_cpu_use_fusion_emitters": False},
     "xla_cpu_enable_fast_math": {"xla_cpu_enable_fast_math": True},
@@ -32,7 +41,9 @@ OPTIONS = {
 
 
 class Layer(NamedTuple):
-    """A convolution `[batch, size, size, before]` -> `[batch, size / stride, size / stride, after]` with padding (kernel - 1) / 2."""
+    """A convolution `[batch, size, size, before]` -> `[batch, size / stride, size / stride, after]`
+    with padding (kernel - 1) / 2.
+    """
 
     network: str
     batch: int
@@ -45,11 +56,21 @@ class Layer(NamedTuple):
     @property
     def name(self) -> str:
         stride = f"/{self.stride}" if self.stride > 1 else ""
-        return f"{self.network} {self.batch}x{self.size}x{self.size}, {self.kernel}x{self.kernel}{stride}, {self.before} to {self.after}"
+        return (
+            f"{self.network} {self.batch}x{self.size}x{self.size}, "
+            f"{self.kernel}x{self.kernel}{stride}, {self.before} to {self.after}"
+        )
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * (self.size // self.stride) ** 2 * self.kernel**2 * self.before * self.after
+        return (
+            2
+            * self.batch
+            * (self.size // self.stride) ** 2
+            * self.kernel**2
+            * self.before
+            * self.after
+        )
 
 
 LAYERS = (
@@ -71,7 +92,8 @@ def make_arrays(layer):
     """Returns input, kernel and a gradient of the output, channels last."""
     rng, out = np.random.default_rng(0), layer.size // layer.stride
     shapes = (
-        (layer.batch, layer.size, layer.size, layer.before), (layer.kernel, layer.kernel, layer.before, layer.after),
+        (layer.batch, layer.size, layer.size, layer.before),
+        (layer.kernel, layer.kernel, layer.before, layer.after),
         (layer.batch, out, out, layer.after),
     )  # fmt: skip
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -82,7 +104,11 @@ def convolve(x, kernel, layer):
     from jax import lax
 
     return lax.conv_general_dilated(
-        x, kernel, (layer.stride,) * 2, [((layer.kernel - 1) // 2,) * 2] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x,
+        kernel,
+        (layer.stride,) * 2,
+        [((layer.kernel - 1) // 2,) * 2] * 2,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
 
 
@@ -91,7 +117,11 @@ def convolve_nchw(x, kernel, layer):
     from jax import lax
 
     return lax.conv_general_dilated(
-        x, kernel, (layer.stride,) * 2, [((layer.kernel - 1) // 2,) * 2] * 2, dimension_numbers=("NCHW", "OIHW", "NCHW")
+        x,
+        kernel,
+        (layer.stride,) * 2,
+        [((layer.kernel - 1) // 2,) * 2] * 2,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
     )
 
 
@@ -104,14 +134,18 @@ def shifted_views(x, layer):
     padded = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     last = (out - 1) * step + 1
     return [
-        lax.slice(padded, (0, i, j, 0), (len(x), i + last, j + last, layer.before), (1, step, step, 1)).reshape(-1, layer.before)
+        lax.slice(
+            padded, (0, i, j, 0), (len(x), i + last, j + last, layer.before), (1, step, step, 1)
+        ).reshape(-1, layer.before)
         for i in range(layer.kernel)
         for j in range(layer.kernel)
     ]
 
 
 def sum_of_matmuls(x, kernel, layer):
-    """A matmul for each place of the kernel, added up; its gradients are matmuls of shifted views, too."""
+    """A matmul for each place of the kernel, added up; its gradients are matmuls of shifted views,
+    too.
+    """
     out = layer.size // layer.stride
     flat = kernel.reshape(-1, layer.before, layer.after)
     total = reduce(add, (view @ flat[index] for index, view in enumerate(shifted_views(x, layer))))
@@ -137,7 +171,13 @@ def passes_of(form, layer):
     def kernel_gradient(x, kernel, grad):
         return jax.vjp(lambda kernel: form(x, kernel, layer), kernel)[1](grad)[0]
 
-    return dict(zip(PASSES, (lambda x, kernel, grad: form(x, kernel, layer), input_gradient, kernel_gradient), strict=True))
+    return dict(
+        zip(
+            PASSES,
+            (lambda x, kernel, grad: form(x, kernel, layer), input_gradient, kernel_gradient),
+            strict=True,
+        )
+    )
 
 
 def channels_first(x, kernel, grad):
@@ -150,13 +190,21 @@ def xla_runs(layer, *, form=convolve, options=None, first=False, dtype="float32"
     import jax.numpy as jnp
 
     arrays = make_arrays(layer)
-    placed = [jnp.asarray(array, dtype) for array in (channels_first(*arrays) if first else arrays)]
+    on_device = [
+        jnp.asarray(array, dtype) for array in (channels_first(*arrays) if first else arrays)
+    ]
 
     def run(compiled):
-        return lambda: compiled(*placed).block_until_ready()
+        return lambda: compiled(*on_device).block_until_ready()
 
-    jitted = {name: jax.jit(function, keep_unused=True) for name, function in passes_of(form, layer).items()}
-    programs = {name: function.lower(*placed).compile(compiler_options=options or {}) for name, function in jitted.items()}
+    jitted = {
+        name: jax.jit(function, keep_unused=True)
+        for name, function in passes_of(form, layer).items()
+    }
+    programs = {
+        name: function.lower(*on_device).compile(compiler_options=options or {})
+        for name, function in jitted.items()
+    }
     return {name: (run(program), program) for name, program in programs.items()}
 
 
@@ -165,11 +213,15 @@ def torch_runs(layer):
     import torch
 
     arrays = (np.ascontiguousarray(array) for array in channels_first(*make_arrays(layer)))
-    x, kernel, grad = (torch.from_numpy(array).contiguous(memory_format=torch.channels_last) for array in arrays)
+    x, kernel, grad = (
+        torch.from_numpy(array).contiguous(memory_format=torch.channels_last) for array in arrays
+    )
     stride, pad = [layer.stride] * 2, [(layer.kernel - 1) // 2] * 2
 
     def backward(mask):
-        return torch.ops.aten.convolution_backward(grad, x, kernel, None, stride, pad, [1, 1], False, [0, 0], 1, mask)
+        return torch.ops.aten.convolution_backward(
+            grad, x, kernel, None, stride, pad, [1, 1], False, [0, 0], 1, mask
+        )
 
     functions = (
         lambda: torch.nn.functional.conv2d(x, kernel, stride=stride, padding=pad),

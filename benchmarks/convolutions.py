@@ -1,12 +1,15 @@
-"""Convolutions on CPUs: XLA as Flax writes them and in other forms, under compiler options, and PyTorch; ResNet-20 as a whole.
+"""Convolutions on CPUs: XLA as Flax writes them and in other forms, under compiler options, and
+PyTorch; ResNet-20 as a whole.
 
     python benchmarks/convolutions.py --cores 2 --output benchmarks/results/convolutions.json \
         --picture benchmarks/results/convolutions.png
 
-Forward pass and both gradients of a layer are timed alone, contenders in turns; before its timed calls each runs once untimed. Options
-are compiled alone for one layer; an option counts as honoured if the compiled program or the time differs from that of the defaults.
-The share of the peak is that of the faster of XLA's and PyTorch's product of matrices of 1024 x 1024. ResNet-20 runs in a process
-without and one with huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which the launcher sets for CPU jobs).
+Forward pass and both gradients of a layer are timed alone, contenders in turns; before its timed
+calls each runs once untimed. Options are compiled alone for one layer; an option counts as honoured
+if the compiled program or the time differs from that of the defaults. The share of the peak is that
+of the faster of XLA's and PyTorch's product of matrices of 1024 x 1024. ResNet-20 runs in a process
+without and one with huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which the launcher sets
+for CPU jobs).
 """
 
 import argparse
@@ -30,12 +33,33 @@ OPTIONS_LAYER = Layer("ResNet-20", 32, 16, 32, 32, 3)
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="processor cores to use (default: all)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each contender (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images of a step of ResNet-20 (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=len(LAYERS), help="layers to measure, from the first on (default: all)")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cores", type=int, default=os.cpu_count(), help="processor cores to use (default: all)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=7,
+        help="timed rounds of each contender (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="images of a step of ResNet-20 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=len(LAYERS),
+        help="layers to measure, from the first on (default: all)",
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--picture", type=Path, help="PNG file for a plot")
     parser.add_argument("--inside", choices=("layers", "network"), help=argparse.SUPPRESS)
@@ -56,7 +80,10 @@ def time_in_turns(runs, rounds, calls=3):
 
 
 def summary(values):
-    return {"ms": round(statistics.median(values), 4), "range_ms": [round(min(values), 4), round(max(values), 4)]}
+    return {
+        "ms": round(statistics.median(values), 4),
+        "range_ms": [round(min(values), 4), round(max(values), 4)],
+    }
 
 
 def measure_peak(rounds, cores):
@@ -67,8 +94,13 @@ def measure_peak(rounds, cores):
 
     x, y = jnp.ones((1024, 1024)), torch.ones(1024, 1024)
     product = jax.jit(jnp.matmul)
-    times = time_in_turns({"XLA": lambda: product(x, x).block_until_ready(), "PyTorch": lambda: y @ y}, rounds)
-    return {name: round(2 * 1024**3 / statistics.median(values) / 1e6, 1) for name, values in times.items()}
+    times = time_in_turns(
+        {"XLA": lambda: product(x, x).block_until_ready(), "PyTorch": lambda: y @ y}, rounds
+    )
+    return {
+        name: round(2 * 1024**3 / statistics.median(values) / 1e6, 1)
+        for name, values in times.items()
+    }
 
 
 def measure_layers(args):
@@ -76,12 +108,22 @@ def measure_layers(args):
     for layer in LAYERS[: args.layers]:
         made = {name: CONTENDERS[name](layer) for name in args.contenders}
         for name in PASSES:
-            times = time_in_turns({contender: runs[name][0] for contender, runs in made.items()}, args.rounds)
+            times = time_in_turns(
+                {contender: runs[name][0] for contender, runs in made.items()}, args.rounds
+            )
             results = {contender: summary(values) for contender, values in times.items()}
             for result in results.values():
                 result["gflop_per_s"] = round(layer.flops / result["ms"] / 1e6, 1)
             library = kernels(made["XLA"][name][1]) if "XLA" in made else None
-            rows.append({"layer": layer.name, "pass": name, "flops": layer.flops, "library": library, "results": results})
+            rows.append(
+                {
+                    "layer": layer.name,
+                    "pass": name,
+                    "flops": layer.flops,
+                    "library": library,
+                    "results": results,
+                }
+            )
     return rows
 
 
@@ -96,7 +138,9 @@ def instructions(compiled):
 
 
 def measure_options(rounds):
-    """Returns for each option whether it is accepted, whether the program of a pass is another one, and times of each pass."""
+    """Returns for each option whether it is accepted, whether the program of a pass is another one,
+    and times of each pass.
+    """
     import jax
 
     made, rows = {}, []
@@ -105,11 +149,18 @@ def measure_options(rounds):
             made[name] = xla_runs(OPTIONS_LAYER, options=options)
         except jax.errors.JaxRuntimeError as error:
             rows.append({"option": name, "error": str(error)[:300]})
-    texts = {name: [instructions(program) for _, program in runs.values()] for name, runs in made.items()}
-    times = {kind: time_in_turns({name: runs[kind][0] for name, runs in made.items()}, rounds) for kind in PASSES}
+    texts = {
+        name: [instructions(program) for _, program in runs.values()] for name, runs in made.items()
+    }
+    times = {
+        kind: time_in_turns({name: runs[kind][0] for name, runs in made.items()}, rounds)
+        for kind in PASSES
+    }
     for name in made:
         results = {kind: summary(times[kind][name]) for kind in PASSES}
-        rows.append({"option": name, "same_program": texts[name] == texts["defaults"], "results": results})
+        rows.append(
+            {"option": name, "same_program": texts[name] == texts["defaults"], "results": results}
+        )
     return rows
 
 
@@ -134,9 +185,9 @@ def network_of_xla(batch):
     import optax
     from scaling_models import load
 
-    from tnt_jax.backward_order import trace_grads
-    from tnt_jax.kept_inputs import keep_inputs
+    from tnt_jax.distributed.backward_order import trace_grads
     from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.train.kept_inputs import keep_inputs
 
     (x,), y = load("resnet20", real=False, num_rows=batch)
     module = resnet20()
@@ -144,26 +195,39 @@ def network_of_xla(batch):
     params = variables.pop("params")
 
     def loss_of(params, x, y):
-        outputs, changed = module.apply({"params": params, **variables}, x, train=True, mutable=[*variables])
+        outputs, changed = module.apply(
+            {"params": params, **variables}, x, train=True, mutable=[*variables]
+        )
         return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean(), changed
 
     def step(params, x, y, *, rewrite=None):
         differentiated = jax.value_and_grad(lambda params: loss_of(params, x, y), has_aux=True)
         (loss, changed), grads, _ = trace_grads(differentiated, params, rewrite=rewrite)
-        return loss, changed, jax.tree.map(lambda param, grad: param - np.float32(0.1) * grad, params, grads)
+        return (
+            loss,
+            changed,
+            jax.tree.map(lambda param, grad: param - np.float32(0.1) * grad, params, grads),
+        )
 
     def run(compiled):
         return lambda: jax.block_until_ready(compiled(params, x, y))
 
     def step_with_kept_inputs(params, x, y):
-        # A label serves as number of the step: it is not negative, and the compiler does not know that.
+        # A label serves as number of the step: it is not negative, and the compiler does not know
+        # that.
         return step(params, x, y, rewrite=partial(keep_inputs, step=y[0]))
 
     programs = {}
     chosen: tuple[tuple[str, dict[str, Any]], ...] = (("XLA", {}), ("without YNNPACK", WITHOUT_YNN))
     for name, options in chosen:
-        for kind, function in (("forward", loss_of), ("step", step), ("step with kept inputs", step_with_kept_inputs)):
-            programs[f"{name}, {kind}"] = run(jax.jit(function).lower(params, x, y).compile(compiler_options=options))
+        for kind, function in (
+            ("forward", loss_of),
+            ("step", step),
+            ("step with kept inputs", step_with_kept_inputs),
+        ):
+            programs[f"{name}, {kind}"] = run(
+                jax.jit(function).lower(params, x, y).compile(compiler_options=options)
+            )
     return programs
 
 
@@ -190,10 +254,32 @@ def network_of_torch(batch):
 
 
 def run_inside(args, part, *, cores=None, **environment):
-    command = [sys.executable, __file__, "--inside", part, "--cores", str(cores or args.cores), "--rounds", str(args.rounds)]
-    command += ["--batch-size", str(args.batch_size), "--layers", str(args.layers), "--contenders", *args.contenders]
-    env = {name: value for name, value in os.environ.items() if name not in ("GLIBC_TUNABLES", "XLA_FLAGS")}
-    done = subprocess.run(command, env={**env, "JAX_PLATFORMS": "cpu", **environment}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        __file__,
+        "--inside",
+        part,
+        "--cores",
+        str(cores or args.cores),
+        "--rounds",
+        str(args.rounds),
+    ]
+    command += [
+        "--batch-size",
+        str(args.batch_size),
+        "--layers",
+        str(args.layers),
+        "--contenders",
+        *args.contenders,
+    ]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GLIBC_TUNABLES", "XLA_FLAGS")
+    }
+    done = subprocess.run(
+        command, env={**env, "JAX_PLATFORMS": "cpu", **environment}, capture_output=True, text=True
+    )
     if done.returncode != 0:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -208,7 +294,8 @@ def inside(args):
     if args.inside == "network":
         return measure_network(args)
     return {
-        "peak_gflop_per_s": measure_peak(args.rounds, args.cores), "layers": measure_layers(args), "options": measure_options(args.rounds)
+        "peak_gflop_per_s": measure_peak(args.rounds, args.cores), "layers": measure_layers(args),
+        "options": measure_options(args.rounds)
     }  # fmt: skip
 
 
@@ -237,14 +324,21 @@ def main():
 def about(args, load):
     from importlib.metadata import version
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     models = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
     ]
     return {
-        "command": " ".join(["python", *sys.argv]), "commit": commit, "processor": models[0] if models else platform.machine(),
-        "cores": args.cores, "rounds": args.rounds, "batch_size": args.batch_size, "load_before": round(load, 1),
-        "python": platform.python_version(), **{name: version(name) for name in ("jax", "jaxlib", "flax", "torch")},
+        "command": " ".join(["python", *sys.argv]), "commit": commit,
+        "processor": models[0] if models else platform.machine(),
+        "cores": args.cores, "rounds": args.rounds, "batch_size": args.batch_size,
+        "load_before": round(load, 1),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "jaxlib", "flax", "torch")},
     }  # fmt: skip
 
 

@@ -20,7 +20,12 @@ def markdown(results):
 def layers_table(results):
     names = list(results["layers"][0]["results"])
     shares = [name for name in ("without YNNPACK", "PyTorch") if name in names]
-    header = ["layer", "pass", *(f"{name}, ms" for name in names), *(f"of the peak, {name}" for name in shares)]
+    header = [
+        "layer",
+        "pass",
+        *(f"{name}, ms" for name in names),
+        *(f"of the peak, {name}" for name in shares),
+    ]
     peak = peak_of(results)
     rows = []
     for row in results["layers"]:
@@ -34,10 +39,18 @@ def options_table(results):
     rows = []
     for row in results["options"]:
         if "error" in row:
-            rows.append([row["option"], "refused: " + row["error"].splitlines()[0][:100], "", "", ""])
+            rows.append(
+                [row["option"], "refused: " + row["error"].splitlines()[0][:100], "", "", ""]
+            )
         else:
             times = [f"{result['ms']:.3f}" for result in row["results"].values()]
-            rows.append([row["option"], "same program" if row["same_program"] else "another program", *times])
+            rows.append(
+                [
+                    row["option"],
+                    "same program" if row["same_program"] else "another program",
+                    *times,
+                ]
+            )
     return table(["option", "accepted", "forward, ms", "input gradient", "kernel gradient"], rows)
 
 
@@ -49,9 +62,14 @@ def network_table(results):
         cells = []
         for kind in pages:
             row = by_page[kind][what]
-            cells += ["{:.1f} ({:.1f} to {:.1f})".format(row["ms"], *row["range_ms"]), row["page_faults"]]
+            cells += [
+                "{:.1f} ({:.1f} to {:.1f})".format(row["ms"], *row["range_ms"]),
+                row["page_faults"],
+            ]
         rows.append([what, *cells])
-    return table(["ResNet-20", *(cell for kind in pages for cell in (f"{kind}, ms", "page faults"))], rows)
+    return table(
+        ["ResNet-20", *(cell for kind in pages for cell in (f"{kind}, ms", "page faults"))], rows
+    )
 
 
 def draw(results, path):
@@ -62,16 +80,38 @@ def draw(results, path):
     import matplotlib.pyplot as plt
 
     passes = list(dict.fromkeys(row["pass"] for row in results["layers"]))
-    shown = [name for name in ("XLA", "without YNNPACK", "sum of matmuls", "PyTorch") if name in results["layers"][0]["results"]]
-    figure, axes = plt.subplots(len(passes), 1, figsize=(11, 3 * len(passes)), sharex=True, layout="constrained")
+    shown = [
+        name
+        for name in ("XLA", "without YNNPACK", "sum of matmuls", "PyTorch")
+        if name in results["layers"][0]["results"]
+    ]
+    figure, axes = plt.subplots(
+        len(passes), 1, figsize=(11, 3 * len(passes)), sharex=True, layout="constrained"
+    )
     for axis, name in zip(axes, passes, strict=True):
         rows = [row for row in results["layers"] if row["pass"] == name]
         for index, contender in enumerate(shown):
-            places = [position + (index - len(shown) / 2 + 0.5) * 0.2 for position in range(len(rows))]
-            axis.bar(places, [row["results"][contender]["gflop_per_s"] for row in rows], 0.2, label=contender)
+            places = [
+                position + (index - len(shown) / 2 + 0.5) * 0.2 for position in range(len(rows))
+            ]
+            axis.bar(
+                places,
+                [row["results"][contender]["gflop_per_s"] for row in rows],
+                0.2,
+                label=contender,
+            )
         axis.axhline(peak_of(results), color="black", linewidth=1, label="product of 1024 x 1024")
         axis.set_ylabel(f"{name}\nGFLOP/s")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(shown) + 1, fontsize=8)
-    axes[-1].set_xticks(range(len(rows)), [row["layer"].replace(", ", "\n").replace(" ", "\n", 1) for row in rows], fontsize=6)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(shown) + 1,
+        fontsize=8,
+    )
+    axes[-1].set_xticks(
+        range(len(rows)),
+        [row["layer"].replace(", ", "\n").replace(" ", "\n", 1) for row in rows],
+        fontsize=6,
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)

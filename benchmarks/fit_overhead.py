@@ -1,12 +1,14 @@
 """What `fit` costs beside a hand-written JAX loop and Keras 3, in one run.
 
-All contenders train the same network with SGD on the same batches in the same order, run for the same number of steps, and keep loss
-and accuracy; rounds are interleaved so that a disturbance of the machine hits all alike. The networks are an MLP 784-256-10,
-ResNet-20 on 32 x 32 pixels, and the tiny Transformer on sentences of 32 tokens. Keras takes part with a model of its own where there
-is one, and with its `FlaxLayer` around the same Flax module.
+All contenders train the same network with SGD on the same batches in the same order, run for the
+same number of steps, and keep loss and accuracy; rounds are interleaved so that a disturbance of
+the machine hits all alike. The networks are an MLP 784-256-10, ResNet-20 on 32 x 32 pixels, and the
+tiny Transformer on sentences of 32 tokens. Keras takes part with a model of its own where there is
+one, and with its `FlaxLayer` around the same Flax module.
 
-    python benchmarks/fit_overhead.py --devices 1 --batch-size 64 --output benchmarks/results/fit_overhead_1x64.json
-    python benchmarks/fit_overhead.py --model resnet20 --batch-size 16 --steps 20
+    python benchmarks/fit_overhead.py --devices 1 --batch-size 64 --output
+    benchmarks/results/fit_overhead_1x64.json python benchmarks/fit_overhead.py --model resnet20
+    --batch-size 16 --steps 20
 """
 
 import argparse
@@ -25,8 +27,15 @@ def parse_arguments():
     parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices (default: 1)")
     parser.add_argument("--batch-size", type=int, default=64, help="global batch (default: 64)")
     parser.add_argument("--steps", type=int, default=500, help="steps per round (default: 500)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each contender (default: 7)")
-    parser.add_argument("--per-program", type=int, default=20, help="steps_per_execution of the fused contenders (default: 20)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="measured rounds of each contender (default: 7)"
+    )
+    parser.add_argument(
+        "--per-program",
+        type=int,
+        default=20,
+        help="steps_per_execution of the fused contenders (default: 20)",
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders; all by default")
     parser.add_argument("--output", help="JSON file for the results")
     return parser.parse_args()
@@ -35,7 +44,9 @@ def parse_arguments():
 ARGS = parse_arguments() if __name__ == "__main__" else None
 if ARGS is not None:
     # Before JAX starts: the number of devices, and threads enough for their collectives.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ARGS.devices}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ARGS.devices}"
+    )
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 4 * ARGS.devices)))
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -83,7 +94,9 @@ def make_problem(name, num_examples):
 
 
 def hand_written(args, module, x, y):
-    """A jitted step over all devices, sharded by the compiler, and a Python loop; metrics stay on the device."""
+    """A jitted step over all devices, sharded by the compiler, and a Python loop; metrics stay on
+    the device.
+    """
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("data",), axis_types=(AxisType.Auto,))
     by_row, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     optimizer = optax.sgd(RATE)
@@ -96,8 +109,13 @@ def hand_written(args, module, x, y):
         rngs = {"dropout": jax.random.fold_in(jax.random.key(0), index)}
 
         def loss_of(params):
-            outputs, changed = module.apply({"params": params, **variables}, x, train=True, rngs=rngs, mutable=list(variables))
-            return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean(), (outputs, changed)
+            outputs, changed = module.apply(
+                {"params": params, **variables}, x, train=True, rngs=rngs, mutable=list(variables)
+            )
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean(), (
+                outputs,
+                changed,
+            )
 
         (loss, (outputs, variables)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -106,7 +124,9 @@ def hand_written(args, module, x, y):
         return state, (sums[0] + loss * len(y), sums[1] + correct, sums[2] + len(y))
 
     step = jax.jit(step, donate_argnums=0, out_shardings=(replicated, replicated))
-    zero = jax.device_put((jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)), replicated)
+    zero = jax.device_put(
+        (jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)), replicated
+    )
 
     def run():
         nonlocal state
@@ -124,7 +144,12 @@ def tnt_fit(args, module, x, y, *, fused=False):
     tnt.init(devices=range(args.devices))
     model = tnt.Model(module)
     loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optax.sgd(RATE), loss=loss, metrics=["accuracy"], steps_per_execution=args.per_program if fused else 1)
+    model.compile(
+        optax.sgd(RATE),
+        loss=loss,
+        metrics=["accuracy"],
+        steps_per_execution=args.per_program if fused else 1,
+    )
     return lambda: model.fit(x, y, batch_size=args.batch_size, verbose=0).history["loss"][-1]
 
 
@@ -132,7 +157,9 @@ def keras_model(args, module, x):
     """A Keras model of the same network: of Keras layers for the MLP, else None."""
     if args.model != "mlp":
         return None
-    return keras.Sequential([keras.Input((784,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input((784,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)]
+    )
 
 
 def flax_layer(args, module, x):
@@ -150,19 +177,26 @@ def flax_layer(args, module, x):
 def keras_fit(args, module, x, y, *, make, wrapped=False, fused=False):
     devices = [f"cpu:{index}" for index in range(args.devices)]
     several = args.devices > 1 and not wrapped
-    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices) if several else None)
+    keras.distribution.set_distribution(
+        keras.distribution.DataParallel(devices=devices) if several else None
+    )
     model = make(args, module, x)
     if model is None:
         return None
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trained = tnt.Model(model) if wrapped else model
     trained.compile(
-        keras.optimizers.SGD(RATE), loss=loss, metrics=["accuracy"], steps_per_execution=args.per_program if fused else 1
+        keras.optimizers.SGD(RATE),
+        loss=loss,
+        metrics=["accuracy"],
+        steps_per_execution=args.per_program if fused else 1,
     )
     keras.distribution.set_distribution(None)
 
     def run():
-        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices) if several else None)
+        keras.distribution.set_distribution(
+            keras.distribution.DataParallel(devices=devices) if several else None
+        )
         loss = trained.fit(x, y, batch_size=args.batch_size, verbose=0).history["loss"][-1]
         keras.distribution.set_distribution(None)
         return loss
@@ -177,7 +211,9 @@ CONTENDERS = {
     "Keras 3 fit": lambda *a: keras_fit(*a, make=keras_model),
     "Keras 3 fit, fused": lambda *a: keras_fit(*a, make=keras_model, fused=True),
     "Keras model in tnt_jax": lambda *a: keras_fit(*a, make=keras_model, wrapped=True),
-    "Keras model in tnt_jax, fused": lambda *a: keras_fit(*a, make=keras_model, wrapped=True, fused=True),
+    "Keras model in tnt_jax, fused": lambda *a: keras_fit(
+        *a, make=keras_model, wrapped=True, fused=True
+    ),
     "Keras 3 FlaxLayer": lambda *a: keras_fit(*a, make=flax_layer),
 }
 
@@ -195,20 +231,27 @@ def measure(args):
             start = time.perf_counter()
             run()
             times[name].append((time.perf_counter() - start) / args.steps * 1e6)
-    print("loss of the first two epochs:", {name: [round(float(x), 3) for x in pair] for name, pair in losses.items()})
+    print(
+        "loss of the first two epochs:",
+        {name: [round(float(x), 3) for x in pair] for name, pair in losses.items()},
+    )
     return times
 
 
 def report(args, times):
     base = statistics.median(next(iter(times.values())))
     print(
-        f"{args.model}, batch {args.batch_size}, {args.devices} CPU device(s), {args.steps} steps a round, {args.rounds} rounds; "
+        f"{args.model}, batch {args.batch_size}, {args.devices} CPU device(s), {args.steps} "
+        f"steps a round, {args.rounds} rounds; "
         f"fused: {args.per_program} steps a program"
     )
     print(f"{'contender':30} {'median us/step':>15} {'min':>10} {'max':>10} {'of the first':>13}")
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"{name:30} {median:15.1f} {min(values):10.1f} {max(values):10.1f} {median / base:13.3f}")
+        print(
+            f"{name:30} {median:15.1f} {min(values):10.1f} {max(values):10.1f} "
+            f"{median / base:13.3f}"
+        )
 
 
 def main():
@@ -216,10 +259,26 @@ def main():
     report(ARGS, times)
     if ARGS.output:
         libraries = {"jax": jax, "keras": keras, "tnt_jax": tnt}
-        versions = {"python": platform.python_version(), **{name: library.__version__ for name, library in libraries.items()}}
-        hardware = {"cpus": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()[0]}
+        versions = {
+            "python": platform.python_version(),
+            **{name: library.__version__ for name, library in libraries.items()},
+        }
+        hardware = {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "load": os.getloadavg()[0],
+        }
         with open(ARGS.output, "w") as file:
-            json.dump({"arguments": vars(ARGS), "versions": versions, "hardware": hardware, "us_per_step": times}, file, indent=1)
+            json.dump(
+                {
+                    "arguments": vars(ARGS),
+                    "versions": versions,
+                    "hardware": hardware,
+                    "us_per_step": times,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

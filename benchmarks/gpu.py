@@ -1,12 +1,15 @@
-"""Speed of one GPU: ResNet-50 and Transformer-big through tnt_jax, a bare JAX step, and compiled PyTorch, in one run.
+"""Speed of one GPU: ResNet-50 and Transformer-big through tnt_jax, a bare JAX step, and compiled
+PyTorch, in one run.
 
-Inputs are random and stay on the device, so that steps alone are measured; computations are in bfloat16, parameters in float32.
-The share of the chip's peak counts the products of the model's formula, not what a kernel does besides.
+Inputs are random and stay on the device, so that steps alone are measured; computations are in
+bfloat16, parameters in float32. The share of the chip's peak counts the products of the model's
+formula, not what a kernel does besides.
 
-    python benchmarks/gpu.py --models resnet50 transformer_big --output benchmarks/results/gpu_h100.json
+    python benchmarks/gpu.py --models resnet50 transformer_big --output
+    benchmarks/results/gpu_h100.json
 
-PyTorch runs where torch (and for ResNet-50 torchvision) is installed. With --platform cpu and small sizes the script can be tried
-without a GPU; such numbers mean nothing.
+PyTorch runs where torch (and for ResNet-50 torchvision) is installed. With --platform cpu and small
+sizes the script can be tried without a GPU; such numbers mean nothing.
 """
 
 import argparse
@@ -29,9 +32,16 @@ PEAKS = {"H100": 989.4, "H200": 989.4, "A100": 311.9, "V100": 125.0}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=("resnet50", "transformer_big"), default=["resnet50", "transformer_big"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=("resnet50", "transformer_big"),
+        default=["resnet50", "transformer_big"],
+    )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--batch-size", type=int, help="images, or sentences of 64 tokens (default: 256 and 64)")
+    parser.add_argument(
+        "--batch-size", type=int, help="images, or sentences of 64 tokens (default: 256 and 64)"
+    )
     parser.add_argument("--image-size", type=int, default=224, help="(default: 224)")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
@@ -48,10 +58,12 @@ def batch_size_of(args: argparse.Namespace, model: str) -> int:
 def flops_per_item(args: argparse.Namespace, model: str, num_params: int) -> float:
     """Returns the operations of a training step for an image, or for a target token."""
     if model == "resnet50":
-        # 4.09 G products of the forward pass at 224 x 224 (v1.5), two operations each, and twice as many backwards.
+        # 4.09 G products of the forward pass at 224 x 224 (v1.5), two operations each, and twice as
+        # many backwards.
         return 3 * 2 * 4.09e9 * (args.image_size / 224) ** 2
-    # Each parameter works on a token once, forwards and twice backwards (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); sources
-    # are as many as targets, and each half of the parameters sees one of them.
+    # Each parameter works on a token once, forwards and twice backwards (Kaplan et al. 2020,
+    # arXiv:2001.08361, section 2.1); sources are as many as targets, and each half of the
+    # parameters sees one of them.
     return 6 * num_params
 
 
@@ -67,9 +79,19 @@ def jax_problem(args: argparse.Namespace, model: str) -> tuple[Any, Any, Any, An
     size, key = batch_size_of(args, model), jax.random.key(1)
     if model == "resnet50":
         images = jax.random.normal(key, (size, args.image_size, args.image_size, 3), jnp.bfloat16)
-        return resnet50(num_classes=1000, dtype=jnp.bfloat16), optax.sgd(0.1, momentum=0.9), images, jnp.arange(size) % 1000
+        return (
+            resnet50(num_classes=1000, dtype=jnp.bfloat16),
+            optax.sgd(0.1, momentum=0.9),
+            images,
+            jnp.arange(size) % 1000,
+        )
     tokens = jax.random.randint(key, (size, 64), 1, 33708)
-    return Transformer(**PARAM_SETS["big"], dtype=jnp.bfloat16), optax.adam(1e-4), (tokens, tokens), tokens
+    return (
+        Transformer(**PARAM_SETS["big"], dtype=jnp.bfloat16),
+        optax.adam(1e-4),
+        (tokens, tokens),
+        tokens,
+    )
 
 
 def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], int]:
@@ -79,20 +101,29 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
 
     from tnt_jax import _jax
     from tnt_jax.adapters.linen import LinenAdapter
-    from tnt_jax.reduction import default_reduction
-    from tnt_jax.state import create_state
-    from tnt_jax.step import Batch, LossTerm, StepParts, make_train_step, zero_sums
+    from tnt_jax.distributed.reduction import default_reduction
+    from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+    from tnt_jax.train.epoch_sums import zero_sums
+    from tnt_jax.train.state import create_state
+    from tnt_jax.train.step import make_train_step
 
     module, optimizer, inputs, targets = jax_problem(args, model)
     adapter, mesh = LinenAdapter(module), _jax.make_data_mesh(jax.devices()[:1])
 
     def loss_terms(outputs: jax.Array, batch: Batch) -> list[LossTerm]:
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), batch.targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            outputs.astype(jnp.float32), batch.targets
+        )
         return [LossTerm(jnp.sum(losses), float(losses.size))]
 
-    parts, batch = StepParts(adapter.apply, loss_terms, lambda outputs, batch: ()), Batch(inputs, targets)
+    parts, batch = (
+        StepParts(adapter.apply, loss_terms, lambda outputs, batch: ()),
+        Batch(inputs, targets),
+    )
     state = _jax.replicate(create_state(*adapter.init(inputs, seed=0), optimizer, seed=0), mesh)
-    step = make_train_step(parts, optimizer, mesh, reduction=default_reduction(jax.devices()[0].platform, 1))
+    step = make_train_step(
+        parts, optimizer, mesh, reduction=default_reduction(jax.devices()[0].platform, 1)
+    )
     held = [state, _jax.replicate(zero_sums(parts, state, batch, mesh), mesh)]
 
     def run() -> None:
@@ -110,14 +141,23 @@ def run_bare(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], i
 
     module, optimizer, inputs, targets = jax_problem(args, model)
     given = inputs if isinstance(inputs, tuple) else (inputs,)
-    variables = jax.jit(lambda key: module.init(key, *[x[:1] for x in given], train=False))(jax.random.key(0))
-    params, rest = variables["params"], {name: value for name, value in variables.items() if name != "params"}
+    variables = jax.jit(lambda key: module.init(key, *[x[:1] for x in given], train=False))(
+        jax.random.key(0)
+    )
+    params, rest = (
+        variables["params"],
+        {name: value for name, value in variables.items() if name != "params"},
+    )
 
     def step(params: Any, rest: Any, opt_state: Any, number: Any) -> Any:
         def objective(params: Any) -> Any:
             rngs = {"dropout": jax.random.fold_in(jax.random.key(0), number)}
-            outputs, changed = module.apply({"params": params, **rest}, *given, train=True, rngs=rngs, mutable=list(rest))
-            losses = optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), targets)
+            outputs, changed = module.apply(
+                {"params": params, **rest}, *given, train=True, rngs=rngs, mutable=list(rest)
+            )
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                outputs.astype(jnp.float32), targets
+            )
             return losses.mean(), changed
 
         (_, rest), grads = jax.value_and_grad(objective, has_aux=True)(params)
@@ -144,7 +184,9 @@ def run_torch(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], 
         import torchvision  # pyright: ignore[reportMissingImports]
 
         net: Any = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
-        images = torch.randn(size, 3, args.image_size, args.image_size, device=device).to(memory_format=torch.channels_last)
+        images = torch.randn(size, 3, args.image_size, args.image_size, device=device).to(
+            memory_format=torch.channels_last
+        )
         given, targets = (images,), torch.arange(size, device=device) % 1000
         optimizer: Any = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     else:
@@ -159,7 +201,9 @@ def run_torch(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], 
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device, torch.bfloat16):
                 outputs = compiled(*given)
-                loss = torch.nn.functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+                loss = torch.nn.functional.cross_entropy(
+                    outputs.flatten(0, -2).float(), targets.flatten()
+                )
             loss.backward()
             optimizer.step()
         if device == "cuda":
@@ -169,17 +213,25 @@ def run_torch(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], 
 
 
 def make_torch_transformer(torch: Any) -> Any:
-    """Returns a Transformer-big of PyTorch's own layers, with one matrix for embeddings and logits."""
+    """Returns a Transformer-big of PyTorch's own layers, with one matrix for embeddings and
+    logits.
+    """
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = torch.nn.Embedding(33708, 1024)
-            self.body = torch.nn.Transformer(1024, 16, 6, 6, 4096, dropout=0.3, batch_first=True, norm_first=True)
+            self.body = torch.nn.Transformer(
+                1024, 16, 6, 6, 4096, dropout=0.3, batch_first=True, norm_first=True
+            )
 
         def forward(self, sources: Any, targets: Any) -> Any:
-            mask = torch.nn.Transformer.generate_square_subsequent_mask(targets.shape[1], device=targets.device)
-            out = self.body(self.embedding(sources), self.embedding(targets), tgt_mask=mask, tgt_is_causal=True)
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(
+                targets.shape[1], device=targets.device
+            )
+            out = self.body(
+                self.embedding(sources), self.embedding(targets), tgt_mask=mask, tgt_is_causal=True
+            )
             return out @ self.embedding.weight.T
 
     return Net()
@@ -192,14 +244,20 @@ def work(args: argparse.Namespace, model: str, contender: str) -> None:
 
         if args.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")
-    run, num_params = {"tnt_jax": run_tnt, "bare jax": run_bare, "torch": run_torch}[contender](args, model)
+    run, num_params = {"tnt_jax": run_tnt, "bare jax": run_bare, "torch": run_torch}[contender](
+        args, model
+    )
     run()
     times = []
     for _ in range(args.rounds):
         start = time.perf_counter()
         run()
         times.append((time.perf_counter() - start) / args.steps)
-    print("RESULT " + json.dumps({"seconds": times, "num_params": num_params, **device_facts(args, contender)}), flush=True)
+    print(
+        "RESULT "
+        + json.dumps({"seconds": times, "num_params": num_params, **device_facts(args, contender)}),
+        flush=True,
+    )
 
 
 def device_facts(args: argparse.Namespace, contender: str) -> dict[str, Any]:
@@ -208,16 +266,27 @@ def device_facts(args: argparse.Namespace, contender: str) -> dict[str, Any]:
 
         on_gpu = args.platform == "gpu"
         name = torch.cuda.get_device_name() if on_gpu else "cpu"
-        return {"device": name, "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, "version": torch.__version__}
+        return {
+            "device": name,
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "version": torch.__version__,
+        }
     import jax
 
     device = jax.devices()[0]
     memory = device.memory_stats() or {}
-    return {"device": device.device_kind, "peak_bytes": memory.get("peak_bytes_in_use"), "version": jax.__version__}
+    return {
+        "device": device.device_kind,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "version": jax.__version__,
+    }
 
 
 def report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    print(f"{'model':16} {'contender':10} {'ms/step':>8} {'spread':>8} {'items/s':>10} {'of peak':>8} {'GiB':>6}  device")
+    print(
+        f"{'model':16} {'contender':10} {'ms/step':>8} {'spread':>8} {'items/s':>10} "
+        f"{'of peak':>8} {'GiB':>6}  device"
+    )
     for row in results:
         step = statistics.median(row["seconds"])
         items = batch_size_of(args, row["model"]) * (1 if row["model"] == "resnet50" else 64)
@@ -243,13 +312,30 @@ def main() -> None:
                 print(f"{model}: PyTorch is left out: {' and '.join(needs)} must be installed.")
                 continue
             # A process of its own, because each library keeps the memory that it has taken.
-            command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--worker", model, contender]
+            command = [
+                sys.executable,
+                os.path.abspath(__file__),
+                *sys.argv[1:],
+                "--worker",
+                model,
+                contender,
+            ]
             output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             found = next(line for line in output.splitlines() if line.startswith("RESULT "))
-            results.append({"model": model, "contender": contender, **json.loads(found.removeprefix("RESULT "))})
+            results.append(
+                {
+                    "model": model,
+                    "contender": contender,
+                    **json.loads(found.removeprefix("RESULT ")),
+                }
+            )
     report(args, results)
     if args.output:
-        about = {"arguments": vars(args), "python": platform.python_version(), "host": platform.machine()}
+        about = {
+            "arguments": vars(args),
+            "python": platform.python_version(),
+            "host": platform.machine(),
+        }
         Path(args.output).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

@@ -1,13 +1,16 @@
-"""Training steps whose gradients travel while the program computes, and how fast such steps could be at best.
+"""Training steps whose gradients travel while the program computes, and how fast such steps could
+be at best.
 
 Contenders of `benchmarks/allreduce.py`, all the same network and the same bytes:
 
 - `beside`: the bytes travel from the start of the step on. What sending takes from the processor.
-- `from first gradient`: the bytes travel from the moment on at which the first gradient exists, and nothing is added up. No step whose
-  weights are complete when it ends can be faster than sending from there on.
-- `ring deferred`: the step ends when all sums have started. The next one waits for a layer's sum, and updates its weights, right before the
-  layer is used, and the sums of first layers overtake those of last layers (Jayarajan et al. 2019, arXiv:1905.03960). It computes the
-  same numbers, one step later; a last call would have to complete the weights.
+- `from first gradient`: the bytes travel from the moment on at which the first gradient exists, and
+  nothing is added up. No step whose weights are complete when it ends can be faster than sending
+  from there on.
+- `ring deferred`: the step ends when all sums have started. The next one waits for a layer's sum,
+  and updates its weights, right before the layer is used, and the sums of first layers overtake
+  those of last layers (Jayarajan et al. 2019, arXiv:1905.03960). It computes the same numbers, one
+  step later; a last call would have to complete the weights.
 """
 
 import socket
@@ -17,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.ring import Ring
+from tnt_jax.distributed.cpu_ring.ring import Ring
 
 LEARNING_RATE = 0.01
 
@@ -31,7 +34,10 @@ class Link:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        self._threads = [threading.Thread(target=self._send), threading.Thread(target=self._receive)]
+        self._threads = [
+            threading.Thread(target=self._send),
+            threading.Thread(target=self._receive),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -68,7 +74,14 @@ def beside(step: Callable[[], None] | None, link: Link, *, starts: bool) -> Call
 
 
 def step(
-    exchange: str, loss: Callable, params: list[Any], x: Any, *, ring: Ring | None, link: Link | None, tickets: list[Any]
+    exchange: str,
+    loss: Callable,
+    params: list[Any],
+    x: Any,
+    *,
+    ring: Ring | None,
+    link: Link | None,
+    tickets: list[Any],
 ) -> tuple[Any, Any]:
     """Returns updated weights and what the program must return besides, inside a jitted program.
 
@@ -83,14 +96,22 @@ def step(
     """
     import jax
 
-    from tnt_jax.backward_order import trace_grads
+    from tnt_jax.distributed.backward_order import trace_grads
 
     if ring is not None:
-        grads, updated = jax.grad(lambda params: deferred_loss(ring, tickets, params, x), has_aux=True)(params)
+        grads, updated = jax.grad(
+            lambda params: deferred_loss(ring, tickets, params, x), has_aux=True
+        )(params)
         return updated, start_sums(ring, tickets, grads)
     _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), params)
-    started = start_at_first_gradient(link, grads, order) if link is not None and exchange == "from first gradient" else None
-    return [param - LEARNING_RATE * grad for param, grad in zip(params, grads, strict=True)], started
+    started = (
+        start_at_first_gradient(link, grads, order)
+        if link is not None and exchange == "from first gradient"
+        else None
+    )
+    return [
+        param - LEARNING_RATE * grad for param, grad in zip(params, grads, strict=True)
+    ], started
 
 
 def start_at_first_gradient(link: Link, grads: Sequence[Any], order: Sequence[int]) -> Any:
@@ -106,7 +127,9 @@ def start_at_first_gradient(link: Link, grads: Sequence[Any], order: Sequence[in
 
 
 def start_sums(ring: Ring, tickets: list[Any], grads: Sequence[Any]) -> Any:
-    """Starts the sum of each gradient when it is finished, inside a jitted program; returns what is there when all have started."""
+    """Starts the sum of each gradient when it is finished, inside a jitted program; returns what is
+    there when all have started.
+    """
     import jax
     from jax.experimental import io_callback
 
@@ -118,14 +141,19 @@ def start_sums(ring: Ring, tickets: list[Any], grads: Sequence[Any]) -> Any:
     for index in reversed(range(len(grads))):
         # Each start waits for the one before, so that all processes start in one order.
         begin = io_callback(
-            lambda grad, _, index=index: start(index, grad), jax.ShapeDtypeStruct((), np.int32), grads[index], before
+            lambda grad, _, index=index: start(index, grad),
+            jax.ShapeDtypeStruct((), np.int32),
+            grads[index],
+            before,
         )
         before = begin
     return before
 
 
 def wait_for_sum(ring: Ring, tickets: list[Any], index: int, like: Any, after: Any) -> Any:
-    """Returns the sum of a gradient inside a jitted program, which waits for it once `after`, a number, is computed."""
+    """Returns the sum of a gradient inside a jitted program, which waits for it once `after`, a
+    number, is computed.
+    """
     import jax
     from jax.experimental import io_callback
 
@@ -136,8 +164,12 @@ def wait_for_sum(ring: Ring, tickets: list[Any], index: int, like: Any, after: A
     return io_callback(wait, jax.ShapeDtypeStruct(like.shape, like.dtype), after)
 
 
-def deferred_loss(ring: Ring, tickets: list[Any], params: Sequence[Any], x: Any) -> tuple[Any, list[Any]]:
-    """Returns the loss of the MLP with weights updated by the sums of the step before, and these weights."""
+def deferred_loss(
+    ring: Ring, tickets: list[Any], params: Sequence[Any], x: Any
+) -> tuple[Any, list[Any]]:
+    """Returns the loss of the MLP with weights updated by the sums of the step before, and these
+    weights.
+    """
     import jax
     import jax.numpy as jnp
 

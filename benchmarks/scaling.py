@@ -1,15 +1,20 @@
 """Weak and strong scaling of training on CPUs: tnt_jax, PyTorch, TensorFlow and Keras 3 in one run.
 
-Ranks are processes, each bound to a core of its own, or the virtual devices of one process; the time with one rank is the time on one
-core, so that one against two ranks is a real measurement on two cores. Weak scaling keeps the rows of a rank, strong scaling those of the
-whole batch. Efficiency is t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other work on the machine
-disturbs least. Everybody trains with SGD with momentum on arrays in memory, in the loop that the library's users write.
+Ranks are processes, each bound to a core of its own, or the virtual devices of one process; the
+time with one rank is the time on one core, so that one against two ranks is a real measurement on
+two cores. Weak scaling keeps the rows of a rank, strong scaling those of the whole batch.
+Efficiency is t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other
+work on the machine disturbs least. Everybody trains with SGD with momentum on arrays in memory, in
+the loop that the library's users write.
 
-    TNT_JAX_DATA=data python benchmarks/scaling.py --output benchmarks/results/scaling.json --picture benchmarks/results/scaling.png
+    TNT_JAX_DATA=data python benchmarks/scaling.py --output benchmarks/results/scaling.json
+    --picture benchmarks/results/scaling.png
 
-On hosts with rate-limited links, a command prefix places the processes (and one-rank runs on the first host):
+On hosts with rate-limited links, a command prefix places the processes (and one-rank runs on the
+first host):
 
-    python benchmarks/scaling.py --kinds processes --prefix "netcluster exec node{number} --" --address 10.77.0.{number}
+    python benchmarks/scaling.py --kinds processes --prefix "netcluster exec node{number} --"
+    --address 10.77.0.{number}
 """
 
 import argparse
@@ -27,7 +32,10 @@ from typing import Any
 
 from scaling_models import SIZES
 
-CONTENDERS = ("tnt_jax", "tnt_jax, XLA's sums", "PyTorch DDP", "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel")
+CONTENDERS = (
+    "tnt_jax", "tnt_jax, joined XLA sums", "tnt_jax, XLA's sums", "PyTorch DDP",
+    "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel",
+)  # fmt: skip
 # Who can drive several virtual devices in one process.
 ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
 KINDS = ("processes", "virtual devices")
@@ -37,21 +45,48 @@ LIBRARIES = ("jax", "flax", "torch", "tensorflow", "tensorflow-cpu", "keras")
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--models", nargs="+", choices=SIZES, default=["mlp", "resnet20", "transformer_tiny"], help="(default: all but resnet50)")
-    add("--data", nargs="+", choices=("synthetic", "real"), default=["synthetic", "real"], help="real data needs TNT_JAX_DATA")
-    add("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks; the first is compared with (default: 1 2)")
+    add(
+        "--models",
+        nargs="+",
+        choices=SIZES,
+        default=["mlp", "resnet20", "transformer_tiny"],
+        help="(default: all but resnet50)",
+    )
+    add(
+        "--data",
+        nargs="+",
+        choices=("synthetic", "real"),
+        default=["synthetic", "real"],
+        help="real data needs TNT_JAX_DATA",
+    )
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[1, 2],
+        help="numbers of ranks; the first is compared with (default: 1 2)",
+    )
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what a rank is (default: both)")
     add("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="(default: all)")
     add("--rounds", type=int, default=7, help="measured rounds (default: 7)")
-    add("--prefix", default="", help="command that starts a process elsewhere; {number} is its number from 1")
-    add("--address", default="127.0.0.1", help="address of a process; {number} is its number from 1")
+    add(
+        "--prefix",
+        default="",
+        help="command that starts a process elsewhere; {number} is its number from 1",
+    )
+    add(
+        "--address", default="127.0.0.1", help="address of a process; {number} is its number from 1"
+    )
     add("--port", type=int, default=24450, help="first of the ports to use (default: 24450)")
     add("--timeout", type=int, default=300, help="seconds that a contender may take (default: 300)")
     add("--output", help="JSON file for the results")
     add("--picture", help="PNG file for the efficiencies")
     args = parser.parse_args()
     if "real" in args.data and "TNT_JAX_DATA" not in os.environ:
-        parser.error("real data needs TNT_JAX_DATA, the folder of fashion_mnist and tatoeba_ende; or choose --data synthetic")
+        parser.error(
+            "real data needs TNT_JAX_DATA, the folder of fashion_mnist and tatoeba_ende; or "
+            "choose --data synthetic"
+        )
     return args
 
 
@@ -63,30 +98,65 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows = SIZES[model].rows
         for num in args.ranks:
             # One rank is the same in both kinds.
-            kinds = [kind for kind in args.kinds if kind == KINDS[0] or name in ON_VIRTUAL_DEVICES] if num > 1 else KINDS[:1]
-            for kind, batch in itertools.product(kinds, sorted({num * rows, max(args.ranks) * rows})):
+            kinds = (
+                [kind for kind in args.kinds if kind == KINDS[0] or name in ON_VIRTUAL_DEVICES]
+                if num > 1
+                else KINDS[:1]
+            )
+            for kind, batch in itertools.product(
+                kinds, sorted({num * rows, max(args.ranks) * rows})
+            ):
                 processes = num if kind == KINDS[0] else 1
                 tasks.append(
-                    {"model": model, "data": data, "ranks": num, "batch": batch, "kind": kind, "contender": name,
-                     "processes": processes, "rounds": args.rounds}
-                )  # fmt: skip
+                    {
+                        "model": model,
+                        "data": data,
+                        "ranks": num,
+                        "batch": batch,
+                        "kind": kind,
+                        "contender": name,
+                        "processes": processes,
+                        "rounds": args.rounds,
+                    }
+                )
     return tasks
 
 
 def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[str, Any]:
-    """Returns the seconds of a step in each round, or the reason why there are none."""
-    addresses = [f"{args.address.format(number=n + 1)}:{port + n}" for n in range(task["processes"])]
+    """Returns the seconds of a step in each round and of the first steps, or the reason why there
+    are none.
+    """
+    addresses = [
+        f"{args.address.format(number=n + 1)}:{port + n}" for n in range(task["processes"])
+    ]
     description = json.dumps({**task, "addresses": addresses})
     worker = [sys.executable, str(Path(__file__).with_name("scaling_worker.py")), description]
     running = []
     for process in range(task["processes"]):
-        cores = str(process % (os.cpu_count() or 1)) if task["kind"] == "processes" else f"0-{task['ranks'] - 1}"
-        command = [*shlex.split(args.prefix.format(number=process + 1)), "taskset", "-c", cores, *worker, str(process)]
+        cores = (
+            str(process % (os.cpu_count() or 1))
+            if task["kind"] == "processes"
+            else f"0-{task['ranks'] - 1}"
+        )
+        command = [
+            *shlex.split(args.prefix.format(number=process + 1)),
+            "taskset",
+            "-c",
+            cores,
+            *worker,
+            str(process),
+        ]
         environment = {**os.environ, **environment_of(task, process, addresses)}
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     deadline, outputs = time.monotonic() + args.timeout, []
     try:
-        outputs = [process.communicate(timeout=max(1, deadline - time.monotonic())) for process in running]
+        outputs = [
+            process.communicate(timeout=max(1, deadline - time.monotonic())) for process in running
+        ]
     except subprocess.TimeoutExpired:
         return {"reason": f"no result within {args.timeout} s"}
     finally:
@@ -94,7 +164,7 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
             process.kill()
     found = [line for line in outputs[0][0].splitlines() if line.startswith("RESULT ")]
     if found:
-        return {"seconds": json.loads(found[0].removeprefix("RESULT "))}
+        return json.loads(found[0].removeprefix("RESULT "))
     messages = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
     return {"reason": messages[-1][:300] if messages else f"exit code {running[0].returncode}"}
 
@@ -127,11 +197,18 @@ def environment_of(task: dict[str, Any], process: int, addresses: list[str]) -> 
 
 
 def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns for each contender and number of ranks above the first: its times and efficiencies."""
+    """Returns for each contender and number of ranks above the first: its times and
+    efficiencies.
+    """
 
     def fastest_s(like: dict[str, Any], *, ranks: int, batch: int) -> float | None:
         kind = KINDS[0] if ranks == 1 else like["kind"]
-        wanted = {**{key: like[key] for key in ("model", "data", "contender")}, "kind": kind, "ranks": ranks, "batch": batch}
+        wanted = {
+            **{key: like[key] for key in ("model", "data", "contender")},
+            "kind": kind,
+            "ranks": ranks,
+            "batch": batch,
+        }
         found = [row for row in rows if wanted.items() <= row.items() and "seconds" in row]
         return min(found[0]["seconds"]) if found else None
 
@@ -142,10 +219,14 @@ def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[d
             continue
         weak = [fastest_s(row, ranks=n, batch=n * own) for n in (first, ranks)]
         strong = [fastest_s(row, ranks=n, batch=most * own) for n in (first, ranks)]
-        line = {key: row[key] for key in ("model", "data", "contender", "kind", "ranks")} | {"reason": row.get("reason")}
+        line = {key: row[key] for key in ("model", "data", "contender", "kind", "ranks")} | {
+            "reason": row.get("reason")
+        }
         line |= {"weak_s": weak, "strong_s": strong}
         line["weak"] = weak[0] / weak[1] if weak[0] and weak[1] else None
-        line["strong"] = strong[0] * first / (ranks * strong[1]) if strong[0] and strong[1] else None
+        line["strong"] = (
+            strong[0] * first / (ranks * strong[1]) if strong[0] and strong[1] else None
+        )
         lines.append(line)
     return lines
 
@@ -153,7 +234,8 @@ def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[d
 def table(lines: list[dict[str, Any]]) -> str:
     """Returns efficiencies as a Markdown table."""
     text = [
-        "| model | data | contender | ranks | ms, 1 rank | ms, all, weak | weak | ms, 1 rank, whole batch | ms, all, strong | strong |",
+        "| model | data | contender | ranks | ms, 1 rank | ms, all, weak | weak | ms, 1 rank, "
+        "whole batch | ms, all, strong | strong |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
 
@@ -161,27 +243,46 @@ def table(lines: list[dict[str, Any]]) -> str:
         return "-" if value is None else f"{value * 1e3:.1f}"
 
     for line in lines:
-        start = f"| {line['model']} | {line['data']} | {line['contender']} | {line['ranks']} {line['kind']} |"
+        start = (
+            f"| {line['model']} | {line['data']} | {line['contender']} | {line['ranks']} "
+            f"{line['kind']} |"
+        )
         if line["reason"]:
             text.append(f"{start} did not run: {line['reason'].replace('|', '/')} | | | | | |")
             continue
         shares = ["-" if line[name] is None else f"{line[name]:.2f}" for name in ("weak", "strong")]
         (one, all_), (whole, strong) = line["weak_s"], line["strong_s"]
-        text.append(f"{start} {ms(one)} | {ms(all_)} | {shares[0]} | {ms(whole)} | {ms(strong)} | {shares[1]} |")
+        text.append(
+            f"{start} {ms(one)} | {ms(all_)} | {shares[0]} | {ms(whole)} | {ms(strong)} | "
+            f"{shares[1]} |"
+        )
     return "\n".join(text)
 
 
 def draw(lines: list[dict[str, Any]], path: str) -> None:
-    """Draws the efficiencies with the most ranks, weak and strong, for each model and kind of data."""
+    """Draws the efficiencies with the most ranks, weak and strong, for each model and kind of
+    data.
+    """
     from matplotlib import pyplot as plt
 
     most = max(line["ranks"] for line in lines)
     groups = sorted({(line["model"], line["data"]) for line in lines})
-    figure, axes = plt.subplots(1, len(groups), figsize=(2 + 2.6 * len(groups), 4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(2 + 2.6 * len(groups), 4), sharey=True, squeeze=False
+    )
     for axis, group in zip(axes[0], groups, strict=True):
-        chosen = [line for line in lines if (line["model"], line["data"]) == group and line["ranks"] == most]
+        chosen = [
+            line
+            for line in lines
+            if (line["model"], line["data"]) == group and line["ranks"] == most
+        ]
         for shift, name in ((-0.2, "weak"), (0.2, "strong")):
-            axis.barh([i + shift for i in range(len(chosen))], [line[name] or 0 for line in chosen], 0.38, label=name)
+            axis.barh(
+                [i + shift for i in range(len(chosen))],
+                [line[name] or 0 for line in chosen],
+                0.38,
+                label=name,
+            )
         labels = [f"{line['contender']}\n{line['kind']}" for line in chosen]
         axis.set_yticks(range(len(chosen)), labels, fontsize=7)
         axis.axvline(1, color="black", linewidth=1)
@@ -215,16 +316,25 @@ def main() -> None:
             if "seconds" in result
             else result["reason"]
         )
-        description = " ".join(str(task[key]) for key in ("model", "data", "contender", "ranks", "kind"))
-        print(f"{number + 1}/{len(tasks)} {description}, batch {task['batch']}: {told}", file=sys.stderr, flush=True)
+        description = " ".join(
+            str(task[key]) for key in ("model", "data", "contender", "ranks", "kind")
+        )
+        print(
+            f"{number + 1}/{len(tasks)} {description}, batch {task['batch']}: {told}",
+            file=sys.stderr,
+            flush=True,
+        )
     lines = efficiencies(args, rows)
     print(table(lines))
     if args.output:
         about = {
-            "arguments": vars(args), "versions": versions(), "cpus": os.cpu_count(), "machine": platform.machine(),
+            "arguments": vars(args), "versions": versions(), "cpus": os.cpu_count(),
+            "machine": platform.machine(),
             "load_before": load_before, "load_after": os.getloadavg(),
         }  # fmt: skip
-        Path(args.output).write_text(json.dumps({**about, "efficiencies": lines, "rows": rows}, indent=1) + "\n")
+        Path(args.output).write_text(
+            json.dumps({**about, "efficiencies": lines, "rows": rows}, indent=1) + "\n"
+        )
     if args.picture:
         draw(lines, args.picture)
 

@@ -1,6 +1,8 @@
-"""Models and data of `benchmarks/scaling.py`: the same architectures in Flax, PyTorch and Keras, on random or on real data.
+"""Models and data of `benchmarks/scaling.py`: the same architectures in Flax, PyTorch and Keras, on
+random or on real data.
 
-Libraries are imported by the function that needs them, because each contender runs in processes of its own.
+Libraries are imported by the function that needs them, because each contender runs in processes of
+its own.
 """
 
 import gzip
@@ -41,7 +43,9 @@ SIZES = {
 
 
 def load(model: str, *, real: bool, num_rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Returns inputs, each `[rows, ...]`, and labels: random ones, or Fashion-MNIST and sentence pairs below `TNT_JAX_DATA`."""
+    """Returns inputs, each `[rows, ...]`, and labels: random ones, or Fashion-MNIST and sentence
+    pairs below `TNT_JAX_DATA`.
+    """
     if real:
         inputs, labels = _sentences() if model == "transformer_tiny" else _fashion()
         # Repeated where a run needs more than there is.
@@ -60,13 +64,17 @@ def _fashion() -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     images = gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())
     labels = gzip.decompress((folder / "train-labels-idx1-ubyte.gz").read_bytes())
     pixels = np.frombuffer(images, np.uint8, offset=16).reshape(-1, 28, 28, 1)
-    return (pixels.astype(np.float32) / 255,), np.frombuffer(labels, np.uint8, offset=8).astype(np.int32)
+    return (pixels.astype(np.float32) / 255,), np.frombuffer(labels, np.uint8, offset=8).astype(
+        np.int32
+    )
 
 
 def _sentences() -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     path = Path(os.environ["TNT_JAX_DATA"]) / "tatoeba_ende" / "train.eng-deu.tsv.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        pairs = [line.rstrip("\n").split("\t")[-2:] for line, _ in zip(file, range(20000), strict=False)]
+        pairs = [
+            line.rstrip("\n").split("\t")[-2:] for line, _ in zip(file, range(20000), strict=False)
+        ]
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         rows = [text.encode()[:NUM_TOKENS].ljust(NUM_TOKENS, b"\0") for text in texts]
@@ -95,31 +103,46 @@ def make_flax(model: str) -> Any:
         return MLP()
     if model == "transformer_tiny":
         return Transformer(
-            vocab_size=VOCABULARY, width=WIDTH, num_heads=NUM_HEADS, filter_dim=FILTER, num_layers=NUM_LAYERS,
+            vocab_size=VOCABULARY, width=WIDTH, num_heads=NUM_HEADS, filter_dim=FILTER,
+            num_layers=NUM_LAYERS,
             dropout=0.0, attention_dropout=0.0, relu_dropout=0.0,
         )  # fmt: skip
     return resnet20() if model == "resnet20" else resnet50(num_classes=1000)
 
 
 def make_torch(model: str, image_channels: int) -> Any:
-    """Returns a PyTorch module that takes images `[rows, channels, height, width]`, or sources and targets."""
+    """Returns a PyTorch module that takes images `[rows, channels, height, width]`, or sources and
+    targets.
+    """
     import torch
     from torch import nn
 
     if model == "resnet50":
         return _torch_resnet50()
     if model == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 1024),
+            nn.ReLU(),
+            nn.Linear(1024, 1024),
+            nn.ReLU(),
+            nn.Linear(1024, 10),
+        )
 
     class Block(nn.Module):
         def __init__(self, before: int, width: int) -> None:
             super().__init__()
             stride = 1 if before == width else 2
             self.body = nn.Sequential(
-                nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+                nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width),
+                nn.ReLU(),
                 nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
             )  # fmt: skip
-            self.shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+            self.shortcut = (
+                nn.Identity()
+                if before == width
+                else nn.Conv2d(before, width, 1, stride, bias=False)
+            )
 
         def forward(self, x: Any) -> Any:
             return torch.relu(self.body(x) + self.shortcut(x))
@@ -128,11 +151,22 @@ def make_torch(model: str, image_channels: int) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-            self.body = nn.Transformer(WIDTH, NUM_HEADS, NUM_LAYERS, NUM_LAYERS, FILTER, 0.0, batch_first=True, norm_first=True)
+            self.body = nn.Transformer(
+                WIDTH,
+                NUM_HEADS,
+                NUM_LAYERS,
+                NUM_LAYERS,
+                FILTER,
+                0.0,
+                batch_first=True,
+                norm_first=True,
+            )
 
         def forward(self, sources: Any, targets: Any) -> Any:
             mask = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
-            out = self.body(self.embedding(sources), self.embedding(targets), tgt_mask=mask, tgt_is_causal=True)
+            out = self.body(
+                self.embedding(sources), self.embedding(targets), tgt_mask=mask, tgt_is_causal=True
+            )
             return out @ self.embedding.weight.T
 
     if model == "transformer_tiny":
@@ -144,12 +178,17 @@ def make_torch(model: str, image_channels: int) -> Any:
 
 
 def _torch_resnet50() -> Any:
-    """Returns ResNet-50 with the stride in the 3x3 convolutions, 25,557,032 parameters, as torchvision's."""
+    """Returns ResNet-50 with the stride in the 3x3 convolutions, 25,557,032 parameters, as
+    torchvision's.
+    """
     import torch
     from torch import nn
 
     def convolve(before: int, width: int, size: int, stride: int = 1) -> list[Any]:
-        return [nn.Conv2d(before, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)]
+        return [
+            nn.Conv2d(before, width, size, stride, size // 2, bias=False),
+            nn.BatchNorm2d(width),
+        ]
 
     class Bottleneck(nn.Module):
         def __init__(self, before: int, width: int, stride: int) -> None:
@@ -161,7 +200,11 @@ def _torch_resnet50() -> Any:
                 nn.ReLU(),
                 *convolve(width, 4 * width, 1),
             )
-            self.shortcut = nn.Identity() if before == 4 * width else nn.Sequential(*convolve(before, 4 * width, 1, stride))
+            self.shortcut = (
+                nn.Identity()
+                if before == 4 * width
+                else nn.Sequential(*convolve(before, 4 * width, 1, stride))
+            )
 
         def forward(self, x: Any) -> Any:
             return torch.relu(self.body(x) + self.shortcut(x))
@@ -172,11 +215,15 @@ def _torch_resnet50() -> Any:
             blocks.append(Bottleneck(before, width, 2 if index == 0 and width > 64 else 1))
             before = 4 * width
     stem = [*convolve(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)
+    )
 
 
 def make_keras(model: str, shape: Sequence[int]) -> Any:
-    """Returns a Keras 3 model on whatever backend Keras runs on, for images of a shape or for sources and targets."""
+    """Returns a Keras 3 model on whatever backend Keras runs on, for images of a shape or for
+    sources and targets.
+    """
     import keras
     from keras import layers
 
@@ -184,16 +231,24 @@ def make_keras(model: str, shape: Sequence[int]) -> Any:
         options: dict[str, Any] = {"weights": None, "classifier_activation": None}
         return keras.applications.ResNet50(input_shape=tuple(shape), **options)
     if model == "mlp":
-        widths = [layers.Dense(1024, activation="relu"), layers.Dense(1024, activation="relu"), layers.Dense(10)]
+        widths = [
+            layers.Dense(1024, activation="relu"),
+            layers.Dense(1024, activation="relu"),
+            layers.Dense(10),
+        ]
         return keras.Sequential([keras.Input(tuple(shape)), layers.Flatten(), *widths])
-    return _keras_translator(keras) if model == "transformer_tiny" else _keras_resnet20(keras, shape)
+    return (
+        _keras_translator(keras) if model == "transformer_tiny" else _keras_resnet20(keras, shape)
+    )
 
 
 def _keras_resnet20(keras: Any, shape: Sequence[int]) -> Any:
     layers = keras.layers
 
     def convolve(x: Any, width: int, stride: int) -> Any:
-        return layers.BatchNormalization()(layers.Conv2D(width, 3, stride, "same", use_bias=False)(x))
+        return layers.BatchNormalization()(
+            layers.Conv2D(width, 3, stride, "same", use_bias=False)(x)
+        )
 
     inputs = keras.Input(tuple(shape))
     x = layers.ReLU()(convolve(inputs, 16, 1))
@@ -214,9 +269,14 @@ def _keras_translator(keras: Any) -> Any:
         return x + attention(normal, normal if memory is None else memory, use_causal_mask=causal)
 
     def feed_forward(x: Any) -> Any:
-        return x + layers.Dense(WIDTH)(layers.Dense(FILTER, activation="relu")(layers.LayerNormalization()(x)))
+        return x + layers.Dense(WIDTH)(
+            layers.Dense(FILTER, activation="relu")(layers.LayerNormalization()(x))
+        )
 
-    sources, targets = keras.Input((NUM_TOKENS,), dtype="int32"), keras.Input((NUM_TOKENS,), dtype="int32")
+    sources, targets = (
+        keras.Input((NUM_TOKENS,), dtype="int32"),
+        keras.Input((NUM_TOKENS,), dtype="int32"),
+    )
     embedding = layers.ReversibleEmbedding(VOCABULARY, WIDTH)
     memory, x = embedding(sources), embedding(targets)
     for _ in range(NUM_LAYERS):
@@ -227,4 +287,8 @@ def _keras_translator(keras: Any) -> Any:
     return keras.Model([sources, targets], embedding(layers.LayerNormalization()(x), reverse=True))
 
 
-MODELS: dict[str, Callable[..., Any]] = {"flax": make_flax, "torch": make_torch, "keras": make_keras}
+MODELS: dict[str, Callable[..., Any]] = {
+    "flax": make_flax,
+    "torch": make_torch,
+    "keras": make_keras,
+}
