@@ -1,4 +1,5 @@
-"""Trains a small convolutional network on handwritten digits: scikit-learn's bundled 8x8 images, or any image set of TFDS.
+"""Trains a small convolutional network on handwritten digits: scikit-learn's bundled 8x8 images, or
+any image set of TFDS.
 
     python examples/digits.py                     # every device of this machine, one process
     tnt-jax -n 2 -- examples/digits.py            # two processes
@@ -31,7 +32,9 @@ class DigitNet(nn.Module):
         for features in (16, 32):
             x = nn.Conv(features, (3, 3))(x)
             # Statistics over the whole global batch, on any number of ranks.
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="data")(x))
+            x = nn.relu(
+                nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="data")(x)
+            )
             x = nn.max_pool(x, (2, 2), (2, 2))
         x = nn.relu(nn.Dense(64)(x.reshape(len(x), -1)))
         x = nn.Dropout(0.3, deterministic=not train)(x)
@@ -39,7 +42,9 @@ class DigitNet(nn.Module):
 
 
 def sklearn_digits():
-    """Returns training and test images `[n, 8, 8, 1]` in [0, 1] with labels; every fifth image is for testing."""
+    """Returns training and test images `[n, 8, 8, 1]` in [0, 1] with labels; every fifth image is
+    for testing.
+    """
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -49,7 +54,9 @@ def sklearn_digits():
 
 
 def tfds_images(name):
-    """Returns training and test images `[n, height, width, channels]` in [0, 1] with labels, of a prepared TFDS set."""
+    """Returns training and test images `[n, height, width, channels]` in [0, 1] with labels, of a
+    prepared TFDS set.
+    """
     import tensorflow_datasets as tfds
 
     sets = tfds.load(name, split=["train", "test"], as_supervised=True, batch_size=-1)
@@ -58,16 +65,30 @@ def tfds_images(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="sklearn", help="sklearn, or tfds:NAME such as tfds:mnist (default: sklearn)")
-    parser.add_argument("--epochs", type=int, default=12, help="passes over the training images (default: 12)")
-    parser.add_argument("--batch-size", type=int, default=64, help="global batch over all ranks (default: 64)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
+    parser.add_argument(
+        "--data",
+        default="sklearn",
+        help="sklearn, or tfds:NAME such as tfds:mnist (default: sklearn)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=12, help="passes over the training images (default: 12)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="global batch over all ranks (default: 64)"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)"
+    )
     args = parser.parse_args()
 
     if args.data != "sklearn" and not args.data.startswith("tfds:"):
         parser.error(f"--data must be sklearn or tfds:NAME, but is {args.data!r}")
-    train, test = sklearn_digits() if args.data == "sklearn" else tfds_images(args.data.removeprefix("tfds:"))
-    train_set = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0])).batch(args.batch_size)
+    train, test = (
+        sklearn_digits() if args.data == "sklearn" else tfds_images(args.data.removeprefix("tfds:"))
+    )
+    train_set = (
+        tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0])).batch(args.batch_size)
+    )
     test_set = tf.data.Dataset.from_tensor_slices(test).batch(args.batch_size)
 
     model = tnt.Model(DigitNet())

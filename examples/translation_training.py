@@ -15,8 +15,9 @@ PAD_ID = 0
 class LabelSmoothedCrossentropy(tnt.losses.Loss):
     """Cross-entropy of tokens with smoothed targets, over all real tokens of the global batch.
 
-    The true token has the probability 1 - smoothing, each other one smoothing / (V - 1) (Szegedy et al. 2016, arXiv:1512.00567,
-    section 7). The entropy of that distribution is subtracted, so that a perfect model has the loss 0. Padding counts nowhere.
+    The true token has the probability 1 - smoothing, each other one smoothing / (V - 1) (Szegedy et
+    al. 2016, arXiv:1512.00567, section 7). The entropy of that distribution is subtracted, so that
+    a perfect model has the loss 0. Padding counts nowhere.
 
     Args:
         smoothing: Probability taken from the true token.
@@ -43,7 +44,7 @@ class TokenAccuracy(tnt.metrics.Metric):
     """Share of the real tokens that are the most probable ones."""
 
     def __init__(self):
-        super().__init__("accuracy")
+        super().__init__(name="accuracy")
 
     def increments(self, y_true, y_pred, weight=None):
         real = (y_true != PAD_ID).astype(jnp.float32)
@@ -57,7 +58,9 @@ class TokenAccuracy(tnt.metrics.Metric):
 
 
 class AverageWeights(tnt.callbacks.Callback):
-    """Keeps the weights of the last epochs, on the host (Vaswani et al. 2017, section 6.1, average the last 5 or 20 checkpoints).
+    """Keeps the weights of the last epochs, on the host (Vaswani et al.
+
+    2017, section 6.1, average the last 5 or 20 checkpoints).
 
     Args:
         num_epochs: Epochs to average; 0 keeps nothing and changes nothing.

@@ -1,4 +1,6 @@
-"""Reads, checks and changes the YAML configurations of `train.py`; it says which key it does not know and which one is near."""
+"""Reads, checks and changes the YAML configurations of `train.py`; it says which key it does not
+know and which one is near.
+"""
 
 import copy
 import difflib
@@ -6,7 +8,8 @@ import os
 
 import yaml
 
-# Every key that may stand in a section; those of data and model depend on the name and are checked where they are used.
+# Every key that may stand in a section; those of data and model depend on the name and are checked
+# where they are used.
 SECTIONS = {
     "description": None,
     "output_dir": None,
@@ -26,10 +29,23 @@ SECTIONS = {
         "weight_decay",
         "clipnorm",
     },
-    "training": {"batch_size", "n_epochs", "lr_warmup_epochs", "loss", "metrics", "lr_schedule", "label_smoothing"},
+    "training": {
+        "batch_size",
+        "n_epochs",
+        "lr_warmup_epochs",
+        "loss",
+        "metrics",
+        "lr_schedule",
+        "label_smoothing",
+    },
     "device": {"intra_threads"},
 }
-REQUIRED = {"data": ("name",), "model": ("name",), "optimizer": ("name", "lr"), "training": ("batch_size", "n_epochs", "loss")}
+REQUIRED = {
+    "data": ("name",),
+    "model": ("name",),
+    "optimizer": ("name", "lr"),
+    "training": ("batch_size", "n_epochs", "loss"),
+}
 NUMBERS = {
     "optimizer": SECTIONS["optimizer"] - {"name", "lr_scaling", "nesterov"},
     "training": {"batch_size", "n_epochs", "lr_warmup_epochs", "label_smoothing"},
@@ -62,7 +78,9 @@ def check(config):
     check_keys(config, SECTIONS, "the configuration")
     for section, keys in REQUIRED.items():
         if not isinstance(config.get(section), dict):
-            raise ValueError(f"The configuration needs a section {section!r} with {', '.join(keys)}.")
+            raise ValueError(
+                f"The configuration needs a section {section!r} with {', '.join(keys)}."
+            )
         missing = [key for key in keys if key not in config[section]]
         if missing:
             raise ValueError(f"The section {section!r} needs {', '.join(missing)}.")
@@ -74,9 +92,13 @@ def check(config):
             _check_number(config[section][key], f"{section}.{key}")
     scaling = config["optimizer"].get("lr_scaling", "linear")
     if scaling not in LR_SCALINGS:
-        raise ValueError(f"optimizer.lr_scaling must be one of {', '.join(LR_SCALINGS)}, but is {scaling!r}.")
+        raise ValueError(
+            f"optimizer.lr_scaling must be one of {', '.join(LR_SCALINGS)}, but is {scaling!r}."
+        )
     for part in config["training"].get("lr_schedule", ()):
-        check_keys(part, {"start_epoch", "end_epoch", "multiplier"}, "an entry of training.lr_schedule")
+        check_keys(
+            part, {"start_epoch", "end_epoch", "multiplier"}, "an entry of training.lr_schedule"
+        )
 
 
 def check_keys(given, known, where):
@@ -84,14 +106,17 @@ def check_keys(given, known, where):
     for key in given:
         if key not in known:
             raise ValueError(
-                f"{where[0].upper()}{where[1:]} has no key {key!r}.{nearest(key, known)} Known: {', '.join(sorted(known))}."
+                f"{where[0].upper()}{where[1:]} has no key {key!r}.{nearest(key, known)} Known: "
+                f"{', '.join(sorted(known))}."
             )
 
 
 def choose(name, table, kind):
     """Returns `table[name]`; a ValueError lists the known names."""
     if name not in table:
-        raise ValueError(f"There is no {kind} {name!r}.{nearest(name, table)} Known: {', '.join(sorted(table))}.")
+        raise ValueError(
+            f"There is no {kind} {name!r}.{nearest(name, table)} Known: {', '.join(sorted(table))}."
+        )
     return table[name]
 
 
@@ -120,11 +145,17 @@ def _set(config, change):
 def _check_number(value, where):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         # YAML 1.1 reads 1e-4 as text.
-        raise ValueError(f"{where} must be a number, but is {value!r}. Write a decimal point before an exponent, as in 1.0e-4.")
+        raise ValueError(
+            f"{where} must be a number, but is {value!r}. Write a decimal point before an "
+            f"exponent, as in 1.0e-4."
+        )
 
 
 def _expanded(path):
     expanded = os.path.expanduser(os.path.expandvars(path))
     if "$" in expanded:
-        raise ValueError(f"output_dir is {path}, but {expanded} still has a variable that the environment does not set.")
+        raise ValueError(
+            f"output_dir is {path}, but {expanded} still has a variable that the environment "
+            f"does not set."
+        )
     return expanded

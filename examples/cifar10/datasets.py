@@ -1,4 +1,6 @@
-"""The data sets that a configuration can name: each gives batches for training and validation, and what a model must know of them."""
+"""The data sets that a configuration can name: each gives batches for training and validation, and
+what a model must know of them.
+"""
 
 import gzip
 import inspect
@@ -30,7 +32,9 @@ def make(config, *, batch_size, seed):
         FileNotFoundError: If files are missing; the text says which.
     """
     loader = choose(config["name"], LOADERS, "data set")
-    known = {name for name, p in inspect.signature(loader).parameters.items() if p.kind is p.KEYWORD_ONLY} - {
+    known = {
+        name for name, p in inspect.signature(loader).parameters.items() if p.kind is p.KEYWORD_ONLY
+    } - {
         "batch_size",
         "seed",
     }
@@ -44,13 +48,17 @@ def dummy(*, batch_size, seed, input_shape=(64, 64, 3), n_train=1024, n_valid=10
     random = np.random.default_rng(seed)
 
     def part(size):
-        return random.standard_normal((size, *input_shape), np.float32), random.integers(0, n_classes, size).astype(np.int32)
+        return random.standard_normal((size, *input_shape), np.float32), random.integers(
+            0, n_classes, size
+        ).astype(np.int32)
 
     return _batches(part(n_train), part(n_valid), batch_size=batch_size, seed=seed, shift=None)
 
 
 def cifar10(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
-    """CIFAR-10 from its archives (`cifar-10-batches-py` or `cifar-10-python.tar.gz`) in `data_dir`, else from TFDS, kept there."""
+    """CIFAR-10 from its archives (`cifar-10-batches-py` or `cifar-10-python.tar.gz`) in `data_dir`,
+    else from TFDS, kept there.
+    """
     archive = Path(data_dir) / "cifar-10-python.tar.gz"
     folder = Path(data_dir) / "cifar-10-batches-py"
     if folder.is_dir():
@@ -58,30 +66,60 @@ def cifar10(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
         train, valid = _cifar_parts(files)
     elif archive.is_file():
         with tarfile.open(archive) as tar:
-            files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile() and "batch" in m.name}
+            files = {
+                Path(m.name).name: tar.extractfile(m).read()
+                for m in tar
+                if m.isfile() and "batch" in m.name
+            }
         train, valid = _cifar_parts(files)
     else:
-        train, valid = (_arrays(tnt.data.load("cifar10", split, data_dir=data_dir)) for split in ("train", "test"))
-    return _batches(_first(train, n_train), _first(valid, n_valid), batch_size=batch_size, seed=seed, shift=shift)
+        train, valid = (
+            _arrays(tnt.data.load("cifar10", split, data_dir=data_dir))
+            for split in ("train", "test")
+        )
+    return _batches(
+        _first(train, n_train),
+        _first(valid, n_valid),
+        batch_size=batch_size,
+        seed=seed,
+        shift=shift,
+    )
 
 
 def idx(*, batch_size, seed, data_dir, n_train=None, n_valid=None, shift=4):
-    """Images in the files of MNIST and Fashion-MNIST: `train-images-idx3-ubyte` and so on, also with `.gz`."""
+    """Images in the files of MNIST and Fashion-MNIST: `train-images-idx3-ubyte` and so on, also
+    with `.gz`.
+    """
     parts = []
     for prefix, size in (("train", n_train), ("t10k", n_valid)):
         images = read_idx(Path(data_dir) / f"{prefix}-images-idx3-ubyte")
         labels = read_idx(Path(data_dir) / f"{prefix}-labels-idx1-ubyte")
-        parts.append(_first((images[..., None] if images.ndim == 3 else images, labels.astype(np.int32)), size))
+        parts.append(
+            _first(
+                (images[..., None] if images.ndim == 3 else images, labels.astype(np.int32)), size
+            )
+        )
     return _batches(*parts, batch_size=batch_size, seed=seed, shift=shift)
 
 
 def folders(
-    *, batch_size, seed, data_dir, train="train", valid="validation", image_size=224, scaling="mean", crop="distorted", shift=4
+    *,
+    batch_size,
+    seed,
+    data_dir,
+    train="train",
+    valid="validation",
+    image_size=224,
+    scaling="mean",
+    crop="distorted",
+    shift=4,
 ):
-    """JPEG files in class folders: `data_dir/train/CLASS/*.jpg` and `data_dir/validation/CLASS/*.jpg`.
+    """JPEG files in class folders: `data_dir/train/CLASS/*.jpg` and
+    `data_dir/validation/CLASS/*.jpg`.
 
-    Training sees crops of random size and shape (`crop: distorted`, as on ImageNet), or, better for few photos, the central part that
-    validation sees (`crop: central`), kept in memory, shifted by up to `shift` pixels and flipped.
+    Training sees crops of random size and shape (`crop: distorted`, as on ImageNet), or, better for
+    few photos, the central part that validation sees (`crop: central`), kept in memory, shifted by
+    up to `shift` pixels and flipped.
     """
     choose(crop, {"distorted": 0, "central": 0}, "crop")
     classes = sorted(entry.name for entry in (Path(data_dir) / train).iterdir() if entry.is_dir())
@@ -92,9 +130,15 @@ def folders(
     examples = tnt.data.evaluation_images(valid_records, batch_size=batch_size, image_format=form)
     if crop == "distorted":
         return Datasets(
-            tnt.data.training_images(records, batch_size=batch_size, image_format=form, seed=seed), examples, num_train
+            tnt.data.training_images(records, batch_size=batch_size, image_format=form, seed=seed),
+            examples,
+            num_train,
         )
-    photos = tnt.data.evaluation_images(records, batch_size=batch_size, image_format=form).dataset.unbatch().cache()
+    photos = (
+        tnt.data.evaluation_images(records, batch_size=batch_size, image_format=form)
+        .dataset.unbatch()
+        .cache()
+    )
     augmented = _augmented(photos.shuffle(num_train, seed), seed=seed, shift=shift)
     return Datasets(augmented.batch(batch_size).prefetch(2), examples, num_train)
 
@@ -117,7 +161,10 @@ def read_idx(path):
     shape = np.frombuffer(content, ">i4", num_dims, offset=4)
     values = np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims)
     if content[:3] != b"\0\0\x08" or values.size != np.prod(shape):
-        raise ValueError(f"{path} is no complete IDX file of bytes: it says {shape.tolist()} and holds {values.size} values.")
+        raise ValueError(
+            f"{path} is no complete IDX file of bytes: it says {shape.tolist()} and holds "
+            f"{values.size} values."
+        )
     return values.reshape(shape)
 
 
@@ -139,7 +186,9 @@ def _cifar_parts(files):
 
 def _arrays(dataset):
     examples = list(dataset.as_numpy_iterator())
-    return np.stack([image for image, _ in examples]), np.array([label for _, label in examples], np.int32)
+    return np.stack([image for image, _ in examples]), np.array(
+        [label for _, label in examples], np.int32
+    )
 
 
 def _first(part, size):
@@ -148,18 +197,26 @@ def _first(part, size):
 
 
 def _augmented(examples, *, seed, shift):
-    """Returns examples whose images are shifted by up to `shift` pixels and flipped, otherwise in every epoch."""
+    """Returns examples whose images are shifted by up to `shift` pixels and flipped, otherwise in
+    every epoch.
+    """
     numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
 
     def augment(example, number):
         image, label = example
-        return tnt.data.shift_and_flip(image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift), label
+        return tnt.data.shift_and_flip(
+            image, tf.stack([number, tf.constant(0, tf.int64)]), padding=shift
+        ), label
 
-    return tf.data.Dataset.zip((examples, numbers)).map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+    return tf.data.Dataset.zip((examples, numbers)).map(
+        augment, num_parallel_calls=tf.data.AUTOTUNE
+    )
 
 
 def _batches(train, valid, *, batch_size, seed, shift):
-    """Returns shuffled batches of pixels from 0 to 1, shifted and flipped unless `shift` is None, and plain ones for validation."""
+    """Returns shuffled batches of pixels from 0 to 1, shifted and flipped unless `shift` is None,
+    and plain ones for validation.
+    """
     examples = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[1]), seed)
     if shift is not None:
         examples = _augmented(examples, seed=seed, shift=shift)
@@ -170,4 +227,6 @@ def _batches(train, valid, *, batch_size, seed, shift):
     def batched(dataset):
         return dataset.map(scale, num_parallel_calls=tf.data.AUTOTUNE).batch(batch_size).prefetch(2)
 
-    return Datasets(batched(examples), batched(tf.data.Dataset.from_tensor_slices(valid)), len(train[1]))
+    return Datasets(
+        batched(examples), batched(tf.data.Dataset.from_tensor_slices(valid)), len(train[1])
+    )

@@ -1,9 +1,11 @@
-"""Trains what a YAML configuration says: data and model by name, the rate scaled with the ranks, warmed up and dropped by epochs.
+"""Trains what a YAML configuration says: data and model by name, the rate scaled with the ranks,
+warmed up and dropped by epochs.
 
     python train.py configs/hello.yaml
-    tnt-jax --hostfile hosts -- train.py configs/cifar10_resnet.yaml data.data_dir=/data training.n_epochs=1
+    tnt-jax --hostfile hosts -- train.py configs/cifar10_resnet.yaml -d training.n_epochs=1
 
-The walk-through follows NERSC's course "Deep Learning at Scale"; `training.batch_size` is that of one rank, as there.
+The walk-through follows NERSC's course "Deep Learning at Scale"; `training.batch_size` is that of
+one rank, as there.
 """
 
 import argparse
@@ -18,6 +20,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import configuration
+import console
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -39,7 +43,10 @@ MODELS = {
     "cnn": tnt.models.CNN,
     "linear": Linear,
     "resnet_small": tnt.models.ResNetSmall,
-    **{f"resnet{depth}": getattr(tnt.models, f"resnet{depth}") for depth in (18, 20, 32, 34, 44, 50, 56, 101, 110, 152)},
+    **{
+        f"resnet{depth}": getattr(tnt.models, f"resnet{depth}")
+        for depth in (18, 20, 32, 34, 44, 50, 56, 101, 110, 152)
+    },
     "resnet50_v1": tnt.models.resnet50_v1,
 }
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -52,7 +59,9 @@ OPTIMIZERS = {
 
 
 def make_module(config):
-    """Returns the module that the section `model` names; its other keys are the attributes of the module."""
+    """Returns the module that the section `model` names; its other keys are the attributes of the
+    module.
+    """
     builder = configuration.choose(config["name"], MODELS, "model")
     fixed = builder.keywords if isinstance(builder, partial) else {}
     cls = builder.func if isinstance(builder, partial) else builder
@@ -65,19 +74,29 @@ def make_module(config):
 
 
 class CourseSchedule:
-    """A rate by epochs: linear from `base` to `peak` in the first epochs, then `peak` times the multiplier of the epoch.
+    """A rate by epochs: linear from `base` to `peak` in the first epochs, then `peak` times the
+    multiplier of the epoch.
 
     Args:
         base: Rate of one rank.
         peak: Rate scaled to all ranks.
         steps_per_epoch: Updates of an epoch.
         warmup_epochs: Length of the linear part.
-        parts: Entries with `multiplier`, `start_epoch` and, but for the last, `end_epoch`; elsewhere the multiplier is 1.
+        parts: Entries with `multiplier`, `start_epoch` and, but for the last, `end_epoch`;
+            elsewhere the multiplier is 1.
     """
 
     def __init__(self, base, peak, *, steps_per_epoch, warmup_epochs=0, parts=()):
-        self.base, self.peak, self.steps_per_epoch, self.warmup_epochs = base, peak, steps_per_epoch, warmup_epochs
-        self.parts = tuple((part["start_epoch"], part.get("end_epoch", np.inf), part["multiplier"]) for part in parts)
+        self.base, self.peak, self.steps_per_epoch, self.warmup_epochs = (
+            base,
+            peak,
+            steps_per_epoch,
+            warmup_epochs,
+        )
+        self.parts = tuple(
+            (part["start_epoch"], part.get("end_epoch", np.inf), part["multiplier"])
+            for part in parts
+        )
 
     def __call__(self, step):
         epoch = jnp.asarray(step, jnp.float32) / self.steps_per_epoch
@@ -94,8 +113,12 @@ def scaled_rate(rate, scaling, num_ranks):
 
 
 def make_optimizer(config, training, *, steps_per_epoch):
-    """Returns the optimizer of the section `optimizer` with the schedule of the section `training`."""
-    settings = {key: value for key, value in config.items() if key not in ("name", "lr", "lr_scaling")}
+    """Returns the optimizer of the section `optimizer` with the schedule of the section
+    `training`.
+    """
+    settings = {
+        key: value for key, value in config.items() if key not in ("name", "lr", "lr_scaling")
+    }
     schedule = CourseSchedule(
         config["lr"],
         scaled_rate(config["lr"], config.get("lr_scaling", "linear"), tnt.get_size()),
@@ -103,7 +126,9 @@ def make_optimizer(config, training, *, steps_per_epoch):
         warmup_epochs=training.get("lr_warmup_epochs", 0),
         parts=training.get("lr_schedule", ()),
     )
-    return configuration.choose(config["name"].lower(), OPTIMIZERS, "optimizer")(learning_rate=schedule, **settings)
+    return configuration.choose(config["name"].lower(), OPTIMIZERS, "optimizer")(
+        learning_rate=schedule, **settings
+    )
 
 
 def make_loss(name, label_smoothing):
@@ -111,14 +136,22 @@ def make_loss(name, label_smoothing):
     if name == "binary_crossentropy":
         return tnt.losses.BinaryCrossentropy(from_logits=True, label_smoothing=label_smoothing)
     configuration.choose(
-        name, {"categorical_crossentropy": 0, "sparse_categorical_crossentropy": 0, "binary_crossentropy": 0}, "loss"
+        name,
+        {
+            "categorical_crossentropy": 0,
+            "sparse_categorical_crossentropy": 0,
+            "binary_crossentropy": 0,
+        },
+        "loss",
     )
     if not label_smoothing:
         return tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def smoothed(labels, logits):
         one_hot = jnp.eye(logits.shape[-1])[labels.astype(jnp.int32).reshape(-1)]
-        return tnt.losses.categorical_crossentropy(one_hot, logits, from_logits=True, label_smoothing=label_smoothing)
+        return tnt.losses.categorical_crossentropy(
+            one_hot, logits, from_logits=True, label_smoothing=label_smoothing
+        )
 
     return smoothed
 
@@ -127,8 +160,12 @@ def make_metrics(names, loss):
     """Returns the metrics by name; they read logits."""
     binary = tnt.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
     table = {
-        "accuracy": binary if loss == "binary_crossentropy" else tnt.metrics.SparseCategoricalAccuracy(name="accuracy"),
-        "top_k_categorical_accuracy": tnt.metrics.SparseTopKCategoricalAccuracy(k=5, name="top_k_categorical_accuracy"),
+        "accuracy": binary
+        if loss == "binary_crossentropy"
+        else tnt.metrics.SparseCategoricalAccuracy(name="accuracy"),
+        "top_k_categorical_accuracy": tnt.metrics.SparseTopKCategoricalAccuracy(
+            k=5, name="top_k_categorical_accuracy"
+        ),
     }
     return [configuration.choose(name, table, "metric") for name in names]
 
@@ -144,11 +181,14 @@ class EpochTimes(tnt.callbacks.Callback):
 
 
 def train(config, *, verbose):
-    """Trains and returns the history by name."""
+    """Trains and returns the history by name, the trained variables as host arrays, and the
+    module.
+    """
     seed, training = config.get("seed", 0), config["training"]
     batch_size = training["batch_size"] * tnt.get_size()
     module = make_module(config["model"])
-    # Imported here, because TensorFlow takes seconds, which --show-config and mistakes need not wait for.
+    # Imported here, because TensorFlow takes seconds, which --show-config and mistakes need not
+    # wait for.
     import datasets
 
     data = datasets.make(config["data"], batch_size=batch_size, seed=seed)
@@ -166,8 +206,14 @@ def train(config, *, verbose):
     if verbose:
         model.build(next(iter(data.valid.take(1)))[0].numpy())
         model.summary()
-    history = model.fit(data.train, epochs=training["n_epochs"], validation_data=data.valid, callbacks=callbacks, verbose=2)
-    return history.history
+    history = model.fit(
+        data.train,
+        epochs=training["n_epochs"],
+        validation_data=data.valid,
+        callbacks=callbacks,
+        verbose=2,
+    )
+    return history.history, jax.device_get(model.variables), module
 
 
 def report(history, output_dir):
@@ -186,25 +232,59 @@ def report(history, output_dir):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "config", nargs="?", default=Path(__file__).parent / "configs" / "hello.yaml", help="YAML file (hello.yaml)"
+        "config",
+        nargs="?",
+        default=Path(__file__).parent / "configs" / "hello.yaml",
+        help="YAML file (hello.yaml)",
     )
-    parser.add_argument("changes", nargs="*", metavar="section.key=value", help="values that replace those of the file")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the file",
+    )
+    parser.add_argument(
+        "-d",
+        "--distributed",
+        action="store_true",
+        help="join the other processes at once, and print the rank. Processes that tnt-jax has "
+        "started train together with and without it; those that srun or mpirun has, too",
+    )
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="after training, open a Python console on the master",
+    )
     parser.add_argument("--optimizer", help="name, lr, lr_scaling and lr_warmup_epochs as k=v,k=v")
-    parser.add_argument("--batch_size", type=int, help="replaces training.batch_size: examples of one rank in a step")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        help="replaces training.batch_size: examples of one rank in a step",
+    )
     parser.add_argument("--n_epochs", type=int, help="replaces training.n_epochs")
     parser.add_argument("--dropout", type=float, help="replaces model.dropout")
-    parser.add_argument("--show-config", action="store_true", help="print the configuration that results, and stop")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print the table of the model's weights")
+    parser.add_argument(
+        "--show-config", action="store_true", help="print the configuration that results, and stop"
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print the table of the model's weights"
+    )
     return parser.parse_intermixed_args()
 
 
 def changes_of(args):
-    """Returns all changes as texts `section.key=value`; those with a flag of their own come last."""
+    """Returns all changes as texts `section.key=value`; those with a flag of their own come
+    last.
+    """
     changes = list(args.changes)
     for pair in filter(None, (args.optimizer or "").split(",")):
         section = "training" if pair.startswith("lr_warmup_epochs=") else "optimizer"
         changes.append(f"{section}.{pair}")
-    flags = {"training.batch_size": args.batch_size, "training.n_epochs": args.n_epochs, "model.dropout": args.dropout}
+    flags = {
+        "training.batch_size": args.batch_size,
+        "training.n_epochs": args.n_epochs,
+        "model.dropout": args.dropout,
+    }
     return changes + [f"{key}={value}" for key, value in flags.items() if value is not None]
 
 
@@ -218,9 +298,18 @@ def main():
         if "intra_threads" in config.get("device", {}):
             # Threads of XLA's CPU kernels; read when JAX starts.
             os.environ.setdefault("PJRT_NPROC", str(config["device"]["intra_threads"]))
-        report(train(config, verbose=args.verbose), config.get("output_dir"))
+        if args.distributed:
+            tnt.init()
+            print(f"Initialized rank {tnt.get_rank()} out of {tnt.get_size()}", flush=True)
+        history, variables, module = train(config, verbose=args.verbose)
+        report(history, config.get("output_dir"))
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"train.py: {error}") from error
+    if args.interactive:
+        # Not the model, whose methods wait for all processes: module.apply runs on this one alone.
+        console.interact(
+            {"config": config, "history": history, "variables": variables, "module": module}
+        )
 
 
 if __name__ == "__main__":

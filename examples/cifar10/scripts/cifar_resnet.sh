@@ -1,4 +1,5 @@
 #!/bin/bash
+#SBATCH --job-name=cifar-resnet
 #SBATCH --nodes=1
 #SBATCH --time=01:00:00
 #SBATCH --output=logs/%x-%j.out
@@ -8,5 +9,5 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
 # The data set is downloaded once, by one process, before all of them read it.
-python -c "from tnt_jax.data.tfds import load; load('cifar10', data_dir='data')"
-tnt-jax -- train.py configs/cifar10_resnet.yaml "$@"
+python -c "import datasets; datasets.cifar10(batch_size=1, seed=0, data_dir='data')"
+tnt-jax -- train.py configs/cifar10_resnet.yaml -d "$@"
