@@ -25,6 +25,7 @@ import os, sys, time
 import numpy as np, flax.linen as nn, tnt_jax as tnt
 
 what, where, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
+# Set-up.
 
 def act(here):
     if here == where and tnt.get_process_index() == who:
@@ -50,12 +51,12 @@ print("process", tnt.get_process_index(), "ends well", flush=True)
 """
 
 
-def run(tmp_path, num_processes, what, where, who):
+def run(tmp_path, num_processes, what, where, who, setup=""):
     """Returns for each process its exit code, its output, and how many seconds after the first it
     ended.
     """
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("# Set-up.", setup))
     job = {"TNT_COORDINATOR_ADDRESS": free_address(), "TNT_NUM_PROCESSES": str(num_processes)}
     with contextlib.ExitStack() as files:
         started = [
@@ -125,6 +126,38 @@ def test_a_process_that_leaves_ends_those_that_wait_for_it_with_its_code(
             assert "Traceback" not in output, (
                 "It is a consequence, and the reason is told elsewhere."
             )
+
+
+# Process 0 believes that the other is disconnected as soon as that one says that it ends, and the
+# other takes its time.
+SLOW_DISCONNECTION = """
+import time
+from tnt_jax import _jax
+from tnt_jax.distributed import exits
+
+class Slow:
+    def __init__(self, client): self.client = client
+    def __getattr__(self, name): return getattr(self.client, name)
+    def shutdown(self):
+        time.sleep(0.5)
+        self.client.shutdown()
+
+def has_announced(client, num_processes):
+    while len(client.key_value_dir_get("tnt_jax/left")) < num_processes: time.sleep(0.02)
+
+tnt.init()
+_jax.await_disconnection = has_announced
+own, _ = exits._membership.get()
+if tnt.get_process_index() == 1: own.client = Slow(own.client)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_process_0_ends_after_the_others_have_read_that_they_are_disconnected(tmp_path):
+    what = "raise KeyError('broken on one rank')"
+    for code, output, _ in run(tmp_path, 2, what, "callback", 0, setup=SLOW_DISCONNECTION):
+        assert code == 1, output
 
 
 @pytest.mark.multiprocess

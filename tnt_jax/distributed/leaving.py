@@ -36,10 +36,13 @@ _TICK_S = 0.25
 _FAILURE_PATIENCE_S, _END_PATIENCE_S = 1.0, 4.0
 # Until the others have taken note, and how much later those end that end as a consequence: whoever
 # watches sees the cause first.
-_NOTICE_S, _CONSEQUENCE_DELAY_S = 8.0, 2.0
+_NOTICE_S, _CONSEQUENCE_DELAY_S = 8.0, 3.0
 # How long an error of a collective waits for another process to tell its cause.
 _CAUSE_S = 3.0
 _REPORT_S = 60.0
+# The service knows that a process has disconnected before that process does, which may be waiting
+# for a core. The end of the service would abort it until then.
+_DISCONNECTION_GRACE_S = 1.0
 # What the errors of collectives say whose peer has gone.
 _SIGNS_OF_LOSS = (
     "gloo",
@@ -292,6 +295,7 @@ class Membership:
         """
         if self.process == 0:
             self._wait_for_others(_NOTICE_S)
+            time.sleep(_DISCONNECTION_GRACE_S)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # It has ended.
                 self.client.shutdown()
