@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-LOST_EXIT_CODE = 75
+PREEMPTED_EXIT_CODE = 75
+"""Exit code of a run that a signal ended after it had saved its state: starting it again goes on.
+
+The value is EX_TEMPFAIL of sysexits.h.
+"""
+STALLED_EXIT_CODE = 76
+"""Exit code of a run that ended because a process made no progress."""
+LOST_EXIT_CODE = 77
 """Exit code of a process that cannot continue because another ended without leaving the job."""
 
 _TRUE = ("1", "true", "yes", "on")
