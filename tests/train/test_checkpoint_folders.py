@@ -103,6 +103,9 @@ ACTIONS = {
 }
 
 
+KEPT = {"checkpoint": 2, "weights checkpoint": 2, "backup": 0}
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_what_the_user_has_in_the_directory_stays(tmp_path, action):
     folder, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
@@ -114,7 +117,7 @@ def test_what_the_user_has_in_the_directory_stays(tmp_path, action):
     assert is_kept(elsewhere, before_elsewhere)
     assert {path.name for path in folder.iterdir() if path.is_symlink()} == links
     own = [path.name for path in folder.iterdir() if is_ours(path)]
-    assert len(own) == (action != "backup"), own
+    assert len(own) == KEPT.get(action, 1), own
     if "save" in action:
         model = fit(epochs=1, seed=4)
         model.load_weights(folder)
@@ -137,9 +140,11 @@ def test_models_and_backups_in_one_directory_do_not_remove_each_other(tmp_path):
         "tnt_jax_step",
     }
     model = fit(tmp_path, after=both)
-    assert [path.name for path in tmp_path.iterdir()] == [
-        f"tnt_jax_step_{model.optimizer.iterations}"
-    ]
+    last = model.optimizer.iterations
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"tnt_jax_step_{last - 5}",
+        f"tnt_jax_step_{last}",
+    }
     np.testing.assert_array_equal(
         tnt.models.load_model(tmp_path).get_weights()[0], model.get_weights()[0]
     )

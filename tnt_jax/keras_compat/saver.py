@@ -192,7 +192,9 @@ class Saver:
         if is_file or scope != "all_processes":
             state = self._core.trainer.gathered_state(alone=scope == "main_process")
         if not is_file:
-            checkpoints = Checkpoints(path, alone=scope != "all_processes")
+            checkpoints = Checkpoints(
+                path, max_to_keep=1, on_save_error="raise", alone=scope != "all_processes"
+            )
             checkpoints.save(state, notes=notes)
             checkpoints.close()
             return

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import flax.traverse_util
 import jax
@@ -34,6 +34,7 @@ import numpy as np
 from tnt_jax.distributed import collectives
 from tnt_jax.distributed.runtime import barrier, init, is_master_rank
 from tnt_jax.job import Slot
+from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_folders import MARK, OwnFolders
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import is_array, state_arrays, without_accumulated
@@ -52,6 +53,9 @@ def _close_all(managers: dict[tuple[Path, str], Any]) -> None:
 # Managers by directory and prefix: a run that ended by an exception may still write where the next
 # one begins.
 _open_managers = Slot[dict[tuple[Path, str], Any]](dict, close=_close_all)
+
+
+OnSaveError = Literal["warn", "raise"]
 
 
 @dataclass(frozen=True)
@@ -94,26 +98,33 @@ class Checkpoints:
 
     Args:
         directory: Where the checkpoints are; created by the first `save`.
-        max_to_keep: Complete checkpoints that stay, older ones are deleted; all if None.
+        max_to_keep: Complete checkpoints that stay, older ones are deleted; all if None. The latest
+            that was saved with `is_best` stays besides.
+        on_save_error: `"warn"` to warn once and go on if a checkpoint cannot be written, `"raise"`
+            to raise on all processes.
         alone: Whether this process acts by itself, without the others.
         prefix: What the names of the folders begin with. Checkpoints with different prefixes do not
             see each other.
 
     Raises:
-        ValueError: If `max_to_keep` is below 1.
+        ValueError: If `max_to_keep` is below 1, or `on_save_error` is unknown.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
-        max_to_keep: int | None = 1,
+        max_to_keep: int | None = 2,
+        on_save_error: OnSaveError = "warn",
         alone: bool = False,
         prefix: str = "tnt_jax_step",
     ) -> None:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1, but is {max_to_keep}.")
+        if on_save_error not in ("warn", "raise"):
+            raise ValueError(f"on_save_error must be 'warn' or 'raise', but is {on_save_error!r}.")
         self.directory = Path(directory).absolute()
+        self._on_save_error = on_save_error
         self._max_to_keep = max_to_keep
         self._alone = alone
         self._folders = OwnFolders(prefix)
@@ -127,17 +138,21 @@ class Checkpoints:
         position: Position | None = None,
         extra: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
-    ) -> int:
+        is_best: bool = False,
+    ) -> int | None:
         """Starts a checkpoint and returns its number, as soon as the arrays are copied to the host.
 
         An earlier `save` that is still being written is waited for first. The number is that of the
-        last update, or the next free one.
+        last update, or the next free one; None if the checkpoint could not be started and
+        `on_save_error` is `"warn"`.
 
         Args:
             state: State to save.
             position: Position in the data.
             extra: Further arrays by path.
             notes: JSON values to save along.
+            is_best: Whether this checkpoint stays besides the newest ones, until another is saved
+                as the best.
 
         Raises:
             OSError: If this or an earlier checkpoint could not be written.
@@ -213,6 +228,32 @@ class Checkpoints:
         position = None if about["position"] is None else Position(*about["position"])
         return Saved(number, self._read_tree("state", number), extra, position, about["notes"])
 
+    def read_newest_valid(self) -> Saved | None:
+        """Returns the newest checkpoint that every process can read, in full on every process.
+
+        All processes return the same one. A newer one that is damaged is named in a warning.
+        Returns None if there are no checkpoints.
+
+        Raises:
+            OSError: On all processes, if there are checkpoints and none of them can be read.
+        """
+        number, problems = self.newest(), []
+        while number is not None:
+            saved, problem = None, ""
+            try:
+                saved = self.read(number)
+            except Exception as error:  # The error of Orbax depends on the damage.
+                problem = f"{type(error).__name__}: {error}"
+            if saved is not None and self._is_on_all(not problem):
+                for each in problems:
+                    logger.warning("%s Checkpoint %d is used instead.", each, number)
+                return saved
+            problems.append(f"{self._folder(number)} cannot be read: {problem}.")
+            number = self.newest(before=number)
+        if problems:
+            raise OSError(" ".join(problems))
+        return None
+
     def wait(self) -> None:
         """Waits until everything is written.
 
@@ -250,6 +291,10 @@ class Checkpoints:
     def _agreed(self, number: int) -> int:
         """Returns the master's number on every process."""
         return number if self._alone else int(collectives.broadcast(np.int64(number)))
+
+    def _is_on_all(self, flag: bool) -> bool:
+        """Returns whether a flag is set on every process that takes part."""
+        return flag if self._alone else not collectives.any_process(not flag, where="checkpoints")
 
     def _free_number(self, manager: ocp.CheckpointManager, wanted: int) -> int:
         """Returns `wanted`, or the first number after all existing ones if that is higher.

@@ -270,7 +270,12 @@ def test_keras_model_checkpoint_saves_whole_linen_models(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "numbers"),
-    [({}, [20]), ({"max_to_keep": 3}, [10, 15, 20]), ({"max_to_keep": None}, [5, 10, 15, 20])],
+    [
+        ({}, [15, 20]),
+        ({"max_to_keep": 1}, [20]),
+        ({"max_to_keep": 3}, [10, 15, 20]),
+        ({"max_to_keep": None}, [5, 10, 15, 20]),
+    ],
 )
 def test_orbax_checkpoints_stay_as_many_as_asked_for(tmp_path, options, numbers):
     model = small_model()
