@@ -85,6 +85,10 @@ class PhaseHooks:
         self._progress.rows_in_batch = num_rows
         if sums is not None:
             self._progress.epoch_sums = sums
+        if self._stops:
+            self._progress.batches_done = index + 1
+            self._progress.rows_done += num_rows
+            self._progress.training_sums = sums
         if self._has_end:
             self._callbacks.call_batch(
                 self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))

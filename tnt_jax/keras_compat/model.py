@@ -108,7 +108,7 @@ class Model:
         self._intake = intake = DataIntake(core, builder)
         self.training_state = state = ModelState(core)
         preparation = Preparation(core, state, builder)
-        self.resumption = Resumption(core)
+        self.resumption = Resumption(core, progress)
         self._evaluator = evaluator = Evaluator(core, intake, preparation, progress)
         self._predictor = Predictor(core, intake, builder, progress)
         self._fit_loop = choose_fit_loop()(
