@@ -82,6 +82,7 @@ class FitLoop:
             steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
             validates=arguments.validation_data is not None,
             validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
         )  # fmt: skip
         self._preparation.prepare(first, weighting)
         self._preparation.check_rows(first, weighting)
