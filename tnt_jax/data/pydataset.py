@@ -14,6 +14,7 @@ from tnt_jax.data.elements import as_batch
 from tnt_jax.data.fetch import Chunk, Fetcher, Worker
 from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import Permutation
+from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch, batch_length, checksum_of, select_rows
 
 
@@ -56,6 +57,7 @@ class PyDatasetSource:
         is_infinite: Whether the dataset says so by having no number of batches.
         num_examples: None: a `PyDataset` does not tell.
         in_memory: False: a thread reads ahead.
+        row_order: What the order of the batches depends on.
     """
 
     in_memory = False
@@ -74,6 +76,7 @@ class PyDatasetSource:
         self._micro = micro_batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self.row_order = RowOrder([seed] if shuffle else [])
         self.first_checksum: int | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None

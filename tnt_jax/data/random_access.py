@@ -20,6 +20,7 @@ from tnt_jax.data.fetch import Chunk, Dataset, Fetcher, OnError, Recipe, Worker,
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.report import describe_sizes, last_padded_rows
+from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.log import logger
 from tnt_jax.seeding import seed_or_default
@@ -82,6 +83,7 @@ class RandomAccessSource:
         num_examples: Examples of an epoch; without the dropped remainder.
         num_skipped: Examples that failed on this process so far.
         in_memory: False: fetching is worth a thread.
+        row_order: What the order of the examples depends on.
     """
 
     in_memory = False
@@ -105,6 +107,9 @@ class RandomAccessSource:
         self._spec = spec
         self._rank_slice = rank_slice
         self._seed = seed_or_default(spec.seed, default=42)
+        self.row_order = RowOrder(
+            [self._seed] if spec.shuffle else [], {"number of examples": size}, is_of_rows=True
+        )
         recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
         sizes = describe_sizes(

@@ -16,6 +16,7 @@ import numpy as np
 from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, Report
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of
 from tnt_jax.job import Slot
 
@@ -45,6 +46,7 @@ class ShardSource:
         num_examples: None: shards are not counted.
         in_memory: False: a thread reads ahead.
         is_in_lockstep: True: all processes have the same number of batches in an epoch.
+        row_order: By how many processes the shards are brought, and whether they can be read again.
     """
 
     in_memory = False
@@ -64,6 +66,10 @@ class ShardSource:
         self._board = CoordinationBoard() if board is None else board
         self._name = f"shards/{next(_names.get())}" if board is None else "shards"
         self._running = iter(batches) if isinstance(batches, Iterator) else None
+        self.row_order = RowOrder(
+            parts={"number of shards": self._board.num_processes},
+            can_go_back=self._running is None,
+        )
         self._num_passes = 0
         self._template: Any = None
         self._first_forms: list[str] = []

@@ -14,6 +14,7 @@ import numpy as np
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.loaders import is_endless
+from tnt_jax.data.row_order import RowOrder
 
 
 class HostBatch(NamedTuple):
@@ -66,6 +67,9 @@ class ArraySource:
         seed: Seed of the order.
         drop_remainder: Whether the incomplete last batch is skipped.
 
+    Attributes:
+        row_order: What the order of the rows depends on.
+
     Raises:
         ValueError: If the arrays differ in length.
     """
@@ -93,6 +97,9 @@ class ArraySource:
         self._shuffle = shuffle
         self._seed = seed
         self._whole = local_rows(global_batch_size, rank_slice)
+        self.row_order = RowOrder(
+            [seed] if shuffle else [], {"number of examples": self.num_examples}, is_of_rows=True
+        )
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""
@@ -128,6 +135,7 @@ class IterableSource:
         is_infinite: Whether the iterable says that it has no end.
         first_checksum: Of the contents of the first batch, which should be the same on every
             process; None before it was read.
+        row_order: Whether the iterable can be read again.
     """
 
     in_memory = False
@@ -144,6 +152,7 @@ class IterableSource:
         self._rank_slice = rank_slice
         self._micro = micro_batch_size
         self._running = iter(batches) if isinstance(batches, Iterator) else None
+        self.row_order = RowOrder(can_go_back=self._running is None)
         self.first_checksum: int | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None

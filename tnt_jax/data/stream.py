@@ -20,6 +20,7 @@ class EpochStream:
         steps_per_epoch: Steps of an epoch.
 
     Attributes:
+        steps_per_epoch: See above.
         num_steps: Steps of an epoch, None when unknown.
     """
 
@@ -27,7 +28,7 @@ class EpochStream:
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch must be at least 1, but is {steps_per_epoch}.")
         self.source = source
-        self._steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
         self._pass: Iterator[HostBatch] | None = None
         self._num_passes = 0
         self._steps_in_pass = 0
@@ -46,7 +47,7 @@ class EpochStream:
         """
         if (
             steps is None
-            and self._steps_per_epoch is None
+            and self.steps_per_epoch is None
             and getattr(self.source, "is_infinite", False)
         ):
             raise ValueError(
@@ -58,9 +59,7 @@ class EpochStream:
     @property
     def num_steps(self) -> int | None:
         """Steps of an epoch, None when unknown."""
-        return (
-            self._steps_per_epoch if self._steps_per_epoch is not None else self.source.num_batches
-        )
+        return self.steps_per_epoch if self.steps_per_epoch is not None else self.source.num_batches
 
     def peek(self, epoch: int) -> HostBatch:
         """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
@@ -102,7 +101,7 @@ class EpochStream:
             self._sought = (epoch, self._from(epoch, batch, first_epoch))
 
     def _from(self, epoch: int, batch: int, first_epoch: int) -> Iterator[HostBatch]:
-        steps = self._steps_per_epoch
+        steps = self.steps_per_epoch
         size = self.source.num_batches
         if steps is None and (size is not None or self._peeked is None or self._peeked[0] != epoch):
             self._peeked = None
@@ -124,8 +123,8 @@ class EpochStream:
     def _begin(self, epoch: int) -> Iterator[HostBatch]:
         return (
             self.source.batches(epoch)
-            if self._steps_per_epoch is None
-            else self._next_steps(self._steps_per_epoch)
+            if self.steps_per_epoch is None
+            else self._next_steps(self.steps_per_epoch)
         )
 
     def _next_steps(self, steps: int) -> Iterator[HostBatch]:

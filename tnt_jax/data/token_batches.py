@@ -11,6 +11,7 @@ import numpy as np
 
 from tnt_jax.data.layout import RankSlice, micro_batch_size
 from tnt_jax.data.permutation import Permutation
+from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.text import PAD_ID, TokenPairs
 from tnt_jax.log import logger
@@ -78,6 +79,7 @@ class TokenBatchSource:
         num_batches: Batches of an epoch.
         num_examples: Pairs of an epoch.
         in_memory: False: a thread reads ahead.
+        row_order: What the order of the pairs depends on.
 
     Raises:
         ValueError: If the buckets do not increase or do not hold the longest pair, or if a batch
@@ -116,6 +118,14 @@ class TokenBatchSource:
             )
         self._spec = spec
         self._rank_slice = rank_slice
+        self.row_order = RowOrder(
+            [spec.seed] if spec.shuffle else [],
+            {
+                "number of pairs": len(lengths),
+                "tokens_per_batch": spec.tokens_per_batch,
+                "list of buckets": self.buckets.tolist(),
+            },
+        )
         counts = np.bincount(self._bucket_of, minlength=len(self.buckets))
         self.global_batch_size: int | None = None
         self.num_examples: int | None = len(lengths)

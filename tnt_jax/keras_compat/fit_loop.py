@@ -82,6 +82,7 @@ class FitLoop:
             steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
             validates=arguments.validation_data is not None,
             validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
         )  # fmt: skip
         self._preparation.prepare(first, weighting)
         self._preparation.check_rows(first, weighting)
@@ -90,6 +91,7 @@ class FitLoop:
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
         """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
         self._intake.log_plan(plan.stream)
+        self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
         plan = replace(plan, validation=self._open_validation(plan))
         hooks = callbacks.open(
             in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
@@ -130,12 +132,14 @@ class FitLoop:
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
+        progress.enter_epoch(*start)
         for epoch in range(start.epoch, plan.arguments.epochs):
             hooks.call("on_epoch_begin", epoch, {})
             logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
+            progress.enter_epoch(epoch + 1, 0, 0, None)
             if self._core.options.reproducible:
                 divergence.check(
                     self._core.trainer.require_state(), stop_training=progress.stop_training

@@ -85,6 +85,10 @@ class PhaseHooks:
         self._progress.rows_in_batch = num_rows
         if sums is not None:
             self._progress.epoch_sums = sums
+        if self._stops:
+            self._progress.batches_done = index + 1
+            self._progress.rows_done += num_rows
+            self._progress.training_sums = sums
         if self._has_end:
             self._callbacks.call_batch(
                 self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
@@ -118,7 +122,7 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
             "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
             f"{verbose!r}."
         )
-    given: list[Any] = _flat(callbacks)
+    given: list[Any] = flat(callbacks)
     if in_training:
         check_same_everywhere(given)
     plain = [getattr(callback, "callback", callback) for callback in given]
@@ -131,8 +135,8 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
     return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def flat(callbacks: Any) -> list[Any]:
     """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
     if isinstance(callbacks, Sequence):
-        return [callback for part in callbacks for callback in _flat(part)]
+        return [callback for part in callbacks for callback in flat(part)]
     return [] if callbacks is None else [callbacks]

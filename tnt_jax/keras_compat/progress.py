@@ -21,6 +21,10 @@ class Progress:
         history: The history of the last `fit`, which its callback stores here; None before the
             first.
         is_compiling: Whether the next step is compiled first, because its batch has a new shape.
+        epoch: Number of the epoch in training, from 0; the next one once its callbacks have run.
+        batches_done: Training batches of that epoch so far.
+        rows_done: Their real rows.
+        training_sums: Their sums, on the devices; None before the first.
     """
 
     stop_training: bool = False
@@ -28,3 +32,12 @@ class Progress:
     epoch_sums: Any = None
     history: History | None = None
     is_compiling: bool = False
+    epoch: int = 0
+    batches_done: int = 0
+    rows_done: int = 0
+    training_sums: Any = None
+
+    def enter_epoch(self, epoch: int, batches_done: int, rows_done: int, sums: Any) -> None:
+        """Sets where training is in the epochs."""
+        self.epoch, self.batches_done, self.rows_done = epoch, batches_done, rows_done
+        self.training_sums = sums

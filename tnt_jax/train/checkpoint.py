@@ -228,16 +228,19 @@ class Checkpoints:
         position = None if about["position"] is None else Position(*about["position"])
         return Saved(number, self._read_tree("state", number), extra, position, about["notes"])
 
-    def read_newest_valid(self) -> Saved | None:
+    def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
         """Returns the newest checkpoint that every process can read, in full on every process.
 
         All processes return the same one. A newer one that is damaged is named in a warning.
         Returns None if there are no checkpoints.
 
+        Args:
+            before: Look among those of smaller numbers only.
+
         Raises:
             OSError: On all processes, if there are checkpoints and none of them can be read.
         """
-        number, problems = self.newest(), []
+        number, problems = self.newest(before=before), []
         while number is not None:
             saved, problem = None, ""
             try:

@@ -212,8 +212,8 @@ def test_a_resumed_run_says_where_it_goes_on(tmp_path, capsys, verbose):
         callbacks=[callbacks.BackupAndRestore(tmp_path / "b", 4), CrashAt(-1)],
     )
     said = (
-        f"Training resumes from {tmp_path / 'b'}, after batch 2 of epoch 2."
-        in capsys.readouterr().out.splitlines()
+        f"Training resumes from {tmp_path / 'b'}, after batch 2 of epoch 2; delete {tmp_path / 'b'} "
+        "to start over." in capsys.readouterr().out.splitlines()
     )
     assert said is bool(verbose)
 

@@ -6,7 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tnt_jax.data.tf import private as _tensorflow
-from tnt_jax.data.tf.replay import BATCHES, MAPS
+from tnt_jax.data.tf.functions import seed_of_unseeded
+from tnt_jax.data.tf.replay import BATCHES, MAPS, is_unseeded_source_of_order
 from tnt_jax.log import logger
 
 read = _tensorflow.parameter
@@ -132,3 +133,23 @@ def reshuffles_within_a_pass(dataset: Any) -> bool:
     """
     own = type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
     return own or any(reshuffles_within_a_pass(source) for source in _tensorflow.inputs(dataset))
+
+
+def seeds_of_order(dataset: Any) -> list[int]:
+    """Returns the seeds of the shuffles of a pipeline, from its end on.
+
+    Those of a version of TensorFlow that does not tell are left out.
+    """
+    try:
+        return _seeds_of_order(dataset)
+    except _tensorflow.Unreadable:
+        return []
+
+
+def _seeds_of_order(dataset: Any) -> list[int]:
+    own = []
+    if is_unseeded_source_of_order(dataset):
+        own = [seed_of_unseeded()]
+    elif type(dataset).__name__ == "_ShuffleDataset":
+        own = [int(read(dataset, name)) for name in ("seed", "seed2")]
+    return own + [seed for each in _tensorflow.inputs(dataset) for seed in _seeds_of_order(each)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
 from tnt_jax.data.report import last_padded_rows
+from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch, Source, batch_length, select_rows
 from tnt_jax.data.tf.distribution import Distribution, Rebuilt
 from tnt_jax.data.tf.private import Unreadable
@@ -81,6 +82,7 @@ class TfDataSource:
         num_skipped: Rows of this process that were masked because they could not be read.
         in_memory: False: a thread reads ahead.
         distribution: Where the pipeline was split, and why.
+        row_order: What the order of the rows depends on.
 
     Raises:
         TypeError: If the elements hold text, ragged or sparse tensors.
@@ -98,7 +100,7 @@ class TfDataSource:
         micro_batch_size: int | None = None,
         reproducible: bool = False,
     ) -> None:
-        from tnt_jax.data.tf.inspection import Batching, batching_of, check_tensors
+        from tnt_jax.data.tf.inspection import Batching, batching_of, check_tensors, seeds_of_order
 
         dataset = data.dataset
         check_tensors(dataset)
@@ -114,6 +116,7 @@ class TfDataSource:
                 if batching is None
                 else batching.num_examples,
             )
+        self.row_order = RowOrder(seeds_of_order(dataset), is_of_rows=batching is None)
         if batching is None:
             dataset = dataset.batch(size)
             batching = batching_of(dataset) or Batching(size)

@@ -1,19 +1,19 @@
 """Backs up training, so that an interrupted run can continue."""
 
-import copy
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from tnt_jax.distributed.collectives import all_gather
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingTimes
+from tnt_jax.keras_compat.callbacks.callback_states import collect, numbered, restore
+from tnt_jax.keras_compat.callbacks.monitor import Monitor
+from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, saving_times
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint import Checkpoints, Position, Saved
+from tnt_jax.train.checkpoint import Checkpoints, OnSaveError, Position, Saved
 from tnt_jax.train.state_arrays import with_arrays
 
 
@@ -21,24 +21,31 @@ class BackupAndRestore(Callback):
     """Saves everything that a run needs, and resumes it when the same script is started again.
 
     A resumed run gives the same numbers as one that was never interrupted. The backup holds the
-    weights, the optimizer, the random numbers, the position in the data (within an epoch if
-    `save_freq` is a number of batches), the averages of the epoch so far, and the state of other
-    tnt_jax callbacks, including the history. The run may resume on another number of devices.
-    Backups are written while training continues and are either complete or absent, whenever the job
-    dies.
+    weights, the optimizer, accumulated gradients, the random numbers, the position in the data (the
+    rows of the epoch that are done), the averages of the epoch so far, and the state of the other
+    callbacks, including the history. The run may resume on another number of devices, and with
+    another global batch where the order of the rows does not depend on it. Backups are written
+    while training continues and are either complete or absent, whenever the job dies.
 
-    It acts after all other callbacks, whatever its position in the list.
+    It acts after all other callbacks, whatever its position in the list. `fit(resume=...)` adds
+    one.
 
     Args:
         backup_dir: Directory for this run only, which all processes must see. Folders in it that
             are not backups are kept.
-        save_freq: `"epoch"`, or the number of batches between two backups.
-        double_checkpoint: Whether the previous backup is kept, too, and is used if the last one
-            cannot be read.
-        delete_checkpoint: Whether the backup is deleted when training has ended.
+        save_freq: `"epoch"`, the number of batches between two backups, or a time such as `"30s"`,
+            `"5m"` or `"1h"`, which process 0 measures.
+        double_checkpoint: Whether the previous backup is kept, too, even with `max_to_keep=1`.
+        delete_checkpoint: Whether the backup is deleted when training has ended. Otherwise the same
+            script, started again, returns from `fit` at once.
+        max_to_keep: Backups that stay; an earlier one is used if the last cannot be read.
+        keep_best: Name of a log, such as `"val_loss"`. A backup is made after each epoch in which
+            it improves, and the last of these stays besides the others.
+        on_save_error: `"warn"` to go on without a backup that cannot be written and to try again at
+            the next one, `"raise"` to end training on all processes.
 
     Raises:
-        ValueError: If `save_freq` is unknown, or the directory has no name.
+        ValueError: If an argument has no valid value, or the directory has no name.
     """
 
     runs_last = True
@@ -46,9 +53,13 @@ class BackupAndRestore(Callback):
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],
-        save_freq: SaveFreq = "epoch",
+        save_freq: SaveFreq | str = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
+        *,
+        max_to_keep: int = 2,
+        keep_best: str | None = None,
+        on_save_error: OnSaveError = "warn",
     ) -> None:
         super().__init__()
         if not backup_dir:
@@ -59,137 +70,147 @@ class BackupAndRestore(Callback):
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
-        self._times = SavingTimes(save_freq)
-        self._epoch = 0
-        self._checkpoints: Checkpoints | None = None
+        self.max_to_keep = max(max_to_keep, 2) if double_checkpoint else max_to_keep
+        self.on_save_error: OnSaveError = on_save_error
+        self._times = saving_times(save_freq, alone=True)
+        self._watch = None if keep_best is None else Monitor(keep_best)
+        self._best: float | None = None
+        self._has_saved_now = False
+        self._ended_state: Any = None
+        self._checkpoints = self._open()
+
+    def set_model(self, model: Any) -> None:
+        """Receives the model, whose metrics determine which backup is the best."""
+        super().set_model(model)
+        if self._watch is not None:
+            self._watch.resolve(model)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the best value so far."""
+        return {} if self._best is None else {"best": self._best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores the best value of an interrupted run."""
+        self._best = state["best"]
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restores a backup, if there is one."""
-        max_to_keep = 2 if self.double_checkpoint else 1
-        self._checkpoints = Checkpoints(
+        self._has_saved_now, self._ended_state, self._best = False, None, None
+        self._checkpoints = self._open()
+        resumption = self.model.resumption
+        alone = self.scope != "all_processes" or jax.process_count() == 1
+        self._times = saving_times(self.save_freq, alone=alone)
+        resumption.warn_unless_repeatable()
+        saved = self._checkpoints.read_newest_valid()
+        if saved is not None:
+            self._resume(saved)
+        resumption.save_now = self.save_now
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Backs up when enough batches or seconds have passed."""
+        self._has_saved_now = False
+        if self._times.is_due_after_batch(batch):
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Backs up after the epoch, if `save_freq` is `"epoch"` or the watched log has improved."""
+        if self._has_saved_now:
+            return
+        is_best = self._improves(logs)
+        if self.save_freq == "epoch" or is_best:
+            self.model.resumption.enter_epoch(epoch + 1)
+            self._save(is_best=is_best)
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Deletes the backup, or makes the last one and waits until it is written."""
+        self.model.resumption.save_now = None
+        if self._has_saved_now:
+            self._checkpoints.close()
+        elif self.delete_checkpoint:
+            self._checkpoints.close()
+            if self.writes or self.scope == "all_processes":
+                self._checkpoints.remove_all()
+        elif self._ended_state is not None:
+            # Other callbacks may have changed it at the end, a second time.
+            self.model.set_state(self._ended_state)
+            self._checkpoints.close()
+        else:
+            self._save(ended={"epochs": self.params["epochs"]})
+            self._checkpoints.close()
+
+    def save_now(self) -> None:
+        """Backs up between two steps, and returns when the backup is written.
+
+        All processes call it together. If no step follows, the end of training leaves the backup as
+        it is, so that another run continues from here.
+        """
+        self._save()
+        self._checkpoints.wait()
+        self._has_saved_now = True
+
+    def _open(self) -> Checkpoints:
+        return Checkpoints(
             self.backup_dir,
-            max_to_keep=max_to_keep,
+            max_to_keep=self.max_to_keep,
+            on_save_error=self.on_save_error,
             alone=self.scope != "all_processes",
             prefix="tnt_jax_backup",
         )
-        if self._checkpoints.newest() is None:
-            return
-        saved = self._read()
+
+    def _resume(self, saved: Saved) -> None:
+        """Makes `fit` go on where a backup was made."""
+        ended = saved.notes.get("ended")
+        has_ended = ended is not None and self.params["epochs"] <= ended["epochs"]
+        if ended is not None and not has_ended:
+            # The end may have changed the weights, to averages for instance.
+            saved = self._checkpoints.read_newest_valid(before=saved.number) or saved
         position = saved.position or Position(0, 0)
+        if has_ended:
+            position = Position(max(position.epoch, self.params["epochs"]), 0)
         self.model.set_state(with_arrays(self.model.state, saved.arrays))
-        self.model.resumption.resume_at(position, _numbered(saved.extra, "sums"))
-        self._times.start_at(position.batch)
-        self._restore_siblings(saved.notes["callbacks"], saved.extra)
-        text = (
-            f"Training resumes from {self.backup_dir}, after batch {position.batch} of epoch "
-            f"{position.epoch + 1}."
+        position = self.model.resumption.resume_at(
+            position, saved.notes.get("data", {}), numbered(saved.extra, "sums")
         )
+        self._times.start_at(position.batch)
+        restore(self.siblings, saved.notes["callbacks"], saved.extra)
+        self._ended_state = self.model.state if has_ended else None
+        self._report(position, has_ended=has_ended)
+
+    def _report(self, position: Position, *, has_ended: bool) -> None:
+        if has_ended:
+            text = f"Training had ended, as {self.backup_dir} says"
+        else:
+            text = (
+                f"Training resumes from {self.backup_dir}, after batch {position.batch} of epoch "
+                f"{position.epoch + 1}"
+            )
+        text += f"; delete {self.backup_dir} to start over."
         logger.info(text)
         if self.params.get("verbose"):
             print(text, flush=True)
 
-    def _read(self) -> Saved:
-        """Returns the newest backup.
+    def _improves(self, logs: Mapping[str, float] | None) -> bool:
+        """Returns whether the watched log is better than ever."""
+        if self._watch is None:
+            return False
+        value = self._watch.value(logs, who="BackupAndRestore")
+        if (
+            value is None
+            or not math.isfinite(value)
+            or not self._watch.is_better(value, self._best)
+        ):
+            return False
+        self._best = float(value)
+        return True
 
-        With `double_checkpoint` it is the previous one if a process cannot read the newest.
-        """
-        assert self._checkpoints is not None
-        newest = self._checkpoints.newest()
-        older = self._checkpoints.newest(before=newest) if self.double_checkpoint else None
-        if older is None:
-            return self._checkpoints.read(newest)
-        saved, problem = None, ""
-        try:
-            saved = self._checkpoints.read(newest)
-        except Exception as error:  # The error of Orbax depends on the damage; it is shown below.
-            problem = f"{type(error).__name__}: {error}"
-        is_readable = saved is not None
-        if self.scope == "all_processes":
-            is_readable = bool(np.all(all_gather(np.int8(is_readable))))
-        if is_readable and saved is not None:
-            return saved
-        logger.warning(
-            "Backup %d in %s cannot be read; backup %d is used. %s",
-            newest,
-            self.backup_dir,
-            older,
-            problem,
-        )
-        return self._checkpoints.read(older)
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Records the epoch."""
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Backs up when enough batches have passed."""
-        if self._times.is_due_after_batch(batch):
-            sums = jax.tree.leaves(self.model.epoch_sums)
-            self._save(
-                Position(self._epoch, batch + 1),
-                {f"sums/{index}": leaf for index, leaf in enumerate(sums)},
-            )
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Backs up after the epoch, unless `save_freq` counts batches."""
-        if self.save_freq == "epoch":
-            self._save(Position(epoch + 1, 0), {})
-
-    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Deletes the backup, or waits until it is written."""
-        assert self._checkpoints is not None
-        self._checkpoints.close()
-        if self.delete_checkpoint and (self.writes or self.scope == "all_processes"):
-            self._checkpoints.remove_all()
-
-    def _save(self, position: Position, extra: dict[str, Any]) -> None:
-        assert self._checkpoints is not None
-        states = []
-        for index, callback in enumerate(self.siblings):
-            state = callback.state() if isinstance(callback, Callback) else {}
-            for name, arrays in [
-                (name, value) for name, value in state.items() if _is_arrays(value)
-            ]:
-                extra |= {
-                    f"callbacks/{index}/{name}/{number}": array
-                    for number, array in enumerate(arrays)
-                }
-                state[name] = {"num_arrays": len(arrays)}
-            # A copy: training and callbacks change their state while the backup is written.
-            states.append([type(callback).__name__, copy.deepcopy(state)])
+    def _save(self, *, is_best: bool = False, ended: dict[str, Any] | None = None) -> None:
+        reached = self.model.resumption.reached()
+        states, arrays = collect(self.siblings)
+        sums = {f"sums/{index}": leaf for index, leaf in enumerate(reached.sums)}
         self._checkpoints.save(
-            self.model.state, position=position, extra=extra, notes={"callbacks": states}
+            self.model.state,
+            position=reached.position,
+            extra=arrays | sums,
+            notes={"callbacks": states, "data": reached.data, "ended": ended},
+            is_best=is_best,
         )
-
-    def _restore_siblings(self, states: list[Any], extra: Mapping[str, np.ndarray]) -> None:
-        names = [type(callback).__name__ for callback in self.siblings]
-        if names != [name for name, _ in states]:
-            logger.warning(
-                "The backup was made with the callbacks %s; their state is lost.",
-                ", ".join(name for name, _ in states),
-            )
-            return
-        for index, (callback, (_, state)) in enumerate(zip(self.siblings, states, strict=True)):
-            for name, value in state.items():
-                if isinstance(value, dict) and set(value) == {"num_arrays"}:
-                    state[name] = _numbered(extra, f"callbacks/{index}/{name}")
-            if state:
-                callback.set_state(state)
-
-
-def _is_arrays(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, np.ndarray) for item in value)
-    )
-
-
-def _numbered(arrays: Mapping[str, np.ndarray], prefix: str) -> list[np.ndarray]:
-    """Returns the arrays at `prefix/0`, `prefix/1` and so on."""
-    found = {
-        int(path.removeprefix(f"{prefix}/")): leaf
-        for path, leaf in arrays.items()
-        if path.startswith(f"{prefix}/")
-    }
-    return [found[number] for number in sorted(found)]

@@ -1,8 +1,21 @@
-"""Decides when a callback saves: after each epoch, or after a number of batches."""
+"""Decides when a callback saves: after each epoch, after a number of batches, or of seconds."""
 
+import math
+import time
+from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
+
+from tnt_jax.distributed.collectives import broadcast
+from tnt_jax.settings import parse_save_freq
+
 SaveFreq = int | Literal["epoch"]
+
+# Processes agree on the time in few steps: after half of what is left, at most so long after the
+# last time, and at most so many times as many steps later.
+_LONGEST_WAIT_S = 5.0
+_LARGEST_GROWTH = 2
 
 
 class SavingTimes:
@@ -42,3 +55,74 @@ class SavingTimes:
         """Starts to count after `batch` batches of an epoch, right after a save."""
         self._since_last = 0
         self._last_batch = batch - 1 if batch else None
+
+
+class SavingSeconds:
+    """Says every so many seconds that a save is due, on all processes after the same batch.
+
+    The clock is that of process 0, which the others ask in few steps: it tells them whether a save
+    is due, and after how many steps they ask again, by the time that steps have taken so far.
+
+    Args:
+        interval_s: Seconds between two saves.
+        alone: Whether this process decides by itself.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, interval_s: float, *, alone: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
+        self._alone = alone
+        self._clock = clock
+        self.start_at(0)
+
+    def is_due_after_batch(self, batch: int) -> bool:
+        """Counts a call after a batch; returns whether a save is due."""
+        del batch
+        if self._alone:
+            is_due = self._clock() - self._last_s >= self._interval_s
+        else:
+            self._calls += 1
+            if self._calls < self._wait:
+                return False
+            is_due = self._ask()
+        if is_due:
+            self._last_s = self._clock()
+        return is_due
+
+    def start_at(self, batch: int) -> None:
+        """Starts to count, right after a save."""
+        del batch
+        self._last_s = self._asked_s = self._clock()
+        self._calls, self._wait = 0, 1
+
+    def _ask(self) -> bool:
+        """Returns whether process 0 finds that a save is due, and learns when to ask again."""
+        is_due, self._wait = map(int, broadcast(np.array(self._decide(), np.int64)))
+        self._calls, self._asked_s = 0, self._clock()
+        return bool(is_due)
+
+    def _decide(self) -> tuple[bool, int]:
+        """Returns whether a save is due, and after how many calls to decide again."""
+        now_s = self._clock()
+        left_s = self._interval_s - (now_s - self._last_s)
+        wait_s = min((self._interval_s if left_s <= 0 else left_s) / 2, _LONGEST_WAIT_S)
+        call_s = max((now_s - self._asked_s) / max(self._calls, 1), 1e-6)
+        return left_s <= 0, max(1, min(math.floor(wait_s / call_s), _LARGEST_GROWTH * self._wait))
+
+
+def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | SavingSeconds:
+    """Returns what says when a save is due.
+
+    Args:
+        save_freq: `"epoch"`, a number of batches, or a time such as `"30s"`, `"5m"` or `"1h"`.
+        alone: Whether this process decides by itself.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if not isinstance(save_freq, str):
+        return SavingTimes(save_freq)
+    chosen = parse_save_freq(save_freq)
+    return SavingSeconds(chosen, alone=alone) if isinstance(chosen, float) else SavingTimes(chosen)
