@@ -27,6 +27,7 @@ from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.keras_compat.start_check import compare_sources, compare_starts
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import device_feed
@@ -75,6 +76,7 @@ class FitLoop:
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
         self._core.require_trainable()
+        compare_starts("Model.fit", self._core, data, arguments)
         data, arguments = carry_out_split(data, arguments)
         weighting = class_weighting(arguments.class_weight)
         stream, first = self._intake.open(
@@ -118,6 +120,7 @@ class FitLoop:
 
         validation = collectives.call_on_all_processes(source)
         if validation is not None:
+            compare_sources("Model.fit", "validation_data", validation)
             self._preparation.check_validation(validation)
         return validation
 
