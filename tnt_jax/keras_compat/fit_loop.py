@@ -128,23 +128,22 @@ class FitLoop:
         """Trains epoch by epoch, with validation and callbacks."""
         progress = self._progress
         logs = {}
-        divergence = Divergence()
+        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
+        divergence.check_start(self._core.trainer.require_state())
         for epoch in range(start.epoch, plan.arguments.epochs):
             hooks.call("on_epoch_begin", epoch, {})
             logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
-            if self._core.options.reproducible:
-                divergence.check(
-                    self._core.trainer.require_state(), stop_training=progress.stop_training
-                )
-            progress.stop_training = collectives.any_process(
-                progress.stop_training, where=f"end of epoch {epoch + 1}"
+            progress.stop_training = divergence.check(
+                self._core.trainer.require_state(),
+                epoch=epoch + 1,
+                stop_training=progress.stop_training,
             )
             if progress.stop_training:
                 break
