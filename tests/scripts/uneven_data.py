@@ -9,6 +9,7 @@ import flax.linen as nn
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tnt_jax as tnt
 
@@ -64,8 +65,6 @@ class Sequence(keras.utils.PyDataset):
 
 
 def from_tensorflow():
-    import tensorflow as tf
-
     return tf.data.Dataset.from_tensor_slices(batch(0, rows=20 - 4 * is_other)).batch(ROWS)
 
 
@@ -137,7 +136,7 @@ CASES = {
         lambda: model.fit(good, callbacks=[PredictsAlone()], verbose=0),
         "process(es) 0: end of epoch 1 in Model.fit; process(es) 1: Model.predict in Model.fit"
     ),
-    "wrong arguments": (lambda: model.fit(good, batch_size=3 if is_other else None, verbose=0), "batch_size=3 was passed"),
+    "wrong arguments": (lambda: model.fit(good, batch_size=3 if is_other else None, verbose=0), "batch_size: None on process 0, 3 on process 1"),
 }  # fmt: skip
 for name, (call, text) in CASES.items():
     start = time.monotonic()

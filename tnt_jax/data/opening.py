@@ -45,33 +45,51 @@ def open_stream(
             raise
         error = raised
     else:
-        sizes = {
-            "steps of an epoch": stream.num_steps,
-            "number of examples": stream.source.num_examples,
-        }
         arguments |= {
             "initial_epoch": epoch,
             "steps": steps,
-            **sizes,
+            "steps of an epoch": stream.num_steps,
+            **facts_of(stream.source),
             "the first batch": describe(first),
         }
-    checksum = None if stream is None else getattr(stream.source, "first_checksum", None)
-    _warn_of_other_contents(collectives.agree(call, arguments, error, note=checksum))
+    checksums = None if stream is None else getattr(stream.source, "first_checksums", None)
+    _check_contents(collectives.agree(call, arguments, error, note=checksums))
     assert stream is not None and first is not None
     return stream, first
 
 
-def _warn_of_other_contents(checksums: Sequence[int | None]) -> None:
-    """Warns if the contents of the first batch differ between processes.
+def facts_of(source: Source) -> dict[str, Any]:
+    """Returns what must be the same in a source on every process, as far as it tells, by name."""
+    return {
+        "kind of source": type(source).__name__,
+        "rows of a batch": source.global_batch_size,
+        "number of examples": source.num_examples,
+        **getattr(source, "order", {}),
+    }
 
-    A generator of unseeded random numbers is an example.
+
+def _check_contents(checksums: Sequence[Sequence[Any] | None]) -> None:
+    """Compares the first batch of data of which each process reads all rows.
+
+    Args:
+        checksums: For each process, the result of `checksums_of` for its first batch, or None.
+
+    Raises:
+        ValueError: On every process, if the rows are others: an iterable that is shuffled without
+            a seed is an example.
     """
-    other = next(
-        (process for process, checksum in enumerate(checksums) if checksum != checksums[0]), None
+    other = next((process for process, sums in enumerate(checksums) if sums != checksums[0]), None)
+    if other is None:
+        return
+    text = (
+        f"The first batch of process {other} differs from that of process 0. Each process feeds "
+        "its part of every batch, so rows may occur twice or never: use the same files, and the "
+        "same seed for shuffles and random numbers, or pass tnt_distribute_dataset=False for "
+        "shards."
     )
-    if other is not None:
-        logger.warning(
-            "The first batch of process %d differs from that of process 0. Each process feeds its "
-            "part of every batch, so rows may occur twice or never: use the same seed for shuffles "
-            "and random numbers, or pass tnt_distribute_dataset=False for shards.", other,
-        )  # fmt: skip
+    first, found = checksums[0], checksums[other]
+    if first and found and first[1] == found[1] and first[1] is not None:
+        # Random augmentation, which leaves the targets as they are, does no harm to the sum.
+        logger.warning("%s Targets are the same.", text)
+        return
+    raise ValueError(text)

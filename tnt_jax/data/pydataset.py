@@ -15,7 +15,7 @@ from tnt_jax.data.fetch import Chunk, Fetcher, Worker
 from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.row_order import RowOrder
-from tnt_jax.data.sources import HostBatch, batch_length, checksum_of, select_rows
+from tnt_jax.data.sources import HostBatch, batch_length, checksums_of, select_rows
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PyDatasetSource:
         self._shuffle = shuffle
         self._seed = seed
         self.row_order = RowOrder([seed] if shuffle else [])
-        self.first_checksum: int | None = None
+        self.first_checksums: tuple[int, int | None] | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
         self.num_batches: int | None = dataset.num_batches
@@ -93,6 +93,14 @@ class PyDatasetSource:
             num_batches_ahead=max(1, dataset.max_queue_size),
         )
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which batches come when, by name; the same on every process."""
+        return {
+            "shuffle": self._shuffle,
+            "seed of the order": self._seed if self._shuffle else None,
+        }
+
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
@@ -102,8 +110,8 @@ class PyDatasetSource:
         for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
             batch = chunk.data
             num_rows = batch_length(batch)
-            if self.first_checksum is None:
-                self.first_checksum = checksum_of(batch)
+            if self.first_checksums is None:
+                self.first_checksums = checksums_of(batch)
             if self.global_batch_size is None:
                 self.global_batch_size = resolve_batch_size(
                     self._rank_slice, batch_size=num_rows, micro=self._micro

@@ -123,6 +123,16 @@ class RandomAccessSource:
         )
         logger.info("%s Each process fetches its own rows only.", sizes)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which rows come when, by name; the same on every process."""
+        return {
+            "shuffle of the RandomAccess": self._spec.shuffle,
+            "seed of the order": self._seed,
+            "drop_remainder": self._spec.drop_remainder,
+            "on_error": self._spec.on_error,
+        }
+
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from tnt_jax.data.elements import as_batch
+from tnt_jax.data.elements import as_batch, unpack
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.loaders import is_endless
 from tnt_jax.data.row_order import RowOrder
+
+# So many rows of arrays, and values of each, are compared between processes.
+_CHECKED_ROWS, _CHECKED_VALUES = 64, 4096
 
 
 class HostBatch(NamedTuple):
@@ -101,6 +104,15 @@ class ArraySource:
             [seed] if shuffle else [], {"number of examples": self.num_examples}, is_of_rows=True
         )
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which rows come when, by name; the same on every process."""
+        return {
+            "shuffle": self._shuffle,
+            "seed of the order": self._seed if self._shuffle else None,
+            "contents of the arrays (checksum)": f"{checksum_of_some(self._arrays):08x}",
+        }
+
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""
         assert self.num_examples is not None and self.num_batches is not None
@@ -133,7 +145,7 @@ class IterableSource:
 
     Attributes:
         is_infinite: Whether the iterable says that it has no end.
-        first_checksum: Of the contents of the first batch, which should be the same on every
+        first_checksums: Of the contents of the first batch, which should be the same on every
             process; None before it was read.
         row_order: Whether the iterable can be read again.
     """
@@ -153,7 +165,7 @@ class IterableSource:
         self._micro = micro_batch_size
         self._running = iter(batches) if isinstance(batches, Iterator) else None
         self.row_order = RowOrder(can_go_back=self._running is None)
-        self.first_checksum: int | None = None
+        self.first_checksums: tuple[int, int | None] | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
         self.is_infinite = length is None and is_endless(batches)
@@ -168,8 +180,8 @@ class IterableSource:
         ):
             batch = as_batch(element)
             num_rows = batch_length(batch)
-            if self.first_checksum is None:
-                self.first_checksum = checksum_of(batch)
+            if self.first_checksums is None:
+                self.first_checksums = checksums_of(batch)
             if self.global_batch_size is None:
                 self.global_batch_size = resolve_batch_size(
                     self._rank_slice, batch_size=num_rows, micro=self._micro
@@ -212,12 +224,33 @@ def form_of(batch: Any) -> str:
     )
 
 
-def checksum_of(batch: Any) -> int:
-    """Returns a number that tells the contents of two batches apart."""
+def checksums_of(batch: Any) -> tuple[int, int | None]:
+    """Returns a checksum of the contents of a batch, and one of its targets.
+
+    The latter is None if there are no targets, or if those of all rows are the same, so that they
+    do not tell which rows the batch has.
+    """
+    targets = unpack(batch)[1]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(targets)]
+    tells_rows = any(bool((leaf != leaf[:1]).any()) for leaf in leaves)
+    return checksum_of(batch), checksum_of(targets) if tells_rows else None
+
+
+def checksum_of(arrays: Any) -> int:
+    """Returns a number that tells the contents of two pytrees of arrays apart."""
     checksum = 0
-    for leaf in jax.tree.leaves(batch):
+    for leaf in jax.tree.leaves(arrays):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
     return checksum
+
+
+def checksum_of_some(arrays: Any) -> int:
+    """Returns a checksum of a few rows of arrays `[examples, ...]`, of the beginning of each."""
+    num_rows = common_length(arrays)
+    rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, _CHECKED_ROWS)).astype(np.int64))
+    return checksum_of(
+        [np.ravel(leaf[row])[:_CHECKED_VALUES] for leaf in jax.tree.leaves(arrays) for row in rows]
+    )
 
 
 def common_length(arrays: Any) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from tnt_jax.data.layout import RankSlice, micro_batch_size
 from tnt_jax.data.permutation import Permutation
 from tnt_jax.data.row_order import RowOrder
-from tnt_jax.data.sources import HostBatch
+from tnt_jax.data.sources import HostBatch, checksum_of
 from tnt_jax.data.text import PAD_ID, TokenPairs
 from tnt_jax.log import logger
 
@@ -131,6 +131,16 @@ class TokenBatchSource:
         self.num_examples: int | None = len(lengths)
         self.num_batches: int | None = int(sum(-(-counts[b] // self._rows[b]) for b in used))
         self._report(lengths, used)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which pairs come when, by name; the same on every process."""
+        return {
+            "seed of the order": self._spec.seed,
+            "tokens_per_batch": self._spec.tokens_per_batch,
+            "buckets": self.buckets.tolist(),
+            "lengths of the pairs (checksum)": f"{checksum_of(self._bucket_of):08x}",
+        }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
+from tnt_jax.distributed.comparison import describe_differences
 from tnt_jax.distributed.hlo import Collective, read_collectives, read_planned, split_programs
 from tnt_jax.distributed.host_exchange import (
     bring,
@@ -219,13 +220,10 @@ def agree(
     )
     failures, told, notes = zip(*map(json.loads, texts), strict=True)
     raise_first(error, list(failures))
-    for process, other in enumerate(told):
-        for name, value in told[0].items():
-            if other[name] != value:
-                raise ValueError(
-                    f"{call} needs the same data and arguments on every process, but {name}: "
-                    f"{value} on process 0, {other[name]} on process {process}."
-                )
+    if differences := describe_differences(told):
+        raise ValueError(
+            f"{call} needs the same data and arguments on every process, but {differences}."
+        )
     connect_devices()
     return list(notes)
 

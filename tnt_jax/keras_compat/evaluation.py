@@ -16,6 +16,7 @@ from tnt_jax.keras_compat.inputs import to_batch
 from tnt_jax.keras_compat.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.keras_compat.start_check import compare_starts
 from tnt_jax.train.device_feed import device_feed
 from tnt_jax.train.outputs import steps_per_program
 
@@ -43,6 +44,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Returns loss and metrics over `steps` batches, or all, with their own callbacks."""
         self._core.require_compiled()
+        compare_starts("Model.evaluate", self._core, data, steps=steps)
         source = collectives.call_on_all_processes(lambda: self._intake.source(data))
         hooks = callbacks.open(in_training=False, steps=steps or source.num_batches)
         return self.evaluate_source(source, steps, hooks)
@@ -93,6 +95,7 @@ class Predictor:
         """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
         check_prediction_methods(self._core.module)
         compilation, trainer = self._core.compilation, self._core.trainer
+        compare_starts("Model.predict", self._core, data, steps=steps)
         stream, item = self._intake.open("Model.predict", data, steps=steps)
         first = to_batch(item)
         source = stream.source

@@ -27,6 +27,7 @@ from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.keras_compat.start_check import compare_sources, compare_starts
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import device_feed
@@ -75,6 +76,7 @@ class FitLoop:
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
         self._core.require_trainable()
+        compare_starts("Model.fit", self._core, data, arguments)
         data, arguments = carry_out_split(data, arguments)
         weighting = class_weighting(arguments.class_weight)
         stream, first = self._intake.open(
@@ -120,6 +122,7 @@ class FitLoop:
 
         validation = collectives.call_on_all_processes(source)
         if validation is not None:
+            compare_sources("Model.fit", "validation_data", validation)
             self._preparation.check_validation(validation)
         return validation
 
@@ -127,12 +130,13 @@ class FitLoop:
         """Trains epoch by epoch, with validation and callbacks."""
         progress = self._progress
         logs = {}
-        divergence = Divergence()
+        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         progress.enter_epoch(*start)
+        divergence.check_start(self._core.trainer.require_state())
         for epoch in range(start.epoch, plan.arguments.epochs):
             hooks.call("on_epoch_begin", epoch, {})
             logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
@@ -140,12 +144,10 @@ class FitLoop:
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
             progress.enter_epoch(epoch + 1, 0, 0, None)
-            if self._core.options.reproducible:
-                divergence.check(
-                    self._core.trainer.require_state(), stop_training=progress.stop_training
-                )
-            progress.stop_training = collectives.any_process(
-                progress.stop_training, where=f"end of epoch {epoch + 1}"
+            progress.stop_training = divergence.check(
+                self._core.trainer.require_state(),
+                epoch=epoch + 1,
+                stop_training=progress.stop_training,
             )
             if progress.stop_training:
                 break

@@ -135,6 +135,11 @@ class TfDataSource:
         self._build()
         logger.info("%s", self.distribution)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which rows come when, by name; the same on every process."""
+        return {"split": self._split, "rows are selected early": self._is_early}
+
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
