@@ -52,6 +52,7 @@ class Settings:
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
+        restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
     """
 
     coordinator_address: str | None = None
@@ -67,6 +68,7 @@ class Settings:
     tune_steps: int | None = None
     stall_warning_s: int = 60
     timeline: str | None = None
+    restart_count: int = 0
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -104,6 +106,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
         timeline=env.get("TNT_TIMELINE") or None,
+        restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
