@@ -57,6 +57,7 @@ class Settings:
         checkpoint_every: Batches, `"epoch"`, or a time such as `"30s"`, between two checkpoints of
             `fit(resume=...)` (`TNT_CHECKPOINT_EVERY`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
+        restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
     """
 
     coordinator_address: str | None = None
@@ -74,6 +75,7 @@ class Settings:
     timeline: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: str = "60s"
+    restart_count: int = 0
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -113,6 +115,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         timeline=env.get("TNT_TIMELINE") or None,
         checkpoint_dir=env.get("TNT_CHECKPOINT_DIR") or None,
         checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
+        restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)

@@ -23,7 +23,7 @@ def launch(num_processes, *words, command="run", flags=(), timeout_s=240, **extr
     """Runs a script in `num_processes` processes by a command of the launcher; 0 runs it with
     Python alone.
     """
-    ranks = ["-n", str(num_processes), "--no-gpu", *flags, "--"]
+    ranks = ["-n", str(num_processes), "--no-gpu", *map(str, flags), "--"]
     launcher = ["-m", "tnt_jax.launch", *([command] if command != "run" else []), *ranks]
     starter = [sys.executable, *launcher] if num_processes else [sys.executable]
     return subprocess.run(

@@ -25,6 +25,7 @@ def describe_position(stream: EpochStream, first_epoch: int, rows: int) -> DataP
     """
     source = stream.source
     order = row_order_of(source)
+    checksums = getattr(source, "first_checksums", None)
     # Without `steps_per_epoch` every epoch is a pass of its own.
     steps = stream.steps_per_epoch
     passes = {} if steps is None else {"steps_per_epoch": steps, "initial_epoch": first_epoch}
@@ -34,7 +35,7 @@ def describe_position(stream: EpochStream, first_epoch: int, rows: int) -> DataP
         "seed": order.seed,
         "passes": passes,
         "parts": {"batches of an epoch": source.num_batches} | order.parts,
-        "first_batch": getattr(source, "first_checksum", None),
+        "first_batch": checksums and checksums[0],
     }
 
 

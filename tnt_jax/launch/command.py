@@ -14,10 +14,11 @@ from tnt_jax.launch.doctor.command import doctor
 from tnt_jax.launch.fingerprint import fingerprint
 from tnt_jax.launch.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
-from tnt_jax.launch.run import run_job
+from tnt_jax.launch.restarts import run_with_restarts
+from tnt_jax.launch.run import run_part
 from tnt_jax.launch.screen import discard, say
 from tnt_jax.launch.session import HostError
-from tnt_jax.launch.task import become_task
+from tnt_jax.launch.task import become_task, refuse_restarts
 from tnt_jax.settings import read_settings
 
 _logger = logging.getLogger("tnt_jax.launch")
@@ -63,9 +64,12 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
         return clean_up(options, environ)
     # A launcher started by a process of a job starts another job.
     job = None if options.hostfile or "TNT_JOB_ID" in environ else detect_job(environ)
-    if job is not None and options.devices_per_node is None:
+    if job is None:
+        return run_with_restarts(options, environ)
+    refuse_restarts(job, options)
+    if options.devices_per_node is None:
         become_task(job, options, environ)
-    return run_job(options, environ, part=job)
+    return run_part(job, options, environ)
 
 
 def _version() -> str:

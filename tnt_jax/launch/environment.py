@@ -53,6 +53,7 @@ def process_environment(
     coordinator_address: str,
     environ: Mapping[str, str],
     launched_at: float,
+    restart_count: int,
 ) -> dict[str, str]:
     """Returns the variables of one process in addition to those of its host.
 
@@ -72,6 +73,7 @@ def process_environment(
         coordinator_address: `host:port` of process 0.
         environ: Environment of the launcher.
         launched_at: When the launcher began, in seconds since 1970.
+        restart_count: How many times the job was started before.
     """
     threads = max(1, facts.num_cores // processes_on_host)
     on_cpu = device_kind == "cpu"
@@ -90,6 +92,7 @@ def process_environment(
         ),
         "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
         "TNT_JOB_ID": job_id,
+        "TNT_RESTART_COUNT": str(restart_count),
         **_job_variables(coordinator_address, num_processes, rank),
         # By default the coordinator listens on all network interfaces.
         **({"JAX_COORDINATOR_BIND_ADDRESS": coordinator_address} if single_host else {}),

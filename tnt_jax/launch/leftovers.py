@@ -22,7 +22,7 @@ def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
     """Asks all processes of a job to end, or kills them.
 
     Args:
-        job_id: Id of the job.
+        job_id: Id of the job, which stands for all its attempts, or of one attempt.
         force: Whether to kill.
 
     Returns:
@@ -41,7 +41,9 @@ def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
 
 def _processes_of(job_id: str) -> list[int]:
     return [
-        pid for pid, found in processes_with("TNT_JOB_ID") if found == job_id and pid != os.getpid()
+        pid
+        for pid, found in processes_with("TNT_JOB_ID")
+        if (found == job_id or found.startswith(f"{job_id}.")) and pid != os.getpid()
     ]
 
 

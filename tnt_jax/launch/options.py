@@ -56,6 +56,8 @@ class Options:
         log_dir: Directory for one log file per process; None for none.
         port: Port of the coordinator; None for any free one.
         grace_period_s: Seconds that processes get to end by themselves after Ctrl-C or SIGTERM.
+        max_restarts: How many times a job that failed is started again.
+        min_hosts: Fewest hosts to start on, leaving out those that cannot take part; None for all.
         dry_run: Whether to print the plan instead of running it.
         cleanup: Id of the job whose remains are ended, empty to list jobs; None to run a job.
         force: Whether `cleanup` uses SIGKILL.
@@ -85,9 +87,16 @@ class Options:
     log_dir: str | None = None
     port: int | None = None
     grace_period_s: float = 30.0
+    max_restarts: int = 0
+    min_hosts: int | None = None
     dry_run: bool = False
     cleanup: str | None = None
     force: bool = False
+
+    @property
+    def script_name(self) -> str:
+        """The path of the script, or the name of the module."""
+        return self.script_args[0] if self.script == "-m" else self.script
 
 
 def parse_options(argv: Sequence[str], *, version: str) -> Options:
@@ -134,6 +143,8 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         log_dir=given.log_dir,
         port=given.port,
         grace_period_s=given.grace_period,
+        max_restarts=given.max_restarts,
+        min_hosts=given.min_hosts,
         dry_run=given.dry_run,
         cleanup=given.cleanup,
         force=given.force,
@@ -270,6 +281,12 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         help="port at which the processes meet (default: a free one)",
     )
     add(
+        "--min-hosts",
+        type=_at_least(1),
+        metavar="M",
+        help="start on the hosts that can take part, if these are at least M (default: all)",
+    )
+    add(
         "--cleanup",
         nargs="?",
         const="",
@@ -357,4 +374,12 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         default=Options.grace_period_s,
         metavar="S",
         help="seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
+    )
+    add(
+        "--max-restarts",
+        type=_at_least(0),
+        default=Options.max_restarts,
+        metavar="K",
+        help="start a job that failed again, at most K times; the script goes on from its own last "
+        "checkpoint",
     )

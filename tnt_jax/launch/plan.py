@@ -97,6 +97,7 @@ class Launch:
         num_parts: Number of launchers like this one, with as many processes each, that a cluster
             has started for the job.
         part: Index of this one among them.
+        restart_count: How many times the job was started before.
     """
 
     job_id: str
@@ -108,6 +109,7 @@ class Launch:
     columns: int = 80
     num_parts: int = 1
     part: int = 0
+    restart_count: int = 0
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
@@ -209,6 +211,7 @@ def plan_processes(
                 coordinator_address=launch.coordinator_address,
                 environ=launch.environ,
                 launched_at=launch.launched_at,
+                restart_count=launch.restart_count,
             )
             processes.append(
                 Process(
@@ -226,7 +229,7 @@ def plan_processes(
                     },
                     exports=options.exports,
                     shown=_shown(rank, options),
-                    log_file=_log_file(rank, options, launch.cwd),
+                    log_file=_log_file(rank, options, launch),
                     terminals=tuple(
                         name for name in launch.terminals if _is_shown_alone(rank, name, options)
                     ),
@@ -285,5 +288,8 @@ def _is_shown_alone(rank: int, name: str, options: Options) -> bool:
     )
 
 
-def _log_file(rank: int, options: Options, cwd: str) -> str | None:
-    return os.path.join(cwd, options.log_dir, f"rank{rank}.log") if options.log_dir else None
+def _log_file(rank: int, options: Options, launch: Launch) -> str | None:
+    if not options.log_dir:
+        return None
+    attempt = f".restart{launch.restart_count}" if launch.restart_count else ""
+    return os.path.join(launch.cwd, options.log_dir, f"rank{rank}{attempt}.log")

@@ -1,5 +1,6 @@
 """Linux calls that keep a job's processes together, and find their descendants."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -98,6 +99,17 @@ def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
         send_signal(left, signal.SIGKILL)
         time.sleep(0.02)
     return left
+
+
+def reap_orphans() -> None:
+    """Takes note of the end of adopted processes, which the kernel would list for ever otherwise.
+
+    Call it while this process has no children of its own: they would seem to be orphans.
+    """
+    # ChildProcessError: there is none.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
 
 
 def _all_processes() -> list[tuple[int, int, str]]:

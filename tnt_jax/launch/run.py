@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.job import Job
@@ -27,6 +28,7 @@ from tnt_jax.launch.preflight import (
     find_remedy,
     find_unreachable,
 )
+from tnt_jax.launch.screen import say
 from tnt_jax.launch.session import HostError, Session
 
 LOCALHOST = "localhost"
@@ -35,24 +37,68 @@ _END_TIMEOUT_S = 10.0
 _logger = logging.getLogger("tnt_jax.launch")
 
 
-def run_job(options: Options, environ: Mapping[str, str], part: Job | None = None) -> int:
-    """Starts the script on all devices of all hosts, waits for it, and returns the exit code.
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job.
+
+    Attributes:
+        job_id: Name of the job, the same for all attempts.
+        entries: The hosts to use.
+        restart_count: How many times the job was started before.
+        left_out: The reason for each host that cannot take part.
+    """
+
+    job_id: str
+    entries: Sequence[HostEntry]
+    restart_count: int = 0
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The id that marks the processes of this attempt."""
+        return f"{self.job_id}.{self.restart_count}" if self.restart_count else self.job_id
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended.
+
+    Attributes:
+        code: Its exit code.
+        because: Why it failed, in one line.
+        was_signalled: Whether a signal to the launcher, or the end of its reader, ended it.
+        silent_hosts: Hosts on which processes of the job may still run.
+    """
+
+    code: int
+    because: str = ""
+    was_signalled: bool = False
+    silent_hosts: tuple[str, ...] = ()
+
+
+def run_attempt(
+    attempt: Attempt, options: Options, environ: Mapping[str, str], part: Job | None = None
+) -> Ending:
+    """Starts the script on all devices of the hosts, waits for it, and returns how it ended.
 
     Args:
+        attempt: The hosts, and which start of the job this is.
         options: The options of the command line.
         environ: The launcher's environment.
         part: The position of this launcher among several that a cluster has started for one job;
             None if it is the only one.
 
     Raises:
-        ValueError: If the hostfile is malformed or the options do not fit the hosts.
+        ValueError: If the options do not fit the hosts.
         FileNotFoundError: If a program that an option needs does not exist.
         HostError: If hosts cannot take part; the message names each with the reason.
     """
-    entries = [HostEntry(LOCALHOST)] if part else job_hosts(options, environ)
+    entries = attempt.entries
     phases = Phases()
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
+        if attempt.restart_count:
+            end_earlier_attempts(session, attempt)
         phases.end("connecting to the hosts")
         hosts = [
             Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name))
@@ -64,7 +110,8 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
         for warning in [*devices.warnings, *missing_caches]:
             _logger.warning(warning)
         launch = Launch(
-            job_id=new_job_id(options.script_args[0] if options.script == "-m" else options.script),
+            job_id=attempt.name,
+            restart_count=attempt.restart_count,
             coordinator_address=(
                 part.coordinator_address
                 if part
@@ -84,11 +131,41 @@ def run_job(options: Options, environ: Mapping[str, str], part: Job | None = Non
         phases.end("planning")
         if options.dry_run:
             print(describe(processes, launch))
-            return 0
+            return Ending(0)
         _logger.info(
             "Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts)
         )
-        return session.run(processes)
+        _say_where(attempt)
+        code = session.run(processes)
+        return Ending(
+            code, session.because, session.was_ended_by_signal(), tuple(session.silent_hosts)
+        )
+
+
+def _say_where(attempt: Attempt) -> None:
+    for host, reason in attempt.left_out.items():
+        say(f"Without {host}: {reason}")
+    if attempt.restart_count:
+        names = ", ".join(entry.name for entry in attempt.entries)
+        say(f"Restart {attempt.restart_count} starts on {names}.")
+
+
+def run_part(part: Job, options: Options, environ: Mapping[str, str]) -> int:
+    """Starts the script on the devices of this host, for a job over launchers like this one.
+
+    Args:
+        part: The position of this launcher among those that a cluster has started.
+        options: The options of the command line.
+        environ: The launcher's environment.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError, FileNotFoundError, HostError: As `run_attempt`.
+    """
+    attempt = Attempt(new_job_id(options.script_name), [HostEntry(LOCALHOST)])
+    return run_attempt(attempt, options, environ, part).code
 
 
 class Phases:
@@ -174,6 +251,23 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
             }
         ) from error
     return {host: Facts.from_json(fields) for host, fields in answers.items()}
+
+
+def end_earlier_attempts(session: Session, attempt: Attempt) -> None:
+    """Kills what a lost host or a killed supervisor has left of the job's earlier attempts.
+
+    Raises:
+        HostError: If processes cannot be killed.
+    """
+    arguments = {"job_id": attempt.job_id, "force": True}
+    answers = session.ask("end_job", arguments, timeout_s=ASK_TIMEOUT_S)
+    check(
+        {
+            host: f"processes of an earlier attempt cannot be killed there: {', '.join(left)}"
+            for host, (_, left) in answers.items()
+            if left
+        }
+    )
 
 
 def check(obstacles: Mapping[str, str]) -> None:

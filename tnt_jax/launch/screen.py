@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TextIO
@@ -9,6 +10,8 @@ from typing import Protocol, TextIO
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
 
+END_OF_OUTPUT = " End of its output:"
+"""The end of a report's first line, if the failed process's own output follows it."""
 _LAST_LINES = 30
 _LONGEST_LINE_BYTES = 1 << 16
 _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
@@ -107,17 +110,30 @@ def say(text: str) -> None:
         discard(sys.stderr)
 
 
-def failure_report(rank: int, host: str, code: int, tail: bytes, *, shown: bool) -> str:
+def failure_report(
+    rank: int, host: str, code: int, tail: bytes, *, shown: bool, pid: int | None = None
+) -> str:
     """Returns the report on the first failed process.
 
     It says which process failed and how, and has the end of its output unless that was shown.
     """
-    how = f"was ended by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
-    text = f"Rank {rank} on {host} {how}."
+    text = f"Rank {rank} on {host} {_how(code)}."
+    if pid is not None:
+        text += f" It was process {pid}."
     last = excerpt(tail.decode(errors="replace").rstrip().splitlines())
     if shown or not last:
         return text
-    return "\n".join([text + " End of its output:", *(f"  {line}" for line in last)])
+    return "\n".join([text + END_OF_OUTPUT, *(f"  {line}" for line in last)])
+
+
+def _how(code: int) -> str:
+    if code <= 128:
+        return f"failed with exit code {code}"
+    try:
+        name = f" ({signal.Signals(code - 128).name})"
+    except ValueError:  # A real-time signal, or an exit code of the script's own.
+        name = ""
+    return f"was ended by signal {code - 128}{name}"
 
 
 def excerpt(lines: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Runs a plan: communicates with the supervisors until every process has ended."""
 
+import contextlib
 import logging
 import os
 import selectors
@@ -10,8 +11,15 @@ from typing import Any
 
 from tnt_jax.launch.connection import Connection
 from tnt_jax.launch.plan import Process
-from tnt_jax.launch.screen import Output, Screen, failure_report, loss_report, say
-from tnt_jax.settings import LOST_EXIT_CODE
+from tnt_jax.launch.screen import (
+    END_OF_OUTPUT,
+    Output,
+    Screen,
+    failure_report,
+    loss_report,
+    say,
+)
+from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
@@ -66,7 +74,25 @@ class Session:
         self._time_out_at: float | None = None
         self._give_up_at: float | None = None
         self._caught: int | None = None
+        self._warned_by_signal = False
+        self._because = ""
+        self._pids: dict[int, int] = {}
         self._turned_at = time.monotonic()
+
+    @property
+    def because(self) -> str:
+        """Why the job failed, in one line; empty if it did not."""
+        return self._because
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        """Hosts that have not said that all processes of the job have ended there."""
+        return [host for host, connection in self._connections.items() if not connection.finished]
+
+    def was_ended_by_signal(self) -> bool:
+        """Returns whether a signal to the launcher, or the end of its reader, ended the job."""
+        has_saved = self._exit_code == PREEMPTED_EXIT_CODE
+        return self._caught is not None or (self._warned_by_signal and has_saved)
 
     # Before the start.
 
@@ -174,6 +200,10 @@ class Session:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
             signal.set_wakeup_fd(previous_fd)
+            # A signal that came last is for whoever handles signals after this session.
+            with contextlib.suppress(BlockingIOError):
+                for signum in os.read(read_fd, 64):
+                    signal.raise_signal(signum)
             os.close(read_fd)
             os.close(write_fd)
 
@@ -182,6 +212,7 @@ class Session:
     def _catch(self, caught: bytes) -> None:
         for signum in caught:
             if signum in (signal.SIGUSR1, signal.SIGUSR2):
+                self._warned_by_signal = True
                 self._tell_all("signal", signum=signum)
             elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._end_by(signal.SIGTERM if signum == signal.SIGHUP else signum)
@@ -252,6 +283,7 @@ class Session:
             self._exit_code = 128 + self._caught
         else:
             self._exit_code = exit_code
+            self._because = report.splitlines()[0].removesuffix(END_OF_OUTPUT)
             say(report)
             self._stop(FAILURE_GRACE_S)
 
@@ -289,6 +321,7 @@ class Session:
         _logger.info(
             "Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"]
         )
+        self._pids[message["rank"]] = message["pid"]
         self._starting -= 1
         if self._starting == 0:
             _logger.debug(
@@ -334,7 +367,14 @@ class Session:
         elif not is_consequence:
             self._fail(
                 code,
-                failure_report(rank, connection.host, code, tail, shown=self._screen.shows(rank)),
+                failure_report(
+                    rank,
+                    connection.host,
+                    code,
+                    tail,
+                    shown=self._screen.shows(rank),
+                    pid=self._pids.get(rank),
+                ),
             )
 
     def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:

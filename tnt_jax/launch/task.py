@@ -31,6 +31,17 @@ def become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None:
     os.execvpe(command[0], command, {**environment, "TNT_TASK_PID": str(os.getpid())})
 
 
+def refuse_restarts(job: Job, options: Options) -> None:
+    """Raises a ValueError if one task among many is to start the job again, which only all can."""
+    if options.max_restarts or options.min_hosts:
+        raise ValueError(
+            f"--max-restarts and --min-hosts need a launcher that starts all processes, but this "
+            f"one is one of {job.num_processes} that {job.source} has started. Run tnt-jax once, "
+            "in the batch script without srun or mpirun, or have the cluster start the job again: "
+            "#SBATCH --requeue and scontrol requeue, or backoffLimit in Kubernetes."
+        )
+
+
 def plan_task(
     job: Job, options: Options, environ: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -1,0 +1,167 @@
+"""Starts a job again after a failure, on the hosts that are left.
+
+The launcher does not know how far a job has come: the script itself goes on from its last
+checkpoint.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+from tnt_jax.launch.hostfile import HostEntry
+from tnt_jax.launch.options import Options
+from tnt_jax.launch.processtree import reap_orphans
+from tnt_jax.launch.run import Attempt, Ending, job_hosts, new_job_id, run_attempt
+from tnt_jax.launch.screen import say
+from tnt_jax.launch.session import HostError
+from tnt_jax.settings import PREEMPTED_EXIT_CODE
+
+LONGEST_DELAY_S = 60.0
+"""The longest delay before a restart; an attempt that ran longer begins the delays anew."""
+ABANDONED_HOST_S = 8.0
+"""The shortest delay after the loss of a host, which needs this long to end its own processes.
+
+It notices one second later than the launcher at most, gives its processes five seconds, and kills
+them.
+"""
+_NEVER_AGAIN = (0, 128 + signal.SIGINT)
+
+Run = Callable[[Attempt], Ending]
+
+
+class _Signalled(BaseException):
+    """Raised where a signal to the launcher arrives while no process of the job runs."""
+
+
+def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
+    """Runs a job, starts it again after failures, and returns the exit code of the last attempt.
+
+    Args:
+        options: The options of the command line; `max_restarts` limits the restarts, and attempts
+            to start that found too few hosts count.
+        environ: The launcher's environment.
+
+    Returns:
+        The exit code of the last attempt that ran (`session.Session.run`); 75 if a signal came
+        between two attempts.
+
+    Raises:
+        ValueError, FileNotFoundError, HostError: As `run.run_attempt` at the first start.
+        KeyboardInterrupt: At Ctrl-C between two attempts.
+    """
+
+    def run(attempt: Attempt) -> Ending:
+        return run_attempt(attempt, options, environ)
+
+    def read_hosts() -> list[HostEntry]:
+        return job_hosts(options, environ)
+
+    first = Attempt(new_job_id(options.script_name), read_hosts())
+    if not options.max_restarts:
+        return run_on_hosts_left(first, options.min_hosts, run).code
+    try:
+        with _raising_on_signals():
+            return _repeat(first, options, run, read_hosts)
+    except _Signalled:
+        say("Ended by a signal before a restart.")
+        return PREEMPTED_EXIT_CODE
+
+
+def _repeat(
+    attempt: Attempt, options: Options, run: Run, read_hosts: Callable[[], list[HostEntry]]
+) -> int:
+    began_at = time.monotonic()
+    ending = run_on_hosts_left(attempt, options.min_hosts, run)
+    code, in_a_row = ending.code, 0
+    while ending.code not in _NEVER_AGAIN and not ending.was_signalled:
+        if attempt.restart_count == options.max_restarts:
+            say(f"The job has failed after {options.max_restarts} restart(s).")
+            return code
+        in_a_row = 0 if time.monotonic() - began_at > LONGEST_DELAY_S else in_a_row
+        delay_s = delay_before_restart(in_a_row, has_lost_hosts=bool(ending.silent_hosts))
+        in_a_row += 1
+        attempt = replace(attempt, restart_count=attempt.restart_count + 1)
+        _announce(attempt, options.max_restarts, ending.because, delay_s)
+        time.sleep(delay_s)
+        reap_orphans()
+        began_at = time.monotonic()
+        try:
+            attempt = replace(attempt, entries=read_hosts())
+            ending = run_on_hosts_left(attempt, options.min_hosts, run)
+            code = ending.code
+        except (HostError, ValueError, OSError) as error:
+            say(f"Restart {attempt.restart_count} has not started: {error}")
+            ending = Ending(code, because="it could not start")
+    return ending.code
+
+
+def delay_before_restart(in_a_row: int, *, has_lost_hosts: bool) -> float:
+    """Returns the seconds to wait: 1, 2, 4 and so on up to a minute.
+
+    Args:
+        in_a_row: Restarts just before this one whose attempt ran for less than a minute.
+        has_lost_hosts: Whether processes of the last attempt may still run on a lost host.
+    """
+    delay_s = min(LONGEST_DELAY_S, 2.0 ** min(in_a_row, 10))
+    return max(delay_s, ABANDONED_HOST_S) if has_lost_hosts else delay_s
+
+
+def run_on_hosts_left(attempt: Attempt, min_hosts: int | None, run: Run) -> Ending:
+    """Runs an attempt without the hosts that cannot take part, as long as enough are left.
+
+    Args:
+        attempt: The attempt, with all hosts.
+        min_hosts: The fewest hosts to run on; None for all of them.
+        run: Runs an attempt; raises `HostError` if hosts cannot take part.
+
+    Raises:
+        ValueError: If fewer hosts than `min_hosts` are listed.
+        HostError: If too few hosts are left; it names all that were left out.
+    """
+    fewest = len(attempt.entries) if min_hosts is None else min_hosts
+    if fewest > len(attempt.entries):
+        raise ValueError(
+            f"--min-hosts ({fewest}) must not be above the number of hosts, which is "
+            f"{len(attempt.entries)}."
+        )
+    reasons: dict[str, str] = {}
+    while True:
+        entries = [entry for entry in attempt.entries if entry.name not in reasons]
+        try:
+            return run(replace(attempt, entries=entries, left_out=dict(reasons)))
+        except HostError as error:
+            if not set(error.reasons) - set(reasons):
+                raise
+            reasons.update(error.reasons)
+            if len(attempt.entries) - len(reasons) < fewest:
+                raise HostError(reasons) from error
+
+
+def _announce(attempt: Attempt, max_restarts: int, because: str, delay_s: float) -> None:
+    moment = time.strftime("%H:%M:%S", time.localtime(time.time() + delay_s))
+    say(
+        f"Restart {attempt.restart_count} of {max_restarts} follows in {delay_s:g} s, at {moment}. "
+        f"Cause: {because}"
+    )
+
+
+@contextmanager
+def _raising_on_signals() -> Iterator[None]:
+    """Ends the launcher at a signal that comes while no session handles signals.
+
+    Ctrl-C raises KeyboardInterrupt, as always.
+    """
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise _Signalled
+
+    taken = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+    previous = {signum: signal.signal(signum, end) for signum in taken}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
