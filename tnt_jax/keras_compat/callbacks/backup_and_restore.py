@@ -124,6 +124,7 @@ class BackupAndRestore(Callback):
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Backs up when enough batches have passed."""
         if self._times.is_due_after_batch(batch):
+            self.model.training_state.settle()
             sums = jax.tree.leaves(self.model.epoch_sums)
             self._save(
                 Position(self._epoch, batch + 1),
