@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import optax
 
@@ -12,6 +12,7 @@ from tnt_jax.keras_compat.keras_training import check_training_methods, choose_o
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.optimizers import Optimizer
 from tnt_jax.log import logger
+from tnt_jax.train.finite import OnNaN
 
 
 @dataclass
@@ -41,6 +42,11 @@ class Compilation:
     compiled_kinds: set[Any] = field(default_factory=set)
 
     @property
+    def on_nan(self) -> OnNaN | None:
+        """What follows a step that is not finite; None to take it."""
+        return self.given["on_nan"]
+
+    @property
     def accumulation_steps(self) -> int:
         """Steps whose mean gradient makes one update."""
         return self.optimizer.gradient_accumulation_steps or 1
@@ -65,7 +71,7 @@ def new_compilation(
     )
     _check_loss(arguments)
     steps = given["steps_per_execution"]
-    _check_options(run_eagerly, steps, jit_compile)
+    _check_options(run_eagerly, steps, jit_compile, given["on_nan"])
     if arguments.objective is None:
         check_training_methods(module)
     optimizer = choose_optimizer(
@@ -114,7 +120,9 @@ def _check_loss(arguments: CompileArguments) -> None:
         )
 
 
-def _check_options(run_eagerly: Any, steps_per_execution: Any, jit_compile: Any) -> None:
+def _check_options(
+    run_eagerly: Any, steps_per_execution: Any, jit_compile: Any, on_nan: Any
+) -> None:
     """Raises a ValueError if an option of `compile` is not supported."""
     if run_eagerly:
         raise ValueError(
@@ -126,6 +134,8 @@ def _check_options(run_eagerly: Any, steps_per_execution: Any, jit_compile: Any)
         raise ValueError(
             f"steps_per_execution must be at least 1 or 'auto', but is {steps_per_execution!r}."
         )
+    if on_nan not in (None, *get_args(OnNaN)):
+        raise ValueError(f"on_nan must be None, 'raise', 'skip' or 'rollback', but is {on_nan!r}.")
     if jit_compile not in (True, False, "auto"):
         raise ValueError(f"jit_compile must be True, False or 'auto', but is {jit_compile!r}.")
     if jit_compile is False:

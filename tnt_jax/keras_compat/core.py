@@ -1,8 +1,11 @@
 """The shared state of a `Model`: the module, its options, its trainer, and its compilation."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed import runtime
@@ -18,6 +21,7 @@ from tnt_jax.reproducible.steps import ReproducibleSteps
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
+from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.trainer import Trainer
 
 
@@ -132,7 +136,15 @@ class Core:
     def logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs for the sums of an epoch so far."""
         assert self.functions is not None
-        return self.functions.results(sums) | self.adapter.metric_results(sums["metrics"]["model"])
+        logs = self.functions.results(sums) | self.adapter.metric_results(sums["metrics"]["model"])
+        if CHECKED in sums and not np.asarray(sums["loss"][1]):
+            logs["loss"] = math.nan  # Every step was left.
+        return logs
+
+    def training_logs(self, sums: Any) -> dict[str, float]:
+        """Returns the logs of training; with `on_nan` they count the steps that were left."""
+        counts = {"skipped_steps": float(sums[CHECKED][2])} if CHECKED in sums else {}
+        return self.logs(sums) | counts
 
     @contextmanager
     def fitting(self) -> Iterator[None]:

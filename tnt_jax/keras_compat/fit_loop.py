@@ -161,7 +161,9 @@ class FitLoop:
         stall.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
-        phase_hooks = PhaseHooks("train", hooks, progress=self._progress, read=self._core.logs)
+        phase_hooks = PhaseHooks(
+            "train", hooks, progress=self._progress, read=self._core.training_logs
+        )
         steps = _EpochSteps(
             self._core, phase_hooks, plan.unpack, threaded=not stream.source.in_memory
         )
@@ -185,7 +187,7 @@ class FitLoop:
             )
         self._core.trainer.end_epoch(steps.index)
         _report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
-        logs = self._core.logs(steps.sums)
+        logs = self._core.training_logs(steps.sums)
         _report_loss(epoch, logs["loss"])
         return logs
 
@@ -313,7 +315,8 @@ def _report_loss(epoch: int, loss: float) -> None:
     """Warns of a loss that is no number."""
     if not math.isfinite(loss):
         logger.warning(
-            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity.",
+            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity. "
+            "compile(on_nan=...) keeps such steps out of the weights.",
             epoch + 1,
             loss,
         )

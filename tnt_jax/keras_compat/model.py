@@ -134,6 +134,7 @@ class Model:
         auto_scale_loss: bool = True,
         *,
         objective: Any = None,
+        on_nan: Literal["raise", "skip", "rollback"] | None = None,
     ) -> None:
         """Chooses optimizer, loss and metrics, and starts the optimizer afresh; weights stay.
 
@@ -145,16 +146,15 @@ class Model:
             metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several
                 outputs a list of lists or a dict.
             weighted_metrics: The same, using sample weights.
-            run_eagerly: Must be False: steps are compiled, unless `fit` runs in
-                `jax.disable_jit()`.
+            run_eagerly: Must be False; wrap `fit` in `jax.disable_jit()` to debug.
             steps_per_execution: Steps in one compiled program, of which callbacks see the last;
                 `"auto"` times the first steps of training and chooses. Batches of another shape,
                 such as the last one, run by themselves.
             jit_compile: Accepted as in Keras; steps are always compiled.
-            auto_scale_loss: Whether the loss of a Keras model in `mixed_float16` is scaled by a
-                `LossScaleOptimizer`.
+            auto_scale_loss: Whether a Keras model in `mixed_float16` gets a `LossScaleOptimizer`.
             objective: A function `f(params, batch, rngs)` in place of loss and metrics; see
                 `tnt_jax.keras_compat.objective.CompiledObjective`.
+            on_nan: What follows a step whose loss or gradients are not finite (docs/survival.md).
 
         Raises:
             ValueError: If a name is unknown (the message lists the known ones), the loss is
@@ -166,7 +166,7 @@ class Model:
             loss=loss, loss_weights=loss_weights,
             metrics=metrics, weighted_metrics=weighted_metrics,
             steps_per_execution=steps_per_execution, objective=objective,
-            auto_scale_loss=auto_scale_loss,
+            auto_scale_loss=auto_scale_loss, on_nan=on_nan,
         )  # fmt: skip
 
     @called("Model.fit")

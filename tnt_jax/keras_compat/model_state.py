@@ -50,6 +50,10 @@ class ModelState:
         """Replaces the whole training state by one of the same structure."""
         self._core.trainer.set_state(state)
 
+    def settle(self) -> None:
+        """Raises the error of a step that was not finite, if one was started, before a save."""
+        self._core.trainer.settle()
+
     def require_built(self) -> TrainState:
         """Returns the current training state.
 

@@ -111,8 +111,9 @@ class Preparation:
         transformation = compilation.transformation
         assert transformation is not None
         self._core.trainer.compile(
-            parts, transformation, accumulation_steps=compilation.accumulation_steps
-        )
+            parts, transformation,
+            accumulation_steps=compilation.accumulation_steps, on_nan=compilation.on_nan,
+        )  # fmt: skip
         compilation.functions = functions
         runtime.log_start_phase("data read and weights made")
 

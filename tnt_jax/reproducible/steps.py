@@ -40,9 +40,10 @@ from tnt_jax.reproducible.device_program import (
 )
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
-from tnt_jax.train.accumulation import accumulate
+from tnt_jax.train.accumulation import accumulate, with_step
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
 from tnt_jax.train.epoch_sums import add_sums, num_local_rows
+from tnt_jax.train.finite import OnNaN, is_finite_step, take_or_leave
 from tnt_jax.train.loss_scale import loss_scale
 from tnt_jax.train.state import TrainState, create_state
 
@@ -74,10 +75,17 @@ class ReproducibleSteps:
         """Does nothing."""
 
     def train(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        return make_train_step(parts, optimizer, self.ranks, accumulation_steps=accumulation_steps)
+        return make_train_step(
+            parts, optimizer, self.ranks, accumulation_steps=accumulation_steps, on_nan=on_nan
+        )
 
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""
@@ -114,6 +122,7 @@ def make_train_step(
     ranks: VirtualRanks,
     *,
     accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
 ) -> Callable:
     """Returns the function `(state, sums, batch) -> (state, sums)`.
 
@@ -125,6 +134,7 @@ def make_train_step(
         ranks: Virtual ranks.
         accumulation_steps: Steps whose mean gradient makes one update; `state.accumulated` holds
             the sums of whole batches `[1, ...]`.
+        on_nan: What follows a step that is not finite; None to take it.
     """
 
     def measure(
@@ -168,7 +178,12 @@ def make_train_step(
             opt_state=opt_state,
             accumulated=accumulated,
         )
-        return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+        new_sums = add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+        if on_nan is None:
+            return new_state, new_sums
+        checked = grads if accumulated is None else with_step(state.accumulated, grads)
+        is_finite = is_finite_step(state, model_state, loss, checked)
+        return take_or_leave(on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss)
 
     return _TrainStep(
         BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=(0,))

@@ -29,7 +29,7 @@ def accumulate(
     Returns:
         Parameters, optimizer state and sums after the step.
     """
-    totals = jax.tree.map(lambda total, grad: total + grad[None], state.accumulated, grads)
+    totals = with_step(state.accumulated, grads)
 
     def update_by_mean(totals: Any) -> tuple[Any, Any, Any]:
         means = jax.tree.map(lambda total: total[0] / num_steps, totals)
@@ -41,3 +41,8 @@ def accumulate(
 
     # The step number is the same on all ranks, so either all of them exchange gradients or none.
     return jax.lax.cond((state.step + 1) % num_steps == 0, update_by_mean, go_on, totals)
+
+
+def with_step(accumulated: Any, grads: Any) -> Any:
+    """Returns a rank's accumulated gradients `[1, ...]` with those of a further step."""
+    return jax.tree.map(lambda total, grad: total + grad[None], accumulated, grads)

@@ -12,6 +12,7 @@ import optax
 
 from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState
 
 
@@ -149,7 +150,12 @@ class FusedSteps(Protocol):
     """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
 
     def train(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batches) -> (state, sums)`."""
         ...
@@ -202,7 +208,12 @@ class Steps(Protocol):
         ...
 
     def train(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`.
 
@@ -212,6 +223,7 @@ class Steps(Protocol):
             parts: What the step computes.
             optimizer: Optax transformation, given gradients of the loss of the whole global batch.
             accumulation_steps: Steps whose mean gradient makes one update.
+            on_nan: What follows a step that is not finite; None to take it.
         """
         ...
 

@@ -15,6 +15,7 @@ from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import mapped, scanned
+from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.loss_scale import check_uncompressed
 from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
 from tnt_jax.train.state import TrainState, create_state
@@ -56,7 +57,12 @@ class DataParallelSteps:
         self._exchange.end(num_steps)
 
     def train(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
@@ -70,6 +76,7 @@ class DataParallelSteps:
             self._mesh,
             reduction=self.reduction,
             accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
         )
 
     def evaluate(self, parts: Parts) -> Callable:
@@ -125,7 +132,12 @@ class _FusedSteps:
         self._sharding = NamedSharding(runtime.mesh, PartitionSpec(None, _jax.DATA_AXIS))
 
     def train(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batches) -> (state, sums)`."""
         make = (
@@ -137,6 +149,7 @@ class _FusedSteps:
             self._runtime.mesh,
             reduction=self._reduction,
             accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
         )
 
     def evaluate(self, step: Callable) -> Callable:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -12,12 +13,24 @@ from tnt_jax import _jax
 from tnt_jax.distributed.averages import StateAverage
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.distributed.sharded_update import scatter, shard_spec, update_shards
+from tnt_jax.distributed.sharded_update import (
+    scatter,
+    shard_spec,
+    shardings,
+    update_shards,
+)
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.epoch_sums import add_sums, num_real_rows
+from tnt_jax.train.finite import OnNaN, is_finite_step, take_or_leave
 from tnt_jax.train.loss_scale import scale_alone
 from tnt_jax.train.state import TrainState
-from tnt_jax.train.step import compiled, differentiate, repeated, share_of_rows
+from tnt_jax.train.step import (
+    compiled,
+    differentiate,
+    repeated,
+    share_of_rows,
+    sums_of_numbers,
+)
 
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
@@ -30,13 +43,16 @@ def make_sharded_train_step(
     *,
     reduction: Reduction,
     accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
 
     The arguments are those of `make_train_step`.
     """
     return compiled(
-        _sharded_step(parts, optimizer, mesh, reduction, accumulation_steps), mesh, donate_argnums=0
+        _sharded_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan),
+        mesh,
+        donate_argnums=0,
     )
 
 
@@ -47,13 +63,14 @@ def make_sharded_train_steps(
     *,
     reduction: Reduction,
     accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
 
     It is one program for several steps.
     """
     return compiled(
-        repeated(_sharded_step(parts, optimizer, mesh, reduction, accumulation_steps)),
+        repeated(_sharded_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan)),
         mesh,
         donate_argnums=0,
     )
@@ -65,6 +82,7 @@ def _sharded_step(
     mesh: Mesh,
     reduction: Reduction,
     accumulation_steps: int,
+    on_nan: OnNaN | None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
     """Returns one training step with sharded optimizer state over all ranks.
 
@@ -77,14 +95,21 @@ def _sharded_step(
             "a larger batch, or leave one of the two out."
         )
 
-    def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any]:
+    def work(state: TrainState, sums: Any, batch: Batch) -> tuple[Any, Any, Any, Any]:
         local = differentiate(parts, state, batch, mesh)
-        loss, losses, increments = psum(local.numbers)
+        # Each rank has a part of the sums alone: the check must precede them.
+        (loss, losses, increments), unfit = sums_of_numbers(
+            local, state, mesh, checked=on_nan and local.grads
+        )
         rows = num_real_rows(batch)
         average = StateAverage(local.model_state, share_of_rows(batch, rows))
         model_state = average.result(psum(average.summands))
         grads = scatter(local.grads, reduction, order=local.order)
-        return grads, model_state, add_sums(sums, loss, losses, increments, rows)
+        new_sums = add_sums(sums, loss, losses, increments, rows)
+        is_finite = None
+        if on_nan is not None:
+            is_finite = is_finite_step(state, model_state, loss, None, found=jnp.equal(unfit, 0))
+        return grads, model_state, new_sums, (is_finite, loss)
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         in_parts = jax.tree.map(lambda x: shard_spec(x.shape, mesh.size), state.params)
@@ -92,14 +117,23 @@ def _sharded_step(
             work,
             mesh=mesh,
             in_specs=(_REPLICATED, _REPLICATED, _BY_ROW),
-            out_specs=(in_parts, _REPLICATED, _REPLICATED),
+            out_specs=(in_parts, _REPLICATED, _REPLICATED, _REPLICATED),
         )
-        grads, model_state, sums = mapped(
+        grads, model_state, new_sums, (is_finite, loss) = mapped(
             replace(state, opt_state=scale_alone(state.opt_state)), sums, batch
         )
         params, opt_state = update_shards(optimizer, grads, state.params, state.opt_state, mesh)
-        return replace(
+        new_state = replace(
             state, step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state
-        ), sums
+        )
+        if on_nan is None:
+            return new_state, new_sums
+        new_state, new_sums = take_or_leave(
+            on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss
+        )
+        # The state of the optimizer stays in parts.
+        in_parts = shardings(new_state.opt_state, mesh)
+        opt_state = jax.lax.with_sharding_constraint(new_state.opt_state, in_parts)
+        return replace(new_state, opt_state=opt_state), new_sums
 
     return step

@@ -23,9 +23,10 @@ from tnt_jax.distributed.random_rows import batch_key
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
-from tnt_jax.train.accumulation import accumulate
+from tnt_jax.train.accumulation import accumulate, with_step
 from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows
+from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, take_or_leave
 from tnt_jax.train.kept_inputs import keep_inputs
 from tnt_jax.train.loss_scale import loss_scale
 from tnt_jax.train.state import TrainState
@@ -48,6 +49,7 @@ def make_train_step(
     *,
     reduction: Reduction,
     accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
 
@@ -60,8 +62,9 @@ def make_train_step(
         reduction: How gradients are summed over the ranks.
         accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
             gradients; ranks exchange them only in the step that updates.
+        on_nan: What follows a step that is not finite; None to take it.
     """
-    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps)
+    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan)
     mapped = _jax.shard_map(
         step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED)
     )
@@ -75,13 +78,14 @@ def make_train_steps(
     *,
     reduction: Reduction,
     accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
 
     It is one program for several steps. The batches are stacked: arrays `[steps, rows, ...]`. The
     arguments are those of `make_train_step`.
     """
-    steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps))
+    steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan))
     mapped = _jax.shard_map(
         steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED)
     )
@@ -160,6 +164,7 @@ def _train_step(
     mesh: Mesh,
     reduction: Reduction,
     accumulation_steps: int,
+    on_nan: OnNaN | None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
     """Returns one rank's training step, which runs inside `shard_map`."""
 
@@ -174,7 +179,7 @@ def _train_step(
         # Sums by XLA, which precede the exchange of gradients on every process.
         earlier = (rows, average.unchanged)
         total_of = partial(sum_gradients, reduction=reduction, order=local.order, update=state.step)
-        accumulated = None
+        accumulated, grads, unfit = None, None, 0
         if accumulation_steps == 1:
             summed = total_of(
                 local.grads,
@@ -184,9 +189,13 @@ def _train_step(
                 after=earlier,
             )
             numbers, totals = summed.first, summed.others
+            grads = summed.grads
             params, (opt_state, residual) = update(summed, state.params, state.opt_state)
         else:
-            numbers, totals = psum(local.numbers), psum(average.summands)
+            numbers, unfit = sums_of_numbers(
+                local, state, mesh, checked=on_nan and with_step(state.accumulated, local.grads)
+            )
+            totals = psum(average.summands)
 
             def reduce_and_update(means: Any, params: Any, carried: Any) -> tuple[Any, Any]:
                 opt_state, residual = carried
@@ -207,9 +216,35 @@ def _train_step(
             residual=residual,
         )
         loss, losses, increments = numbers
-        return new_state, add_sums(sums, loss, losses, increments, rows)
+        new_sums = add_sums(sums, loss, losses, increments, rows)
+        if on_nan is None:
+            return new_state, new_sums
+        is_finite = is_finite_step(
+            state, new_state.model_state, loss, grads, found=jnp.equal(unfit, 0)
+        )
+        return take_or_leave(on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss)
 
     return step
+
+
+def sums_of_numbers(
+    local: LocalStep, state: TrainState, mesh: Mesh, *, checked: Any
+) -> tuple[Any, Any]:
+    """Returns the sums of a step's numbers over the ranks.
+
+    They come with the number of ranks whose gradients could not be summed.
+
+    Args:
+        local: What this rank has computed.
+        state: State before the step.
+        mesh: Ranks.
+        checked: Gradients of this rank to check, which are not summed on all ranks; None to check
+            nothing.
+    """
+    if checked is None:
+        return psum(local.numbers), 0
+    unfit = ~can_be_summed(state, checked, mesh.size)
+    return psum((local.numbers, _jax.make_varying(unfit.astype(jnp.float32))))
 
 
 def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:

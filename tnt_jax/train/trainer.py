@@ -25,11 +25,9 @@ from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.execution import DeviceBatches, one_by_one
+from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.number_watch import IN_FLIGHT, NumberWatch
 from tnt_jax.train.state import TrainState
-
-# Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
-# deadlock with too many.
-_IN_FLIGHT = 4
 
 
 class Trainer:
@@ -78,6 +76,7 @@ class Trainer:
         self._optimizer: optax.GradientTransformation | None = None
         self._accumulation_steps = 1
         self._parts: Parts | None = None
+        self._watch: NumberWatch | None = None
         self._train_step: Callable | None = None
         # Several steps as one program, made when the first such batch comes.
         self._make_train_steps: Callable[[], Callable] | None = None
@@ -137,7 +136,12 @@ class Trainer:
         self._create_state(variables)
 
     def compile(
-        self, parts: Parts, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int = 1,
+        on_nan: OnNaN | None = None,
     ) -> None:
         """Chooses what the steps compute, and starts the optimizer unless it runs already.
 
@@ -147,16 +151,17 @@ class Trainer:
             parts: Forward pass, loss and metrics.
             optimizer: Optax transformation.
             accumulation_steps: Steps whose mean gradient makes one update.
+            on_nan: What follows a step that is not finite; None to take it.
         """
         self._parts = parts
+        self._watch = NumberWatch(on_nan, parts, self.runtime.mesh) if on_nan else None
         self._zeros = {}
         self._train_steps = None
-        self._train_step = self.steps.train(parts, optimizer, accumulation_steps=accumulation_steps)
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        self._train_step = self.steps.train(parts, optimizer, **options)
         self._eval_step = self.steps.evaluate(parts)
         if (fused := self.steps.fused) is not None:
-            self._make_train_steps = partial(
-                fused.train, parts, optimizer, accumulation_steps=accumulation_steps
-            )
+            self._make_train_steps = partial(fused.train, parts, optimizer, **options)
             self._eval_steps = fused.evaluate(self._eval_step)
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 
@@ -182,8 +187,10 @@ class Trainer:
             leaves: Leaves of sums that `train_epoch` returned, on the host.
             batch: Batch of this process's rows.
         """
-        structure = jax.tree.structure(self._zero_sums(DeviceBatches(self.put(batch), 0)))
-        return self._replicate(structure.unflatten(leaves))
+        sums = self._zero_sums(DeviceBatches(self.put(batch), 0))
+        first = len(leaves) - len(jax.tree.leaves(sums))  # 1 if `on_nan` was set, else 0.
+        sums = self._replicate(jax.tree.structure(sums).unflatten(leaves[first:]))
+        return self._watch.restored(sums, leaves[0]) if first and self._watch else sums
 
     def set_state(self, state: TrainState) -> None:
         """Puts a state of host or device arrays on every device."""
@@ -238,19 +245,29 @@ class Trainer:
         """
         assert self._train_step is not None, "compile() comes first."
         running: deque[Any] = deque()
-        index = first_index
+        index, watch = first_index, self._watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
             hooks.on_batch_begin(index)
             sums = self._zero_sums(group) if sums is None else sums
+            sums = sums if watch is None else watch.before(index, self._built(), sums)
             step = self._program(group, sums)
             # Read here, because a callback may have replaced the state.
             self.state, sums = step(self._built(), sums, group.batch)
-            _wait_for_older(running, sums["loss"][1])
             index += group.num_steps
+            _wait_for_older(running, sums["loss"][1])
+            if watch is not None:
+                self.state, sums = watch.after(index, self._built(), sums, group)
             if hooks.on_batch_end(index - 1, sums, group.num_rows):
                 break
+        if watch is not None and sums is not None:
+            self.state, sums = watch.settle(self._built(), sums)
         return sums
+
+    def settle(self) -> None:
+        """Raises the error of a step that was not finite, if one runs or has run, before a save."""
+        if self._watch is not None:
+            self._watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
         """Raises on every process unless all have ended the epoch after `num_steps` steps.
@@ -332,7 +349,9 @@ class Trainer:
         """
         assert self._train_step is not None, "compile() comes first."
         group = DeviceBatches(self.put(batch), 0)
-        return self._train_step.lower(self._built(), self._zero_sums(group), group.batch)  # pyright: ignore[reportFunctionMemberAccess]
+        sums = self._zero_sums(group)
+        sums = sums if self._watch is None else self._watch.with_counts(sums)
+        return self._train_step.lower(self._built(), sums, group.batch)  # pyright: ignore[reportFunctionMemberAccess]
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."
@@ -371,7 +390,7 @@ class Trainer:
 
 def _wait_for_older(running: deque, newest: jax.Array) -> None:
     running.append(newest)
-    if len(running) > _IN_FLIGHT:
+    if len(running) > IN_FLIGHT:
         jax.block_until_ready(running.popleft())
 
 

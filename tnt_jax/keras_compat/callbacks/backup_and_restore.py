@@ -204,6 +204,7 @@ class BackupAndRestore(Callback):
         return True
 
     def _save(self, *, is_best: bool = False, ended: dict[str, Any] | None = None) -> None:
+        self.model.training_state.settle()
         reached = self.model.resumption.reached()
         states, arrays = collect(self.siblings)
         sums = {f"sums/{index}": leaf for index, leaf in enumerate(reached.sums)}

@@ -1,0 +1,175 @@
+"""Steps that are not finite leave no trace in the state, alike on all ranks, in every kind of step."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from bad_numbers import NAN_ROW, Net, batches, compiled, fit, leaves, rows
+
+import tnt_jax as tnt
+from tnt_jax.train.number_watch import MOST_SKIPPED
+
+KINDS = {
+    "plain": {},
+    "several in a program": {"steps_per_execution": 3},
+    "accumulated": {"optimizer": lambda: tnt.optimizers.Adam(0.01, gradient_accumulation_steps=2)},
+    "sharded": {"shard_optimizer_state": True},
+    "compressed": {"gradient_compression": "bfloat16"},
+    "buckets by rank": {"fusion_threshold": 0},
+    "reproducible": {"reproducible": True, "virtual_ranks": 4},
+}
+
+
+def same(first, second):
+    pairs = zip(leaves(first), leaves(second), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 1), *((kind, 2) for kind in KINDS), ("plain", 4)])
+def test_without_bad_numbers_the_bits_are_those_without_on_nan(use_ranks, kind, num_ranks):
+    use_ranks(num_ranks)
+    x, y = rows(40)
+    states = [fit(x, y, on_nan=on_nan, **KINDS[kind])[0].state for on_nan in (None, "skip")]
+    assert same(*states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(use_ranks, kind):
+    use_ranks(2)
+    x, y = rows(48)
+    x[NAN_ROW] = np.nan  # In the third of six batches, in the rows of one rank.
+    model, history = fit(x, y, on_nan="skip", **KINDS[kind])
+    without = np.delete(x, range(16, 24), 0), np.delete(y, range(16, 24), 0)
+    expected, logs = fit(*without, on_nan="skip", **KINDS[kind])
+    assert same(model.state, expected.state)
+    assert history.pop("skipped_steps") == [1, 1]
+    assert logs.pop("skipped_steps") == [0, 0]
+    assert history == logs
+
+
+def test_training_that_takes_the_step_is_lost(use_ranks):
+    use_ranks(2)
+    x, y = rows(48)
+    x[NAN_ROW] = np.nan
+    model, history = fit(x, y, on_nan=None)
+    assert np.isnan(history["loss"]).all()
+    assert "skipped_steps" not in history
+    assert any(np.isnan(leaf).any() for leaf in leaves(model.state.params))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_raise_names_the_step_and_its_rows_and_keeps_the_weights_before_it(use_ranks, kind):
+    use_ranks(2)
+    x, y = rows(48)
+    expected, _ = fit(x[:16], y[:16], on_nan="raise", epochs=1, **KINDS[kind])
+    x[NAN_ROW] = np.inf
+    model = compiled(on_nan="raise", **KINDS[kind])
+    with pytest.raises(FloatingPointError, match="Step 3 of epoch 1 is not finite") as caught:
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert "in row 3 of the global batch of 8" in str(caught.value)
+    assert "gradient of " in str(caught.value)
+    assert same(model.state, expected.state)
+
+
+def test_raise_tells_bad_losses_from_bad_data(use_ranks):
+    use_ranks(2)
+    x, y = rows(16)
+    y[13] = -1.0
+
+    def logarithm(true, pred):  # Of a negative number for one row.
+        return jax.numpy.log(true[:, 0]) - pred[:, 0]
+
+    model = tnt.Model(Net())
+    model.compile("sgd", loss=logarithm, on_nan="raise")
+    with pytest.raises(FloatingPointError, match="Step 2 of epoch 1") as caught:
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert "The data are finite; the loss of row 5 of the global batch of 8 is not" in str(caught.value)
+
+
+def test_a_bad_gradient_is_found_where_the_loss_is_finite(use_ranks):
+    use_ranks(2)
+    x, y = rows(16)
+
+    def root(true, pred):  # Its derivative is infinite where it is 0: in the first step.
+        return jax.numpy.sqrt(0 * pred[:, 0])
+
+    model = tnt.Model(Net())
+    model.compile("sgd", loss=root, on_nan="skip")
+    before = leaves(model_params(model, x))
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+    assert history["skipped_steps"] == [2]
+    assert np.isnan(history["loss"][0]), "no step counts"
+    assert all(map(np.array_equal, leaves(model.state.params), before))
+
+
+def model_params(model, x):
+    model.build(x[:2])
+    return jax.tree.map(np.array, model.state.params)
+
+
+def test_large_finite_gradients_are_taken(use_ranks):
+    use_ranks(2)
+    x, y = rows(16)
+    x[:] = 1e17  # Gradients of 1e34 and more, in a sum of rows and of ranks.
+    model, history = fit(x, y, on_nan="skip", optimizer=lambda: optax.sgd(1e-36), net=Net(plain=True), epochs=1)
+    assert history["skipped_steps"] == [0]
+    assert np.isfinite(leaves(model.state.params)[0]).all()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_rollback_returns_to_the_epochs_beginning_and_goes_on_behind(use_ranks, num_steps):
+    use_ranks(2)
+    x, y = rows(80)
+    x[NAN_ROW] = np.nan
+    model, history = fit(x, y, on_nan="rollback", epochs=1, steps_per_execution=num_steps)
+    # Step 3 is read when four more programs were started.
+    first = {1: 56, 2: 80}[num_steps]
+    assert history["skipped_steps"] == [first / 8]
+    if first < 80:
+        expected, logs = fit(x[first:], y[first:], on_nan="rollback", epochs=1)
+        assert history["loss"] == logs["loss"]
+        assert same(model.state, expected.state)
+    else:
+        assert int(model.state.step) == 0
+
+
+def test_rollback_ends_where_it_does_not_help(use_ranks):
+    use_ranks(2)
+    x, y = rows(16)
+    x[:] = np.nan
+    with pytest.raises(FloatingPointError, match="went back 3 times already. Step 1 of epoch 4"):
+        fit(x, y, on_nan="rollback", epochs=9)
+
+
+def test_skipping_ends_where_every_step_is_skipped(use_ranks):
+    use_ranks(2)
+    x, y = rows(8 * 30)
+    x[:] = np.nan
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} steps in a row .* of epoch 4"):
+        fit(x, y, on_nan="skip", epochs=9)
+
+
+def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
+    use_ranks(2)
+    x, y = rows(48)
+    kind = lambda: tnt.optimizers.LossScaleOptimizer(tnt.optimizers.SGD(0.01), initial_scale=2.0**126)  # noqa: E731
+    models = [fit(x, y, on_nan=on_nan, optimizer=kind)[0] for on_nan in (None, "skip")]
+    assert same(*(model.state for model in models))
+    assert float(models[1].state.opt_state.scale) < 2.0**126
+
+
+def test_no_collective_is_added(use_ranks):
+    use_ranks(2)
+    for kind in ("plain", "accumulated", "sharded"):
+        counts = []
+        for on_nan in (None, "skip", "raise"):
+            model, _ = fit(*rows(8), on_nan=on_nan, epochs=1, **KINDS[kind])
+            text = model._trainer.lower_train_step(next(batches())).as_text()
+            counts.append((text.count("stablehlo.all_reduce"), text.count("stablehlo.reduce_scatter")))
+            assert ("is_finite" in text) == (on_nan is not None)
+        assert counts[0] == counts[1] == counts[2], kind
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="on_nan must be None, 'raise', 'skip' or 'rollback'"):
+        tnt.Model(Net()).compile("sgd", loss="mse", on_nan="ignore")

@@ -1,0 +1,219 @@
+"""The host's side of `on_nan`: reads how steps went, a few steps late, and decides what follows.
+
+The programs themselves leave a step that is not finite (`finite.py`), so that nothing is lost while
+the host has not read of it. All processes read the same numbers at the same steps, and so decide
+alike.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tnt_jax import _jax
+from tnt_jax.distributed import stall
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.diagnosis import diagnose
+from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.finite import CHECKED, OnNaN, first_counts
+from tnt_jax.train.loss_spikes import LossSpikes
+from tnt_jax.train.state import TrainState
+
+# Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
+# deadlock with too many.
+IN_FLIGHT = 4
+# Steps in a row that may be skipped, and returns to one copy, before training ends.
+MOST_SKIPPED, MOST_ROLLBACKS = 100, 3
+# Steps after which the copy to go back to is renewed within an epoch.
+COPY_STEPS = 1000
+
+
+class _Started(NamedTuple):
+    """A program that may still run: its counts, its batches, and the steps up to its end."""
+
+    counts: jax.Array
+    group: DeviceBatches
+    index: int
+
+
+@dataclass
+class _Copy:
+    """What `on_nan="rollback"` goes back to: state and sums after `index` steps of the epoch."""
+
+    state: TrainState
+    sums: Any
+    index: int
+    skipped: int
+
+
+class NumberWatch:
+    """Watches the steps of one model.
+
+    Args:
+        on_nan: What follows a step that is not finite.
+        parts: What the step computes.
+        mesh: Ranks.
+    """
+
+    def __init__(self, on_nan: OnNaN, parts: Parts, mesh: Mesh) -> None:
+        self._on_nan, self._parts, self._mesh = on_nan, parts, mesh
+        self._running: deque[_Started] = deque()
+        self._spikes = LossSpikes()
+        self._in_a_row = 0
+        self._is_told = False
+        self._copy: _Copy | None = None
+        self._num_rollbacks, self._has_progressed = 0, False
+
+    def with_counts(self, sums: Any) -> Any:
+        """Returns sums with counts of the steps that were left."""
+        return sums | {CHECKED: self._counts(self._in_a_row if self._on_nan == "skip" else 0)}
+
+    def restored(self, sums: Any, counts: np.ndarray) -> Any:
+        """Returns sums in the middle of an epoch with counts that were saved with them."""
+        self._begin()
+        return sums | {CHECKED: self._counts(0, skipped=int(counts[2]))}
+
+    def before(self, index: int, state: TrainState, sums: Any) -> Any:
+        """Returns the sums for the step after `index` steps of the epoch; keeps a copy if due."""
+        if CHECKED not in sums:
+            self._begin()
+            sums = self.with_counts(sums)
+        if self._on_nan == "rollback" and (
+            self._copy is None or index - self._copy.index >= COPY_STEPS
+        ):
+            skipped = 0 if self._copy is None else self._copy.skipped
+            self._copy = _Copy(_copied(state), sums, index, skipped)
+            if self._has_progressed:
+                self._num_rollbacks, self._has_progressed = 0, False
+        return sums
+
+    def after(
+        self, index: int, state: TrainState, sums: Any, group: DeviceBatches
+    ) -> tuple[TrainState, Any]:
+        """Reads the counts of an older program; returns the state and sums to go on with.
+
+        Args:
+            index: Steps of the epoch that were started.
+            state: State after them.
+            sums: Sums after them.
+            group: Batches of the last program.
+
+        Raises:
+            FloatingPointError: On all processes, if training ends because of a step that was not
+                finite.
+        """
+        self._running.append(_Started(sums[CHECKED], group, index))
+        if len(self._running) > IN_FLIGHT:
+            return self._read(self._running.popleft(), state, sums)
+        return state, sums
+
+    def settle(self, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        """Waits for all steps that were started, and does for each what `after` does."""
+        while self._running:
+            state, sums = self._read(self._running.popleft(), state, sums)
+        return state, sums
+
+    def settle_before_saving(self, state: TrainState) -> None:
+        """Raises what `settle` would raise, so that no position after a bad step is saved."""
+        # To go back needs the sums of the epoch; until then the state is that before the bad step.
+        if self._on_nan != "rollback":
+            self.settle(state, None)
+
+    def _begin(self) -> None:
+        """Forgets what belongs to an epoch."""
+        self._running.clear()
+        self._copy, self._is_told = None, False
+
+    def _read(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        in_a_row, loss, skipped = np.asarray(started.counts).tolist()
+        self._in_a_row = int(in_a_row)
+        self._has_progressed |= not in_a_row
+        self._spikes.see(loss, started.index)
+        if self._on_nan == "skip":
+            self._report(started, int(skipped), loss)
+            if in_a_row >= MOST_SKIPPED:
+                self._end(started, state, f"{int(in_a_row)} steps in a row were skipped. ")
+        elif in_a_row:
+            if self._on_nan == "rollback":
+                return self._go_back(started, state, sums)
+            self._end(started, state)
+        return state, sums
+
+    def _report(self, started: _Started, skipped: int, loss: float) -> None:
+        """Warns of the first step of an epoch that was skipped."""
+        if not skipped or self._is_told:
+            return
+        self._is_told = True
+        first = started.index - (self._in_a_row or started.group.num_steps) + 1
+        where = (
+            f"Step {first}"
+            if self._in_a_row or started.group.num_steps == 1
+            else (f"One of the steps {first} to {started.index}")
+        )
+        logger.warning(
+            "%s of epoch %d was skipped: loss or gradients are not finite%s. The logs count such "
+            "steps as skipped_steps.",
+            where, stall.here().epoch, f" (loss {loss})" if self._in_a_row == 1 else "",
+        )  # fmt: skip
+
+    def _go_back(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        assert self._copy is not None
+        copy = self._copy
+        self._num_rollbacks += 1
+        if self._num_rollbacks > MOST_ROLLBACKS:
+            self._end(started, state, f"Training went back {MOST_ROLLBACKS} times already. ")
+        newest = self._running[-1].index if self._running else started.index
+        self._running.clear()
+        jax.block_until_ready(state)
+        logger.warning(
+            "Step %d of epoch %d is not finite: training goes back to the state after step %d and "
+            "on with step %d.",
+            _first_left(started, self._in_a_row), stall.here().epoch, copy.index, newest + 1,
+        )  # fmt: skip
+        self._in_a_row = 0
+        skipped = copy.skipped + newest - copy.index
+        return _copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}
+
+    def _end(self, started: _Started, state: TrainState, why: str = "") -> None:
+        """Raises the error that ends training, once no other program runs."""
+        self._running.clear()
+        jax.block_until_ready(state)
+        step = _first_left(started, 1 if self._on_nan == "skip" else self._in_a_row)
+        self._in_a_row = self._num_rollbacks = 0
+        group = started.group
+        position = step - (started.index - group.num_steps) - 1
+        text = f"{why}Step {step} of epoch {stall.here().epoch} is not finite"
+        advice = (
+            "The weights are those before it. Look at these rows, lower the learning rate, or "
+            'compile(on_nan="skip") to leave such steps out.'
+        )
+        try:
+            batch = _batch_of(group, position)
+            found = diagnose(self._parts, state, batch, self._mesh, real_rows=group.real_rows)
+        except Exception as error:
+            raise FloatingPointError(f"{text}; why could not be found out. {advice}") from error
+        raise FloatingPointError(f"{text} (loss {found.loss}). {found.describe()} {advice}")
+
+    def _counts(self, in_a_row: int, *, skipped: int = 0) -> Any:
+        return _jax.replicate(first_counts(in_a_row, skipped=skipped), self._mesh)
+
+
+def _first_left(started: _Started, in_a_row: int) -> int:
+    """Returns the number of the first of the last steps that were left, from 1 on."""
+    return started.index - in_a_row + 1
+
+
+def _batch_of(group: DeviceBatches, position: int) -> Batch:
+    if group.num_steps == 1:
+        return group.batch
+    return jax.tree.map(lambda x: x[position], group.batch)
+
+
+def _copied(state: TrainState) -> TrainState:
+    """Returns a copy, as steps take the arrays of the state that they are given."""
+    return jax.tree.map(jnp.copy, state)
