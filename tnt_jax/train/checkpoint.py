@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import flax.traverse_util
 import jax
 import numpy as np
 
@@ -345,7 +344,9 @@ class Checkpoints:
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")
+    from flax.traverse_util import unflatten_dict
+
+    return unflatten_dict(dict(flat), sep="/")
 
 
 def _handlers(options: ocp.CheckpointManagerOptions) -> dict[str, ocp.CheckpointHandler]:
