@@ -125,6 +125,8 @@ def test_tune_is_the_first_word_and_has_steps(capsys):
     )
     assert parse("tune", "t.py").tune_steps == 20
     assert parse("--", "tune").tune_steps is None
+    with pytest.raises(ValueError, match="tune runs a Python script"):
+        parse("tune", "--python-interpreter", "", "--", "t.sh")
     with pytest.raises(SystemExit, match="2"):
         parse("--steps", "7", "--", "t.py")
 

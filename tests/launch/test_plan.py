@@ -290,6 +290,12 @@ def test_empty_interpreter_runs_the_script_itself():
     assert plan([host()], options(interpreter=()))[0].command == ("/work/train.py", "--epochs", "3")
 
 
+def test_trials_start_the_script_through_their_entry():
+    command = plan([host()], options(interpreter=("python",), tune_steps=5))[0].command
+    entry = ("-m", "tnt_jax.keras_compat.tune_script")
+    assert command == ("python", *entry, "train.py", "--epochs", "3")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

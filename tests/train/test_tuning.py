@@ -3,6 +3,8 @@ with the first fit.
 """
 
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import numpy as np
@@ -11,13 +13,21 @@ from processes import launch
 
 import tnt_jax as tnt
 from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.keras_compat.tune_script import TrialsDone
 from tnt_jax.train.tuning import Candidate, Trial, advise, list_candidates
 
 SCRIPT = """
+import sys
+print("jax" in sys.modules, "of", *sys.argv[1:], __name__, __file__.endswith("train.py"), sys.path[0])
 import flax.linen as nn, numpy as np, tnt_jax as tnt
 model = tnt.Model(nn.Dense(4))
 model.compile("sgd", loss="mse")
-model.fit(np.ones((16, 3), "f4"), np.ones((16, 4), "f4"), batch_size=4, verbose=0)
+try:
+    model.fit(np.ones((16, 3), "f4"), np.ones((16, 4), "f4"), batch_size=4, verbose=0)
+except Exception:
+    print("an error")
+finally:
+    print("cleaned up in", tnt.get_size(), "ranks")
 print("after fit")
 """
 
@@ -90,9 +100,8 @@ def test_ways_have_one_threshold_above_the_size_of_the_gradients(two_ranks):
 
 @pytest.mark.parametrize("compile_options", [{}, {"steps_per_execution": 2}], ids=str)
 def test_fit_ends_in_a_table(two_ranks, capsys, compile_options):
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(TrialsDone):
         fit(compile_options=compile_options)
-    assert end.value.code is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 rank(s) on cpu, 5 rounds of 2 steps each"
     # On CPUs all sizes of buckets ask for the same program, which is tried once.
@@ -118,13 +127,28 @@ def test_one_rank_has_nothing_to_tune(monkeypatch):
 
 
 @pytest.mark.multiprocess
-def test_the_command_tries_on_two_processes_and_trains_nothing(tmp_path):
+@pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_command_tries_on_two_processes_and_trains_nothing(tmp_path, monkeypatch, by_name):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = launch(2, script, flags=["--steps", "3"], command="tune", timeout_s=120)
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "train"] if by_name else [script]
+    result = launch(2, *words, "a", flags=["--steps", "3"], command="tune", timeout_s=120)
     assert result.returncode == 0, result.stderr
+    assert f"False of a __main__ True {tmp_path}" in result.stdout
     assert result.stdout.count("2 rank(s) on cpu, 5 rounds of 3 steps each") == 1, (
         "Only the master prints."
     )
     assert len(re.findall(r"^what it uses +\d", result.stdout, re.M)) == 1
+    assert "cleaned up in 2 ranks" in result.stdout
+    assert "an error" not in result.stdout
     assert "after fit" not in result.stdout
+
+
+@pytest.mark.parametrize(("last_line", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_a_script_without_fit_runs_and_ends_as_without_trials(tmp_path, last_line, code):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\nprint('here')\n{last_line}\n")
+    entry = [sys.executable, "-m", "tnt_jax.keras_compat.tune_script", str(script)]
+    result = subprocess.run(entry, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (code, "here\n"), result.stderr

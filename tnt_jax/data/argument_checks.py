@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.data.dispatch import is_arrays
+from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.torch_tensors import is_torch_tensor
 
 _NAMED_COLUMNS = 6

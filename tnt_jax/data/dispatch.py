@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
+from tnt_jax.data.kinds import is_arrays, is_tf_dataset
 from tnt_jax.data.layout import resolve_batch_size
 from tnt_jax.data.loaders import gives_batches, is_grain_map_dataset, num_shards
 from tnt_jax.data.pydataset import PyDatasetSource, is_py_dataset
@@ -107,50 +107,6 @@ def _warn_of_own_shards() -> None:
         "With tnt_distribute_dataset=False each process brings its own shard, and training is "
         "reproducible only if the shards, put together, are the same global batches for every "
         "number of processes. Pass the whole dataset and leave the splitting to fit."
-    )
-
-
-def is_arrays(x: Any) -> bool:
-    """Returns whether `x` is an array, or a dict, tuple or list of arrays, not a stream of batches.
-
-    A list or tuple whose elements are tuples or dicts is a stream: each element is a batch.
-    """
-    if isinstance(x, Mapping):
-        return bool(x) and all(is_arrays(value) for value in x.values())
-    if isinstance(x, (tuple, list)):
-        return bool(x) and all(
-            isinstance(value, (int, float))
-            or (not isinstance(value, (tuple, Mapping)) and is_arrays(value))
-            for value in x
-        )
-    return isinstance(x, (np.ndarray, jax.Array)) or (
-        hasattr(x, "__array__") and hasattr(x, "shape")
-    )
-
-
-def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:
-    """Returns whether `x` alone may be `(inputs, targets)` or `(inputs, targets, weights)`.
-
-    It must be a tuple or list of two or three arrays. A tuple or list that holds only tuples or
-    dicts is a stream of batches.
-    """
-    if (
-        y is not None
-        or sample_weight is not None
-        or not isinstance(x, (tuple, list))
-        or not 2 <= len(x) <= 3
-    ):
-        return False
-    return all(map(is_arrays, x)) and not all(
-        isinstance(part, (tuple, Mapping, int, float)) for part in x
-    )
-
-
-def is_tf_dataset(x: Any) -> bool:
-    """Returns whether `x` is a `tf.data.Dataset`, without importing TensorFlow."""
-    return any(
-        cls.__module__.startswith("tensorflow.") and cls.__name__ == "DatasetV2"
-        for cls in type(x).__mro__
     )
 
 

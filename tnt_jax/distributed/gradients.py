@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed import cpu_ring
 from tnt_jax.distributed.backward_order import prepend_to_order
-from tnt_jax.distributed.cpu_ring.reducer import connect
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.distributed.reduction import Reduction, sum_compressed, sum_over_ranks
 
@@ -97,7 +97,7 @@ class EpochExchange:
     def prepare(self) -> None:
         """Connects the processes; all must call it."""
         if self._is_ours:
-            connect()
+            cpu_ring.connect()
 
     def begin(self, epoch: int, step: int, update: int) -> None:
         """Records the position in training, for the errors of processes that are elsewhere.
@@ -108,9 +108,9 @@ class EpochExchange:
             update: Number of the next step in the whole training.
         """
         if self._is_ours:
-            connect().begin_epoch(epoch, step, update)
+            cpu_ring.connect().begin_epoch(epoch, step, update)
 
     def end(self, num_steps: int) -> None:
         """Raises an error on all processes unless all ended the epoch after `num_steps` steps."""
         if self._is_ours:
-            connect().end_epoch(num_steps)
+            cpu_ring.connect().end_epoch(num_steps)

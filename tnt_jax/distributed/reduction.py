@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.distributed.cpu_ring.reducer import connect, sum_in_background
+from tnt_jax.distributed import cpu_ring
 from tnt_jax.distributed.fused_psum import flatten, join_small_ones, psum, split_like
 from tnt_jax.distributed.rank_sums import sum_by_hosts, sum_in_bfloat16
 from tnt_jax.settings import Settings
@@ -260,8 +260,11 @@ def _sum_by_ring(
     ]
     # For small arrays, a copy costs less than an array of its own in a callback.
     joined = [join_small_ones([_widen(leaves[index]) for index in bucket]) for bucket in buckets]
-    totals = sum_in_background(
-        connect(), [arrays for arrays, _ in joined], after=jax.tree.leaves(after), update=update
+    totals = cpu_ring.sum_in_background(
+        cpu_ring.connect(),
+        [arrays for arrays, _ in joined],
+        after=jax.tree.leaves(after),
+        update=update,
     )
     results: dict[int, Any] = {}
     for bucket, (_, take_apart), summed in zip(buckets, joined, totals, strict=True):

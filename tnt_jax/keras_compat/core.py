@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tnt_jax import reproducible
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed import runtime
 from tnt_jax.distributed.reduction import choose_reduction
@@ -16,9 +17,6 @@ from tnt_jax.keras_compat.keras_training import transformation_of
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.wrapped import write_back, writing_back
-from tnt_jax.reproducible.options import check_reproducible
-from tnt_jax.reproducible.steps import ReproducibleSteps
-from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.finite import CHECKED
@@ -45,7 +43,7 @@ class Core:
         self, module: Any, variables: Mapping[str, Any] | None, options: ModelOptions
     ) -> None:
         if options.reproducible:
-            check_reproducible(
+            reproducible.check_reproducible(
                 options.virtual_ranks, options.gradient_compression, options.shard_optimizer_state
             )
         self.module = module
@@ -172,7 +170,8 @@ class Core:
     def _choose_steps(self, job: runtime.Runtime) -> Steps:
         """Returns the `Steps` that compile the model for the devices of the job."""
         if self.options.reproducible:
-            return ReproducibleSteps(VirtualRanks(self.options.virtual_ranks, job.mesh))
+            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
+            return reproducible.ReproducibleSteps(ranks)
         here = (job.platform, job.num_ranks, runtime.get_process_count())
         return DataParallelSteps(
             job, choose_reduction(*here, settings=job.settings, **self.options.for_reduction())

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from tnt_jax.data.argument_checks import check_arguments
-from tnt_jax.data.dispatch import as_source, is_taken_apart
 from tnt_jax.data.elements import unpack
+from tnt_jax.data.kinds import is_taken_apart
 from tnt_jax.data.layout import micro_batch_size, num_padded_rows
 from tnt_jax.data.opening import open_stream
 from tnt_jax.data.read_options import ReadOptions
@@ -61,6 +61,9 @@ class DataIntake:
         Raises:
             ValueError: If data and arguments contradict each other.
         """
+        # The readers of all kinds of data are imported with the first data.
+        from tnt_jax.data.dispatch import as_source
+
         x, y, sample_weight = data.x, data.y, data.sample_weight
         if self._is_taken_apart(data):
             x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from tnt_jax.data.dispatch import is_arrays
 from tnt_jax.data.elements import unpack
+from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed import collectives, runtime, stall

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.dispatch import is_arrays
 from tnt_jax.data.elements import unpack
+from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.sources import HostBatch, common_length
 from tnt_jax.train.contracts import Batch
 

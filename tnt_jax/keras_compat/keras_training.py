@@ -11,7 +11,6 @@ from jax.core import Tracer
 from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.optimizers import LossScaleOptimizer, Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
-from tnt_jax.keras_compat.optimizers.lookup import required
 
 # Methods by which a Keras model changes fit and evaluate, and those for predict.
 _OF_TRAINING = (
@@ -47,6 +46,9 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
     Keras checks only the model, but a model that is loaded from a file has the policy of the
     process, so the layers are checked, too.
     """
+    # The table of all optimizers is imported when one is asked for.
+    from tnt_jax.keras_compat.optimizers.lookup import required
+
     optimizer = required(identifier)
     policies = (
         [layer.dtype_policy.name for layer in module._flatten_layers()]

@@ -1,6 +1,5 @@
 """Compares the number of inputs of a module with that of the data, before tracing."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 
 from tnt_jax.adapters.base import CallStyle
+from tnt_jax.keras_compat.keras_files import is_keras
 
 
 def input_problem(module: Any, inputs: Any) -> str | None:
@@ -21,7 +21,7 @@ def input_problem(module: Any, inputs: Any) -> str | None:
     """
     if isinstance(inputs, Mapping):
         return None
-    if _is_keras(module):
+    if is_keras(module):
         names = _keras_inputs(module)
         num_given = len(jax.tree.leaves(inputs))
     else:
@@ -42,7 +42,7 @@ def signature_tells(module: Any, inputs: Any) -> bool:
 
     A tuple, for instance, may be a single argument.
     """
-    if not isinstance(inputs, (tuple, list, Mapping)) or _is_keras(module):
+    if not isinstance(inputs, (tuple, list, Mapping)) or is_keras(module):
         return True
     style = CallStyle.of(module.__call__)
     if isinstance(inputs, Mapping):
@@ -96,8 +96,3 @@ def _keras_inputs(module: Any) -> tuple[str, ...] | None:
     """
     inputs = getattr(module, "inputs", None) if module.built else None
     return tuple(x.name for x in inputs) if inputs else None
-
-
-def _is_keras(module: Any) -> bool:
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(module, keras.Model)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from tnt_jax.data.dispatch import is_arrays
+from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.core import Core

@@ -1,7 +1,6 @@
-"""`fit` in a job of `tnt-jax tune`: it compares ways to sum gradients, and ends the script.
+"""`fit` in a process of `tnt-jax tune`: it compares ways to sum gradients instead of training.
 
-The launcher says so by `TNT_TUNE_STEPS`, which reaches the script whatever starts it, and imports
-nothing before the script has set JAX's own variables. `FitLoop` knows nothing of it.
+The launcher says so by `TNT_TUNE_STEPS`. `FitLoop` knows nothing of it.
 """
 
 import os
@@ -10,8 +9,8 @@ from typing import NoReturn
 from tnt_jax.keras_compat.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit_plan import Plan
 from tnt_jax.keras_compat.hooks import CallbackArguments
+from tnt_jax.keras_compat.tune_script import TrialsDone
 from tnt_jax.settings import read_settings
-from tnt_jax.train import tuning
 
 _STEPS = "TNT_TUNE_STEPS"
 
@@ -30,14 +29,15 @@ class TrialLoop(FitLoop):
     """Times ways to sum gradients on the model and data of a `fit`, instead of training."""
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Prints the options to use, on the master, and ends the script.
-
-        The script ends because its further lines count on a trained model.
+        """Prints the options to use, on the master, and hands back to the entry of the process.
 
         Raises:
-            SystemExit: At the end, with the exit code 0.
+            TrialsDone: At the end; `tune_script` waits for it.
             ValueError: If there is nothing to choose: one rank, or reproducible training.
         """
+        # Training needs none of it.
+        from tnt_jax.train import tuning
+
         trainer = self._core.trainer
         compilation = self._core.require_compiled()
         transformation = compilation.transformation
@@ -50,4 +50,4 @@ class TrialLoop(FitLoop):
         )
         by_argument = self._core.options.fusion_threshold is not None
         tuning.tune(trainer, step, plan.first, plan.unpack, by_argument=by_argument)
-        raise SystemExit
+        raise TrialsDone

@@ -115,7 +115,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     exports = tuple(_export(text) for texts in given.exports for text in texts)
     # If a script is named before the first `--`, this `--` belongs to its arguments.
     script = [*given.script, *(["--"] if given.script and "--" in argv else []), *script]
-    _check(given, script)
+    _check(given, script, is_tuning=is_tuning)
     return Options(
         script=script[0] if script else "",
         script_args=tuple(script[1:]),
@@ -159,7 +159,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _check(given: argparse.Namespace, script: Sequence[str]) -> None:
+def _check(given: argparse.Namespace, script: Sequence[str], *, is_tuning: bool) -> None:
     if given.num_processes is not None and given.devices_per_node is not None:
         raise ValueError(
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
@@ -170,6 +170,11 @@ def _check(given: argparse.Namespace, script: Sequence[str]) -> None:
         raise ValueError(
             "-m must be followed by a module, and needs a Python interpreter: tnt-jax -n 2 -- -m "
             "package.train --epochs 3"
+        )
+    if is_tuning and given.python_interpreter == "":
+        raise ValueError(
+            "tnt-jax tune runs a Python script up to its first fit, and needs an interpreter: name "
+            "the script, and leave --python-interpreter out: tnt-jax tune -n 2 -- train.py"
         )
     if not script and given.cleanup is None:
         raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")

@@ -12,6 +12,9 @@ from tnt_jax.launch.environment import carried_environment, process_environment
 from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
 
+# Runs a script up to the trials of its first fit.
+_TUNE_ENTRY = "tnt_jax.keras_compat.tune_script"
+
 
 @dataclass(frozen=True)
 class Host:
@@ -252,7 +255,8 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
 def script_command(options: Options, cwd: str) -> tuple[str, ...]:
     """Returns the words that run the user's script."""
     if options.interpreter:
-        return (*options.interpreter, options.script, *options.script_args)
+        entry = () if options.tune_steps is None else ("-m", _TUNE_ENTRY)
+        return (*options.interpreter, *entry, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)
 
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import flax.traverse_util
 import jax
 import numpy as np
 
@@ -393,7 +392,9 @@ class Checkpoints:
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")
+    from flax.traverse_util import unflatten_dict
+
+    return unflatten_dict(dict(flat), sep="/")
 
 
 def _handlers(options: ocp.CheckpointManagerOptions) -> dict[str, ocp.CheckpointHandler]:

@@ -11,53 +11,6 @@ opt_state = write_learning_rate(opt_state, 1e-4)
 ```
 """
 
-from tnt_jax.keras_compat.optimizers.averaging import Ftrl, ScheduleFreeAdamW
-from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, OptimizerState
-from tnt_jax.keras_compat.optimizers.elementwise import (
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Lion,
-    Nadam,
-    RMSprop,
-)
-from tnt_jax.keras_compat.optimizers.layerwise import Adafactor, Lamb, Muon
-from tnt_jax.keras_compat.optimizers.lookup import (
-    OptaxOptimizer,
-    deserialize,
-    get,
-    read_learning_rate,
-    serialize,
-    write_learning_rate,
-)
-from tnt_jax.keras_compat.optimizers.loss_scaling import LossScaleOptimizer
+import lazy_loader
 
-__all__ = [
-    "SGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Ftrl",
-    "Lamb",
-    "LearningRate",
-    "Lion",
-    "LossScaleOptimizer",
-    "Muon",
-    "Nadam",
-    "OptaxOptimizer",
-    "Optimizer",
-    "OptimizerState",
-    "RMSprop",
-    "ScheduleFreeAdamW",
-    "deserialize",
-    "get",
-    "read_learning_rate",
-    "serialize",
-    "write_learning_rate",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Finds the `Optimizer` for a user's argument, and the learning rate inside its state."""
+"""Finds the `Optimizer` for a user's argument."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 
 from tnt_jax.keras_compat import configuration, keras_objects, names
@@ -135,72 +133,3 @@ def _by_name(name: str) -> Optimizer:
     if keras_class is None:
         raise names.unknown(name, by_lower_name, kind="optimizer", advice=keras_objects.advice())
     return KerasOptimizer(keras_class(name=name.lower()))
-
-
-def read_learning_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the learning rate in a state, or None if it holds none.
-
-    It is the rate of the last update or, before the first update, of the next.
-    """
-    injected = _injected(opt_state)
-    return injected[0].hyperparams["learning_rate"] if injected else None
-
-
-def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
-    """Returns the state with another learning rate, without retracing.
-
-    The dtype and the placement of the rate are kept.
-
-    Args:
-        opt_state: State of the transformation of an optimizer.
-        learning_rate: The rate, a number or scalar.
-
-    Raises:
-        TypeError: If a schedule sets the rate.
-        ValueError: If the state holds no rate, as for an Optax transformation not built by
-            `optax.inject_hyperparams`.
-    """
-    injected = _injected(opt_state)
-    if not injected:
-        raise ValueError(
-            "This optimizer's state holds no learning rate to set. Build the Optax transformation "
-            "with optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a "
-            "tnt_jax.optimizers class."
-        )
-    if any("learning_rate" in state.hyperparams_states for state in injected):
-        raise TypeError(
-            "A schedule decides the learning rate, so it cannot be set; create the optimizer with "
-            "a number."
-        )
-
-    def replaced(node: Any) -> Any:
-        if not _is_injected(node):
-            return node
-        old = node.hyperparams["learning_rate"]
-        return node._replace(
-            hyperparams={**node.hyperparams, "learning_rate": _like(old, learning_rate)}
-        )
-
-    return jax.tree.map(replaced, opt_state, is_leaf=_is_injected)
-
-
-def _like(old: Any, value: Any) -> Any:
-    """Returns a number as an array with the dtype and, on devices, the sharding of another."""
-    value = np.asarray(value, old.dtype)
-    # Each process creates its own copies: device_put to several processes would communicate.
-    return (
-        jax.make_array_from_callback((), old.sharding, lambda _: value)
-        if isinstance(old, jax.Array)
-        else value
-    )
-
-
-def _is_injected(node: Any) -> bool:
-    return "learning_rate" in getattr(node, "hyperparams", ()) and hasattr(
-        node, "hyperparams_states"
-    )
-
-
-def _injected(opt_state: Any) -> list[Any]:
-    """Returns the states of `inject_hyperparams` within a state that hold a learning rate."""
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_injected) if _is_injected(node)]

@@ -7,40 +7,6 @@ optimizer = tnt_jax.optimizers.SGD(rate)
 A step counts updates, from 0; it may be a traced int32 scalar. Rates are float32 scalars.
 """
 
-from tnt_jax.keras_compat.schedules.keras_schedules import (
-    Constant,
-    CosineDecay,
-    CosineDecayRestarts,
-    ExponentialDecay,
-    InverseTimeDecay,
-    LearningRateSchedule,
-    PiecewiseConstantDecay,
-    PolynomialDecay,
-    deserialize,
-    serialize,
-)
-from tnt_jax.keras_compat.schedules.large_batches import (
-    GradualWarmup,
-    InverseSquareRoot,
-    WarmupSteps,
-    scale_by_square_root,
-    scale_linearly,
-)
+import lazy_loader
 
-__all__ = [
-    "Constant",
-    "CosineDecay",
-    "CosineDecayRestarts",
-    "ExponentialDecay",
-    "GradualWarmup",
-    "InverseSquareRoot",
-    "InverseTimeDecay",
-    "LearningRateSchedule",
-    "PiecewiseConstantDecay",
-    "PolynomialDecay",
-    "WarmupSteps",
-    "deserialize",
-    "scale_by_square_root",
-    "scale_linearly",
-    "serialize",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,9 +8,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tnt_jax.data.argument_checks import check_arguments
-from tnt_jax.data.dispatch import as_source, is_taken_apart
+from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.feed import Feed, make_put, rank_slice_of
+from tnt_jax.data.kinds import is_taken_apart
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.opening import open_stream
 from tnt_jax.data.read_options import ReadOptions

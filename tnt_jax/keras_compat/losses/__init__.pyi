@@ -1,0 +1,57 @@
+from .alignment import CTC as CTC
+from .alignment import Circle as Circle
+from .alignment import circle as circle
+from .alignment import ctc as ctc
+from .arrays import divide_no_nan as divide_no_nan
+from .base import Loss as Loss
+from .base import LossFunctionWrapper as LossFunctionWrapper
+from .checks import check_labels as check_labels
+from .checks import check_outputs as check_outputs
+from .checks import check_rows as check_rows
+from .crossentropy import binary_crossentropy as binary_crossentropy
+from .crossentropy import binary_focal_crossentropy as binary_focal_crossentropy
+from .crossentropy import categorical_crossentropy as categorical_crossentropy
+from .crossentropy import categorical_focal_crossentropy as categorical_focal_crossentropy
+from .crossentropy import (
+    categorical_generalized_cross_entropy as categorical_generalized_cross_entropy,
+)
+from .crossentropy import kl_divergence as kl_divergence
+from .crossentropy import sparse_categorical_crossentropy as sparse_categorical_crossentropy
+from .crossentropy_classes import BinaryCrossentropy as BinaryCrossentropy
+from .crossentropy_classes import BinaryFocalCrossentropy as BinaryFocalCrossentropy
+from .crossentropy_classes import CategoricalCrossentropy as CategoricalCrossentropy
+from .crossentropy_classes import CategoricalFocalCrossentropy as CategoricalFocalCrossentropy
+from .crossentropy_classes import (
+    CategoricalGeneralizedCrossEntropy as CategoricalGeneralizedCrossEntropy,
+)
+from .crossentropy_classes import KLDivergence as KLDivergence
+from .crossentropy_classes import SparseCategoricalCrossentropy as SparseCategoricalCrossentropy
+from .lookup import deserialize as deserialize
+from .lookup import get as get
+from .lookup import serialize as serialize
+from .margin import CategoricalHinge as CategoricalHinge
+from .margin import Hinge as Hinge
+from .margin import SquaredHinge as SquaredHinge
+from .margin import categorical_hinge as categorical_hinge
+from .margin import hinge as hinge
+from .margin import squared_hinge as squared_hinge
+from .regression import CosineSimilarity as CosineSimilarity
+from .regression import Huber as Huber
+from .regression import LogCosh as LogCosh
+from .regression import MeanAbsoluteError as MeanAbsoluteError
+from .regression import MeanAbsolutePercentageError as MeanAbsolutePercentageError
+from .regression import MeanSquaredError as MeanSquaredError
+from .regression import MeanSquaredLogarithmicError as MeanSquaredLogarithmicError
+from .regression import Poisson as Poisson
+from .regression import cosine_similarity as cosine_similarity
+from .regression import huber as huber
+from .regression import log_cosh as log_cosh
+from .regression import mean_absolute_error as mean_absolute_error
+from .regression import mean_absolute_percentage_error as mean_absolute_percentage_error
+from .regression import mean_squared_error as mean_squared_error
+from .regression import mean_squared_logarithmic_error as mean_squared_logarithmic_error
+from .regression import poisson as poisson
+from .segmentation import Dice as Dice
+from .segmentation import Tversky as Tversky
+from .segmentation import dice as dice
+from .segmentation import tversky as tversky

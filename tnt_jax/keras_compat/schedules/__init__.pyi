@@ -1,0 +1,15 @@
+from .keras_schedules import Constant as Constant
+from .keras_schedules import CosineDecay as CosineDecay
+from .keras_schedules import CosineDecayRestarts as CosineDecayRestarts
+from .keras_schedules import ExponentialDecay as ExponentialDecay
+from .keras_schedules import InverseTimeDecay as InverseTimeDecay
+from .keras_schedules import LearningRateSchedule as LearningRateSchedule
+from .keras_schedules import PiecewiseConstantDecay as PiecewiseConstantDecay
+from .keras_schedules import PolynomialDecay as PolynomialDecay
+from .keras_schedules import deserialize as deserialize
+from .keras_schedules import serialize as serialize
+from .large_batches import GradualWarmup as GradualWarmup
+from .large_batches import InverseSquareRoot as InverseSquareRoot
+from .large_batches import WarmupSteps as WarmupSteps
+from .large_batches import scale_by_square_root as scale_by_square_root
+from .large_batches import scale_linearly as scale_linearly
