@@ -205,7 +205,7 @@ def test_it_is_said_how_to_start_over(use_ranks, tmp_path, monkeypatch, capsys, 
         start_again(use_ranks)
         fit(resume="runs", verbose=verbose, **arguments)
     ended = f"Training had ended, as {place} says; delete {place} to start over."
-    resumed = f"Training resumes from {place}, after batch 6 of epoch 1; delete {place} to start"
+    resumed = f"Training resumes from {place}, after batch 4 of epoch 1; delete {place} to start"
     screen = capsys.readouterr().out
     for text in (ended, resumed):
         assert text in caplog.text

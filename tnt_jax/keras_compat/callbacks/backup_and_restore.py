@@ -101,6 +101,7 @@ class BackupAndRestore(Callback):
         alone = self.scope != "all_processes" or jax.process_count() == 1
         self._times = saving_times(self.save_freq, alone=alone)
         resumption.warn_unless_repeatable()
+        self._checkpoints.lock()
         saved = self._checkpoints.read_newest_valid()
         if saved is not None:
             self._resume(saved)
