@@ -29,7 +29,7 @@ from tnt_jax.train.state import TrainState
 
 # Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
 # deadlock with too many.
-_IN_FLIGHT = 4
+IN_FLIGHT = 4
 
 
 class Trainer:
@@ -371,7 +371,7 @@ class Trainer:
 
 def _wait_for_older(running: deque, newest: jax.Array) -> None:
     running.append(newest)
-    if len(running) > _IN_FLIGHT:
+    if len(running) > IN_FLIGHT:
         jax.block_until_ready(running.popleft())
 
 
