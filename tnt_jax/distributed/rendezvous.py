@@ -74,6 +74,23 @@ def read_key(
     return None
 
 
+def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
+    """Returns the value of a key once it exists, or None once `is_over` is true.
+
+    For threads that wait for what need not come: unlike `read_key`, the process does not count as
+    waiting.
+    """
+    client = _jax.coordination_client()
+    with _in_call():
+        while not (is_over() or _is_ending.is_set()):
+            try:
+                return client.blocking_key_value_get(key, _POLL_S * 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+    return None
+
+
 @contextmanager
 def _in_call() -> Iterator[None]:
     """Records that a thread waits in the service; none may do so at the interpreter's exit."""

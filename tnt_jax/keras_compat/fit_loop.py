@@ -14,8 +14,10 @@ from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.distributed.shared_stop import SharedStop, shared_stop
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList, History
+from tnt_jax.keras_compat.callbacks.agreement import may_stop_within_epoch
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
 from tnt_jax.keras_compat.divergence import Divergence
@@ -31,7 +33,7 @@ from tnt_jax.keras_compat.start_check import compare_sources, compare_starts
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import device_feed
-from tnt_jax.train.execution import DeviceBatches, choose_num_steps
+from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
 from tnt_jax.train.trainer import Trainer
 
 # With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
@@ -98,8 +100,9 @@ class FitLoop:
         hooks = callbacks.open(
             in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
         )
-        with self._core.fitting():
-            self._run_epochs(plan, hooks)
+        watches = may_stop_within_epoch(hooks.callbacks)
+        with self._core.fitting(), shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches) as stop:
+            self._run_epochs(plan, hooks, stop)
         assert self._progress.history is not None
         return self._progress.history
 
@@ -126,7 +129,7 @@ class FitLoop:
             self._preparation.check_validation(validation)
         return validation
 
-    def _run_epochs(self, plan: Plan, hooks: CallbackList) -> None:
+    def _run_epochs(self, plan: Plan, hooks: CallbackList, stop: SharedStop) -> None:
         """Trains epoch by epoch, with validation and callbacks."""
         progress = self._progress
         logs = {}
@@ -139,7 +142,11 @@ class FitLoop:
         divergence.check_start(self._core.trainer.require_state())
         for epoch in range(start.epoch, plan.arguments.epochs):
             hooks.call("on_epoch_begin", epoch, {})
-            logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
+            phase_hooks = PhaseHooks(
+                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop
+            )
+            begin = start if epoch == start.epoch else None
+            logs = self._train_epoch(plan, epoch, phase_hooks, begin)
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
@@ -147,7 +154,7 @@ class FitLoop:
             progress.stop_training = divergence.check(
                 self._core.trainer.require_state(),
                 epoch=epoch + 1,
-                stop_training=progress.stop_training,
+                stop_training=progress.stop_training or stop.is_asked,
             )
             if progress.stop_training:
                 break
@@ -155,18 +162,13 @@ class FitLoop:
         hooks.call("on_train_end", logs)
 
     def _train_epoch(
-        self, plan: Plan, epoch: int, hooks: CallbackList, start: Start | None
+        self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
     ) -> dict[str, float]:
         """Runs the steps of an epoch, from `start` on if it is given, and returns its logs."""
         stall.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
-        phase_hooks = PhaseHooks(
-            "train", hooks, progress=self._progress, read=self._core.training_logs
-        )
-        steps = _EpochSteps(
-            self._core, phase_hooks, plan.unpack, threaded=not stream.source.in_memory
-        )
+        steps = _EpochSteps(self._core, hooks, plan.unpack, threaded=not stream.source.in_memory)
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         batches = read_in_lockstep(
@@ -177,8 +179,8 @@ class FitLoop:
         )
         start_s = time.perf_counter()
         if compilation.steps_per_execution is None:
-            self._time_steps(steps, batches, available=stream.num_steps)
-        if not self._progress.stop_training:
+            self._time_steps(steps, hooks, batches, available=stream.num_steps)
+        if not hooks.is_over:
             steps.run(batches, num_steps=compilation.steps_per_execution or 1)
         if steps.sums is None:
             raise ValueError(
@@ -192,7 +194,12 @@ class FitLoop:
         return logs
 
     def _time_steps(
-        self, steps: "_EpochSteps", batches: Iterator[HostBatch], *, available: int | None
+        self,
+        steps: "_EpochSteps",
+        hooks: PhaseHooks,
+        batches: Iterator[HostBatch],
+        *,
+        available: int | None,
     ) -> None:
         """Runs the first steps one by one and chooses the number of steps of a program.
 
@@ -201,7 +208,7 @@ class FitLoop:
         steps.run(islice(batches, _WARM_STEPS))
         first = steps.index
         start = time.perf_counter()
-        if not self._progress.stop_training:
+        if not hooks.is_over:
             steps.run(islice(batches, _TIMED_STEPS))
         num_timed = steps.index - first
         if num_timed == _TIMED_STEPS:

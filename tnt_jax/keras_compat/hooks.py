@@ -9,6 +9,7 @@ import jax
 
 from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.runtime import init, is_master_rank
+from tnt_jax.distributed.shared_stop import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
 from tnt_jax.keras_compat.callbacks.agreement import check_same_everywhere
 from tnt_jax.keras_compat.progress import Progress
@@ -50,6 +51,7 @@ class PhaseHooks:
         callbacks: The callbacks.
         progress: Where callbacks read the progress of the call, and ask it to stop.
         read: Maps the sums of an epoch so far to its logs.
+        stop: Decides with all processes whether training ends; None outside of training.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class PhaseHooks:
         *,
         progress: Progress,
         read: Callable[[Any], dict[str, float]],
+        stop: SharedStop | None = None,
     ) -> None:
         self._phase, self._start_ns = phase, 0
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
@@ -66,7 +69,7 @@ class PhaseHooks:
         self._progress = progress
         self._read = read
         self._has_end = callbacks.has_batch_hook(self._end)
-        self._stops = phase == "train"
+        self._stop = stop
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
@@ -77,7 +80,7 @@ class PhaseHooks:
         self._start_ns = time.perf_counter_ns()
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Runs after step `index` was started; returns whether a callback asked to stop."""
+        """Runs after step `index` was started; returns whether training ends with it."""
         stall.here().runs = False
         timeline.add(
             f"{self._phase} step", "step", self._start_ns, epoch=stall.here().epoch, step=index + 1
@@ -93,7 +96,12 @@ class PhaseHooks:
             self._callbacks.call_batch(
                 self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
             )
-        return self._stops and self._progress.stop_training
+        return self._stop is not None and self._stop.after_program(self._progress.stop_training)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has ended within the epoch."""
+        return self._stop is not None and self._stop.is_over
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
         """Records whether the next step has to be compiled first.

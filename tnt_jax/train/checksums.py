@@ -1,8 +1,8 @@
 """Checksums of a training state on each device, to find replicas that differ.
 
-The bits of every replicated array are added up as integers, so that the checksum is exact and the
-same on every kind of device. CPU devices share memory with the host, which reads it directly; on
-other devices a compiled program without communication returns four bytes for each array.
+CPU devices share memory with the host, which reads the bits directly. On other devices a compiled
+program adds them up as integers, in which order does not matter, and returns four bytes for each
+array. Nothing is communicated.
 """
 
 import zlib
@@ -19,9 +19,8 @@ from tnt_jax.job import Slot
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays
 
-# Odd numbers whose products are spread over all 32 bits: Knuth 1998, TAOCP 3, section 6.4; and the
-# second multiplier of xxHash32.
-_SPREAD, _MIX = 2654435761, 2246822519
+# Knuth 1998, TAOCP 3, section 6.4; and the two factors of MurmurHash3's fmix32.
+_SPREAD, _FIRST, _SECOND = 2654435761, 0x85EBCA6B, 0xC2B2AE35
 _programs = Slot[dict[Mesh, Callable]](dict)
 
 
@@ -71,15 +70,17 @@ def checksum_program(mesh: Mesh) -> Callable:
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """Returns the sum of the words of an array times odd numbers, modulo 2**32.
+    """Returns the sum of the mixed words of an array, modulo 2**32.
 
-    An odd factor has an inverse, so a change of a single word always changes the sum; of other
-    changes one in 2**32 does not.
+    The mixture depends on the place of a word and is one to one, so a change of a single word
+    always changes the sum; of other changes about one in 2**32 does not.
     """
     words = _words(x)
-    place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(_SPREAD)
-    factor = ((place ^ (place >> 15)) * jnp.uint32(_MIX)) | jnp.uint32(1)
-    return jnp.sum(words * factor, dtype=jnp.uint32)
+    mixed = words ^ (jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(_SPREAD))
+    # fmix32 of MurmurHash3, https://github.com/aappleby/smhasher, MurmurHash3.cpp.
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(_FIRST)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(_SECOND)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> jax.Array:

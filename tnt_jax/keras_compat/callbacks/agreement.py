@@ -8,6 +8,9 @@ from typing import Any
 
 from tnt_jax.distributed.rendezvous import meet
 
+# Callbacks of the libraries that may end training between two steps, or call functions that do.
+_STOPPING = ("TerminateOnNaN", "LambdaCallback")
+
 
 def check_same_everywhere(callbacks: Sequence[Any]) -> None:
     """Raises an error on all processes if the kinds of callbacks of `fit` differ.
@@ -27,6 +30,19 @@ def check_same_everywhere(callbacks: Sequence[Any]) -> None:
             "processes only: callbacks that write files do so on the master alone, and "
             "tnt_jax.callbacks.OnMaster(...) runs your own callback on the master alone."
         )
+
+
+def may_stop_within_epoch(callbacks: Sequence[Any]) -> bool:
+    """Returns whether a callback may set `stop_training` between two steps of an epoch.
+
+    Args:
+        callbacks: Callbacks without wrappers, of the same kinds on every process.
+    """
+    return any(
+        type(callback).__module__.partition(".")[0] not in ("tnt_jax", "keras")
+        or type(callback).__name__ in _STOPPING
+        for callback in callbacks
+    )
 
 
 def _kind(callback: Any) -> str:
