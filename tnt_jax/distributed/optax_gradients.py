@@ -115,7 +115,10 @@ def distributed_gradients(
 
         if options.passes == 1:
             return inner.update(reduce(grads), state, params, **extra)
-        step = lambda grads, state: inner.update(grads, state, params, **extra)  # noqa: E731
+
+        def step(grads: Any, state: Any) -> tuple[Any, Any]:
+            return inner.update(grads, state, params, **extra)
+
         return _accumulated(grads, state, step, reduce, options)
 
     return optax.GradientTransformationExtraArgs(init, update)

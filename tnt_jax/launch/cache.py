@@ -3,6 +3,7 @@
 A compiled program in the cache is executed, so whoever can write to the cache decides what runs.
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Mapping
@@ -45,9 +46,8 @@ def private_folder(path: str) -> str:
         UnsafeFolder: If it cannot be created, or something else is there.
     """
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
+        with contextlib.suppress(FileExistsError):  # What is there is examined below.
+            os.mkdir(path, 0o700)
     except OSError as error:
         raise UnsafeFolder(f"{path} cannot be made ({error.strerror})") from error
     # Links are not followed: someone else could have created the link.

@@ -341,7 +341,7 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
     add(
         "--fusion-threshold",
         type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
-        metavar="KB",
+        metavar="KiB",
         help="size in KiB from which a gradient bucket is full; 0 sends each array separately, "
         "xla leaves the choice to the compiler",
     )

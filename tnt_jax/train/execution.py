@@ -1,6 +1,7 @@
-"""Chooses how many steps one compiled program runs, and groups batches accordingly."""
+"""How many steps one compiled program runs, with batches grouped accordingly, and how many run."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from tnt_jax.data.sources import HostBatch
 # millisecond.
 _TARGET_S = 0.005
 _MOST_STEPS = 128
+# Programs that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
+# deadlock with too many.
+IN_FLIGHT = 4
 
 
 class DeviceBatches(NamedTuple):
@@ -37,6 +41,23 @@ class DeviceBatches(NamedTuple):
     def real_rows(self) -> tuple[slice, ...]:
         """The positions of a step's real rows: one range, or one per shard."""
         return (slice(0, self.num_rows // self.num_steps),) if self.shards is None else self.shards
+
+
+class InFlight:
+    """The programs that the devices may still run, so that the host is never far ahead of them."""
+
+    def __init__(self) -> None:
+        self._results: deque[jax.Array] = deque()
+
+    def add(self, result: jax.Array) -> None:
+        """Waits until few programs run.
+
+        Args:
+            result: A result of the program that was started last; no later one may overwrite it.
+        """
+        self._results.append(result)
+        if len(self._results) > IN_FLIGHT:
+            jax.block_until_ready(self._results.popleft())
 
 
 def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:

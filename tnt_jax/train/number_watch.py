@@ -19,14 +19,11 @@ from tnt_jax.distributed import stall
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.diagnosis import diagnose
-from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
 from tnt_jax.train.finite import CHECKED, OnNaN, first_counts
 from tnt_jax.train.loss_spikes import LossSpikes
 from tnt_jax.train.state import TrainState
 
-# Steps that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
-# deadlock with too many.
-IN_FLIGHT = 4
 # Steps in a row that may be skipped, and returns to one copy, before training ends.
 MOST_SKIPPED, MOST_ROLLBACKS = 100, 3
 # Steps after which the copy to go back to is renewed within an epoch.

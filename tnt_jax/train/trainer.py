@@ -4,7 +4,6 @@
 of batches.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,9 +23,9 @@ from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.epoch_sums import zero_sums
-from tnt_jax.train.execution import DeviceBatches, one_by_one
+from tnt_jax.train.execution import DeviceBatches, InFlight, one_by_one
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.number_watch import IN_FLIGHT, NumberWatch
+from tnt_jax.train.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
 
 
@@ -244,7 +243,7 @@ class Trainer:
             sums: Sums of the steps before.
         """
         assert self._train_step is not None, "compile() comes first."
-        running: deque[Any] = deque()
+        running = InFlight()
         index, watch = first_index, self._watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
@@ -254,8 +253,8 @@ class Trainer:
             step = self._program(group, sums)
             # Read here, because a callback may have replaced the state.
             self.state, sums = step(self._built(), sums, group.batch)
+            running.add(sums["loss"][1])
             index += group.num_steps
-            _wait_for_older(running, sums["loss"][1])
             if watch is not None:
                 self.state, sums = watch.after(index, self._built(), sums, group)
             if hooks.on_batch_end(index - 1, sums, group.num_rows):
@@ -280,7 +279,7 @@ class Trainer:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
         assert self._eval_step is not None, "compile() comes first."
         state = self._built()
-        running = deque()
+        running = InFlight()
         sums = None
         index = 0
         for group in batches:
@@ -289,7 +288,7 @@ class Trainer:
             step = self._eval_step if group.num_steps == 1 else self._eval_steps
             assert step is not None
             sums = step(state.params, state.model_state, sums, group.batch)
-            _wait_for_older(running, sums["loss"][1])
+            running.add(sums["loss"][1])
             index += group.num_steps
             hooks.on_batch_end(index - 1, sums, group.num_rows)
         return sums
@@ -386,12 +385,6 @@ class Trainer:
                 zero_sums(self._parts, self._built(), batch, self.runtime.mesh)
             )
         return self._zeros[signature]
-
-
-def _wait_for_older(running: deque, newest: jax.Array) -> None:
-    running.append(newest)
-    if len(running) > IN_FLIGHT:
-        jax.block_until_ready(running.popleft())
 
 
 def _rows_of_steps(outputs: Any, rows: slice, num_steps: int) -> list[Any]:

@@ -1,3 +1,7 @@
+from .adam import Adam as Adam
+from .adam import Adamax as Adamax
+from .adam import AdamW as AdamW
+from .adam import Nadam as Nadam
 from .averaging import Ftrl as Ftrl
 from .averaging import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .base import LearningRate as LearningRate
@@ -6,11 +10,7 @@ from .base import OptimizerState as OptimizerState
 from .elementwise import SGD as SGD
 from .elementwise import Adadelta as Adadelta
 from .elementwise import Adagrad as Adagrad
-from .elementwise import Adam as Adam
-from .elementwise import Adamax as Adamax
-from .elementwise import AdamW as AdamW
 from .elementwise import Lion as Lion
-from .elementwise import Nadam as Nadam
 from .elementwise import RMSprop as RMSprop
 from .layerwise import Adafactor as Adafactor
 from .layerwise import Lamb as Lamb

@@ -9,6 +9,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
+from tnt_jax.keras_compat.optimizers.adam import update_moments
 from tnt_jax.keras_compat.optimizers.base import (
     LearningRate,
     Optimizer,
@@ -16,7 +17,6 @@ from tnt_jax.keras_compat.optimizers.base import (
     OptionsButDecay,
     Slots,
 )
-from tnt_jax.keras_compat.optimizers.elementwise import update_moments
 
 
 class Lamb(Optimizer):

@@ -9,13 +9,13 @@ from typing import Any
 import optax
 
 from tnt_jax.keras_compat import configuration, keras_objects, names
-from tnt_jax.keras_compat.optimizers import averaging, elementwise, layerwise
+from tnt_jax.keras_compat.optimizers import adam, averaging, elementwise, layerwise
 from tnt_jax.keras_compat.optimizers.base import Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.loss_scaling import LossScaleOptimizer
 
 _CLASSES: Mapping[str, Callable[..., Optimizer]] = names.classes_of(
-    (averaging, elementwise, layerwise), Optimizer
+    (averaging, elementwise, adam, layerwise), Optimizer
 )
 
 

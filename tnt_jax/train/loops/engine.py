@@ -1,6 +1,5 @@
 """The host side of a distributed step: compilation, device arrays and steps in flight."""
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +11,12 @@ from tnt_jax.distributed import stall
 from tnt_jax.distributed.gradients import EpochExchange
 from tnt_jax.distributed.reduction import choose_reduction
 from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.train.execution import InFlight
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
 from tnt_jax.train.step import compiled
-
-# Steps that the host may be ahead of the devices; see `train/trainer.py`.
-_IN_FLIGHT = 4
 
 
 class Engine:
@@ -50,7 +47,7 @@ class Engine:
         self._placement = Placement(name, runtime.mesh)
         self._compiled: dict[bool, Callable] = {}
         self._metrics = _Metrics([], [], self._placement)
-        self._running: deque[jax.Array] = deque()
+        self._running = InFlight()
         self._words: tuple[Any, Any] = (None, None)
         # Number of the batch that is expected next, and the same on the devices.
         self._next: tuple[int | None, Any] = (None, None)
@@ -69,7 +66,7 @@ class Engine:
         totals, number = carried
         self._metrics.replace(totals)
         self._next = batch.step + (batch.num_steps or 1), number
-        self._wait_for_older(number)
+        self._running.add(number)
         return state, metrics
 
     def _begin(self, batch: DistributedBatch) -> None:
@@ -127,11 +124,6 @@ class Engine:
                 )
             self._words = key, words
         return self._words[1]
-
-    def _wait_for_older(self, newest: jax.Array) -> None:
-        self._running.append(newest)
-        if len(self._running) > _IN_FLIGHT:
-            self._running.popleft().block_until_ready()
 
 
 class _Metrics:

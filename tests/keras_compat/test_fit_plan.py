@@ -1,0 +1,62 @@
+"""The plan of `fit`: the epochs after which it validates, what it holds out, and what it weighs."""
+
+import numpy as np
+import pytest
+
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.keras_compat.data_intake import DataArguments
+from tnt_jax.keras_compat.fit_plan import FitArguments, Plan, carry_out_split
+
+
+def arguments(**changes):
+    given = {
+        "class_weight": None, "initial_epoch": 0, "epochs": 6, "steps_per_epoch": None,
+        "validation_split": 0.0, "validation_data": None, "validation_steps": None,
+        "validation_batch_size": None, "validation_micro_batch_size": None, "validation_freq": 1,
+        "distribute_validation": True,
+    }  # fmt: skip
+    return FitArguments(**given | changes)
+
+
+def plan(validation="a source", weighting=None, **changes):
+    return Plan(None, None, weighting, validation, arguments(**changes))
+
+
+# As Keras documents `validation_freq`: every so many epochs, or after those listed, from 1.
+@pytest.mark.parametrize(
+    ("frequency", "epochs"),
+    [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (7, []), ([1, 2, 5], [1, 2, 5]), ([], [])],
+)
+def test_validation_follows_the_epochs_that_keras_documents(frequency, epochs):
+    due = plan(validation_freq=frequency)
+    assert [epoch + 1 for epoch in range(6) if due.validates_after(epoch)] == epochs
+
+
+def test_nothing_is_validated_without_data():
+    assert not any(plan(validation=None).validates_after(epoch) for epoch in range(6))
+
+
+def test_the_last_rows_are_held_out_with_their_weights():
+    x, y, weight = np.arange(10), np.arange(10) * 2, np.arange(10) * 3
+    data = DataArguments(x, y, weight, batch_size=4, shuffle=True)
+    training, changed = carry_out_split(data, arguments(validation_split=0.3))
+    assert [list(part) for part in (training.x, training.y, training.sample_weight)] == [
+        list(part[:7]) for part in (x, y, weight)
+    ]
+    assert [list(part) for part in changed.validation_data] == [
+        list(part[7:]) for part in (x, y, weight)
+    ]
+    assert (training.batch_size, training.shuffle, changed.epochs) == (4, True, 6)
+
+
+def test_without_a_split_nothing_changes():
+    data = DataArguments(np.arange(4))
+    assert carry_out_split(data, arguments()) == (data, arguments())
+
+
+def test_class_weights_reach_the_step_with_the_mask():
+    item = HostBatch((np.zeros((3, 2)), np.array([0, 1, 0])), np.array([1, 1, 0]), num_rows=2)
+    batch = plan(weighting=lambda targets, weight: 1.0 + targets).unpack(item)
+    assert list(batch.weight) == [1, 2, 1]
+    assert list(batch.mask) == [1, 1, 0]
+    assert plan().unpack(item).weight is None
