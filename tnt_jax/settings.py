@@ -51,6 +51,8 @@ class Settings:
             (`TNT_TUNE_STEPS`), otherwise None.
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
+        stall_timeout_s: Seconds without progress of a process after which the job ends, 0 for never
+            (`TNT_STALL_TIMEOUT`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
     """
 
@@ -66,6 +68,7 @@ class Settings:
     launched_at: float | None = None
     tune_steps: int | None = None
     stall_warning_s: int = 60
+    stall_timeout_s: int = 60
     timeline: str | None = None
 
 
@@ -89,6 +92,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             lists the valid values.
     """
     env = os.environ if environ is None else environ
+    stall_timeout_s = _integer(env, "TNT_STALL_TIMEOUT", at_least=0)
     settings = Settings(
         coordinator_address=_address(env, "TNT_COORDINATOR_ADDRESS"),
         num_processes=_integer(env, "TNT_NUM_PROCESSES", at_least=1),
@@ -103,6 +107,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
+        stall_timeout_s=Settings.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
         timeline=env.get("TNT_TIMELINE") or None,
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
