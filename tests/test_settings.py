@@ -15,10 +15,11 @@ def test_all_variables_are_read():
         "TNT_LOG_ON_ALL_DEVICES": "1",
         "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0",
         "TNT_LAUNCHED_AT": "12.500",
-        "TNT_TUNE_STEPS": "5", "TNT_STALL_WARNING_S": "6", "TNT_RESTART_COUNT": "2",
+        "TNT_TUNE_STEPS": "5", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
+        "TNT_RESTART_COUNT": "2",
     }  # fmt: skip
     assert read_settings(environ) == Settings(
-        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, restart_count=2
+        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, 0, restart_count=2
     )
 
 

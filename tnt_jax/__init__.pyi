@@ -21,6 +21,7 @@ from .distributed.runtime import get_size as get_size
 from .distributed.runtime import init as init
 from .distributed.runtime import is_master_rank as is_master_rank
 from .distributed.runtime import shutdown as shutdown
+from .distributed.stall import busy as busy
 from .distributed.uneven_calls import join as join
 from .keras_compat import callbacks as callbacks
 from .keras_compat import losses as losses

@@ -52,6 +52,8 @@ class Settings:
             (`TNT_TUNE_STEPS`), otherwise None.
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
+        stall_timeout_s: Seconds without progress of a process after which the job ends, 0 for never
+            (`TNT_STALL_TIMEOUT`).
         checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes
             (`TNT_CHECKPOINT_DIR`); None for no checkpoints unless `fit` asks for them.
         checkpoint_every: Batches, `"epoch"`, or a time such as `"30s"`, between two checkpoints of
@@ -72,6 +74,7 @@ class Settings:
     launched_at: float | None = None
     tune_steps: int | None = None
     stall_warning_s: int = 60
+    stall_timeout_s: int = 60
     timeline: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: str = "60s"
@@ -98,6 +101,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             lists the valid values.
     """
     env = os.environ if environ is None else environ
+    stall_timeout_s = _integer(env, "TNT_STALL_TIMEOUT", at_least=0)
     settings = Settings(
         coordinator_address=_address(env, "TNT_COORDINATOR_ADDRESS"),
         num_processes=_integer(env, "TNT_NUM_PROCESSES", at_least=1),
@@ -112,6 +116,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
+        stall_timeout_s=Settings.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
         timeline=env.get("TNT_TIMELINE") or None,
         checkpoint_dir=env.get("TNT_CHECKPOINT_DIR") or None,
         checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),

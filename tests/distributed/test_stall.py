@@ -5,7 +5,8 @@ import re
 import pytest
 from processes import SCRIPTS, launch
 
-from tnt_jax.distributed.stall import Note, describe_stall
+from tnt_jax.distributed.stall import Note
+from tnt_jax.distributed.stall_causes import describe_stall
 
 FIT = Note(3, ("Model.fit",), epoch=1, step=4)
 
@@ -36,7 +37,7 @@ FIT = Note(3, ("Model.fit",), epoch=1, step=4)
             Note(3, ("Model.fit",)),
             r"\(sum of gradients\) for process 1",
         ),
-        (Note(3, ("Model.fit",), runs=True), Note(3, ("Model.fit",)), r"for process 1"),
+        (Note(3, ("Model.fit",), phase="step"), Note(3, ("Model.fit",)), r"for process 1"),
         (
             Note(3, ("Model.fit",), waits="sum"),
             Note(3, ("Model.fit",), waits="sum"),
@@ -44,7 +45,7 @@ FIT = Note(3, ("Model.fit",), epoch=1, step=4)
         ),
         (Note(3, waits="barrier"), Note(3), r"in barrier for process 1 \(in no such call\)"),
         # Nobody is waited for: both compile, or this process is the one that is behind or has left.
-        (Note(3, ("Model.fit",), runs=True), Note(3, ("Model.fit",), runs=True), None),
+        (Note(3, ("Model.fit",), phase="step"), Note(3, ("Model.fit",), phase="step"), None),
         (FIT, FIT, None),
         (FIT, Note(4, ("Model.fit", "Model.predict"), waits="Model.predict"), None),
         (Note(9, has_left=True), FIT, None),
@@ -70,9 +71,9 @@ def test_each_call_that_waits_names_the_process_it_waits_for():
         r"Process 0 has waited in Model.predict for process 1 \(in no such call\)",
         r"Process 1 has waited in barrier for process 0 \(in no such call\)",
         r"Process 0 has waited in Model.fit, epoch 1, step \d \(sum of gradients\) for process 1 "
-        r"\(in Model.fit, epoch 1, step 2\)",
+        r"\(in Model.fit, epoch 1, step 2, in Late.on_train_batch_begin\)",
         r"Process 0 has waited in Model.fit, epoch 2, step \d.* for process 1 \(in Model.fit, "
-        r"epoch 2, step 2\)",
+        r"epoch 2, step 2, in Late.on_train_batch_begin\)",
         r"Process 1 has waited in Model.fit, epoch 1, step 8 \(end of epoch 1\) for process 0",
         r"Process 0 has waited in Model.fit, epoch 1, step \d \(data of process 1\) for process 1",
         r"Process 0 has waited in Model.predict for process 1 \(at the end of its script\)",

@@ -33,12 +33,15 @@ from tnt_jax._jax.arrays import (
     zeros_like,
 )
 from tnt_jax._jax.compiler import convolution_options, deterministic_options
+from tnt_jax._jax.frames import compiles, is_of_jax
 from tnt_jax._jax.host_call import called_function, host_call
 from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
 from tnt_jax._jax.processes import (
     await_disconnection,
     backends_are_initialized,
+    before_abort,
     coordination_client,
+    coordinator_listens,
     is_distributed,
     skip_cleanup,
 )
@@ -62,20 +65,24 @@ __all__ = [
     "all_gather_invariant",
     "await_disconnection",
     "backends_are_initialized",
+    "before_abort",
     "broadcast_one_to_all",
     "called_function",
     "check_local",
     "communicates",
+    "compiles",
     "computes_in_half",
     "convolution_options",
     "convolves",
     "coordination_client",
+    "coordinator_listens",
     "define_prng_impl",
     "deterministic_options",
     "from_local_parts",
     "host_call",
     "is_collective",
     "is_distributed",
+    "is_of_jax",
     "is_varying",
     "jaxpr_as_fun",
     "jaxprs_in_params",

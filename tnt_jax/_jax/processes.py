@@ -1,6 +1,11 @@
 """Jobs of several processes: their coordination service and their end."""
 
 import atexit
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,3 +54,48 @@ def await_disconnection(client: Any, num_processes: int) -> None:
     # opening devices. The service answers when every process that is connected has asked, and the
     # others do not ask.
     client.get_live_nodes(list(range(num_processes)))
+
+
+def coordinator_listens() -> bool:
+    """Returns whether the coordination service takes connections."""
+    # Private. Checked with JAX 0.10.0 and 0.10.2. The address has no public name.
+    from jax._src import distributed
+
+    host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def before_abort(function: Callable[[], None]) -> Callable[[], None]:
+    """Has a function called when C++ aborts this process; returns what undoes that.
+
+    JAX aborts a process whose coordination service has gone, from a thread of its own.
+
+    Args:
+        function: Ends the process, or returns if that is another abort, which then goes on.
+    """
+    # JAX's client takes a callback for this, but fails to convert the error that it passes to it
+    # (std::bad_cast, checked with JAX 0.10.2), and Python's signal handlers run in the main thread
+    # alone, after the abort. Can go when jax.distributed.initialize takes a working callback.
+    process = ctypes.CDLL(None)
+    process.signal.restype = ctypes.c_void_p
+    process.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    pid = os.getpid()
+
+    def restore() -> None:
+        if os.getpid() == pid:
+            process.signal(signal.SIGABRT, before)
+            kept.clear()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handle(_: int) -> None:
+        function()
+        process.signal(signal.SIGABRT, before)
+        signal.raise_signal(signal.SIGABRT)
+
+    before = process.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
+    kept = [handle]  # C holds no reference.
+    return restore

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.data.agreement import reader_stopped
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.distributed import timeline
+from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.runtime import Runtime
 
 # Batches that wait on the devices while a step runs.
@@ -87,22 +87,37 @@ class Feed:
         self._stopped.set()
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._threaded:
-            yield from map(self._prepare, self._items)
-            return
+        here = stall.here()
         while True:
-            start = time.perf_counter()
-            with timeline.span("wait for data", "data"):
-                kind, value = self._ready.get()
-            self.wait_s += time.perf_counter() - start
+            outer = here.enter("data")
+            try:
+                kind, value = self._wait() if self._threaded else self._next()
+            finally:
+                here.enter(*outer)
             if kind == "error":
                 raise value
             if kind == "end":
                 return
             yield value
 
+    def _wait(self) -> tuple[str, Any]:
+        """Returns what the thread hands over next."""
+        start = time.perf_counter()
+        with timeline.span("wait for data", "data"):
+            handed = self._ready.get()
+        self.wait_s += time.perf_counter() - start
+        return handed
+
+    def _next(self) -> tuple[str, Any]:
+        """Prepares the next item."""
+        for item in self._items:
+            return "item", self._prepare(item)
+        return "end", None
+
     def _work(self) -> None:
         reader_stopped.set(self._stopped)
+        readers, own = stall.here().readers, threading.get_ident()
+        readers.add(own)
         try:
             for item in self._items:
                 if not self._offer("item", self._prepare(item)):
@@ -111,6 +126,8 @@ class Feed:
             self._offer("error", error)
         else:
             self._offer("end", None)
+        finally:
+            readers.discard(own)
 
     def _offer(self, kind: str, value: Any) -> bool:
         """Hands over a value; returns False if the reader has left."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from tnt_jax import _jax
 from tnt_jax.distributed.leaving import Membership
+from tnt_jax.distributed.stall_causes import Cause
 from tnt_jax.job import Slot
 
 
@@ -58,17 +59,33 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     originals = [getattr(owner, name) for owner, name, _ in hooks]
     for owner, name, hook in hooks:
         setattr(owner, name, hook)
+    aborts_again = _jax.before_abort(own.end_without_coordinator)
+    # Once Python has ended, a function of Python cannot be called.
+    atexit.register(aborts_again)
     # Runs before JAX's own, which was registered earlier.
     atexit.register(own.leave_at_exit)
 
     def undo() -> None:
         atexit.unregister(own.leave_at_exit)
+        atexit.unregister(aborts_again)
+        aborts_again()
         for (owner, name, hook), original in zip(hooks, originals, strict=True):
             # Another library may have put its own hook around this one.
             if getattr(owner, name) is hook:
                 setattr(owner, name, original)
 
     return undo
+
+
+def end_job(cause: Cause, service_answers: bool) -> None:
+    """Ends all processes of the job because of one; see `Membership.end_job`.
+
+    Args:
+        cause: The process, and why.
+        service_answers: Whether the coordination service does.
+    """
+    if (joined := _membership.get()) is not None:
+        joined[0].end_job(cause, service_answers)
 
 
 def watch() -> None:

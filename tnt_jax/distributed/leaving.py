@@ -21,10 +21,12 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.departures import Departure, flush, gist, machine
 from tnt_jax.distributed.stall import here
+from tnt_jax.distributed.stall_causes import Cause
 from tnt_jax.distributed.waiting import describe_wait
 from tnt_jax.log import logger
-from tnt_jax.settings import LOST_EXIT_CODE
+from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
 _FIRST, _LEFT, _PIDS = "tnt_jax/first_left", "tnt_jax/left", "tnt_jax/pid"
 # Of one question to the service; the answer comes at once when a process leaves. Large jobs ask
@@ -55,32 +57,6 @@ _SIGNS_OF_LOSS = (
 )
 
 
-@dataclass(frozen=True)
-class Departure:
-    """How a process left the job.
-
-    Attributes:
-        process: Its number.
-        code: Its exit code; None if it is not known.
-        how: In words.
-        because: Number of the process that it would have waited for, or None.
-        is_lost: Whether it ended without leaving the job.
-    """
-
-    process: int
-    code: int | None
-    how: str
-    because: int | None = None
-    is_lost: bool = False
-
-    @property
-    def code_of_others(self) -> int:
-        """Exit code of the processes that cannot go on without it."""
-        if self.is_lost:
-            return LOST_EXIT_CODE
-        return 1 if self.code is None else self.code
-
-
 @dataclass
 class Membership:
     """A process's part in the job: its own leaving, and what it knows of the others'.
@@ -108,11 +84,11 @@ class Membership:
 
     def introduce(self) -> None:
         """Tells the other processes of this machine this one's process id."""
-        self.client.key_value_set(f"{_PIDS}/{_machine()}/{self.process}", str(self._pid))
+        self.client.key_value_set(f"{_PIDS}/{machine()}/{self.process}", str(self._pid))
 
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
-        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{_machine()}"):
+        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine()}"):
             if (process := int(key.rpartition("/")[2])) != self.process:
                 # It has left already, or the system has no such call: then closed connections are
                 # all that tells.
@@ -133,6 +109,7 @@ class Membership:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self._stopped.wait(_QUESTION_S)
         while not self._stopped.wait(_TICK_S):
+            self._end_if_stalled()
             cause = self._cause()
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
@@ -180,6 +157,73 @@ class Membership:
             causes, key=lambda item: (bool(item.code) or item.is_lost, -item.process), default=None
         )
 
+    # Ending all.
+
+    def end_job(self, cause: Cause, service_answers: bool) -> None:
+        """Ends all processes of the job because of one that makes no progress.
+
+        Args:
+            cause: The process, and why.
+            service_answers: Whether the coordination service does; otherwise this process ends
+                alone.
+        """
+        if self._is_leaving or self._is_ending:
+            return
+        stalled = Departure(
+            cause.process, STALLED_EXIT_CODE, cause.text, is_lost=cause.is_silent, is_stalled=True
+        )
+        if not service_answers:
+            self._tell_stalled(stalled)
+            os._exit(STALLED_EXIT_CODE)
+        if cause.process not in (departure.process for departure in self._departures()):
+            # The thread that looks for processes that leave finds it, on every process.
+            self._announce(stalled)
+
+    def _end_if_stalled(self) -> None:
+        stalled = next((item for item in self._departures() if item.is_stalled), None)
+        if stalled is None:
+            return
+        self._tell_stalled(stalled)
+        is_cause = stalled.process == self.process
+        if not is_cause:
+            how = "could not go on"
+            self._announce(Departure(self.process, STALLED_EXIT_CODE, how, stalled.process))
+        self._disconnect()
+        time.sleep(0 if is_cause else _CONSEQUENCE_DELAY_S)
+        os._exit(STALLED_EXIT_CODE)
+
+    def _tell_stalled(self, stalled: Departure) -> None:
+        """Says why the job ends; the first process and the cause say all that is known."""
+        self._is_ending = True
+        is_brief = self.process not in (0, stalled.process)
+        first, *others = stalled.how.splitlines()
+        self._say(
+            f"{first} The job ends: process {self.process} ends with exit code "
+            f"{STALLED_EXIT_CODE}.",
+            *([] if is_brief else others),
+        )
+
+    def end_without_coordinator(self) -> None:
+        """Ends this process if process 0, with which the coordination service has ended, is gone.
+
+        JAX calls it from a thread of its own, before it aborts the process.
+        """
+        if os.getpid() != self._pid or self._is_leaving or _jax.coordinator_listens():
+            return
+        if not self._is_ending:
+            self._is_ending = True
+            self._say(
+                "Process 0 has ended without leaving the job (a call of os._exit, a signal or a "
+                f"crash). Process {self.process} cannot go on without it, and ends with exit code "
+                f"{LOST_EXIT_CODE}."
+            )
+        os._exit(LOST_EXIT_CODE)
+
+    @staticmethod
+    def _say(first: str, *others: str) -> None:
+        print("\n".join([f"[tnt_jax] ERROR: {first}", *others]), file=sys.stderr)
+        flush()
+
     # Leaving.
 
     def shut_down(self) -> None:
@@ -199,7 +243,7 @@ class Membership:
             # would abort the job.
             _jax.skip_cleanup()
             if self._exit_code is not None:
-                _flush()
+                flush()
                 os._exit(self._exit_code)
             return
         self._stay_if_ending()
@@ -253,12 +297,12 @@ class Membership:
         self._stopped.set()
         cause = self._cause_of(error)
         if cause is not None:
-            self._end(cause, f"Process {self.process}, which needs it, failed: {_gist(error)}")
+            self._end(cause, f"Process {self.process}, which needs it, failed: {gist(error)}")
         self._is_leaving = True
         report(kind, error, trace)
-        _flush()
+        flush()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        self._announce(Departure(self.process, code, _gist(error)))
+        self._announce(Departure(self.process, code, gist(error)))
         self._disconnect()
         os._exit(code)
 
@@ -277,12 +321,10 @@ class Membership:
         self._is_ending = True
         code = cause.code_of_others
         left = "has ended without leaving the job" if cause.is_lost else "has left the job"
-        print(
-            f"[tnt_jax] ERROR: Process {cause.process} {left} ({cause.how}). {consequence}, and "
-            f"ends with exit code {code}.",
-            file=sys.stderr,
+        self._say(
+            f"Process {cause.process} {left} ({cause.how}). {consequence}, and ends with exit code "
+            f"{code}."
         )
-        _flush()
         self._announce(Departure(self.process, code, "could not go on", because=cause.process))
         self._disconnect()
         time.sleep(_CONSEQUENCE_DELAY_S)
@@ -348,28 +390,3 @@ class Membership:
 
 def _patience(cause: Departure) -> float:
     return _FAILURE_PATIENCE_S if cause.code or cause.is_lost else _END_PATIENCE_S
-
-
-def _machine() -> str:
-    """Returns what processes have in common that can see one another's process ids."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _gist(error: BaseException) -> str:
-    """Returns an error in one line; of one that quotes a traceback, that traceback's last."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
-    line = (
-        lines[-1]
-        if any(line.startswith("Traceback") for line in lines[1:]) or "Traceback (" in lines[0]
-        else lines[0]
-    )
-    return line if len(line) <= 200 else line[:200] + "..."
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # Nobody reads it any more, or it was closed.
-            stream.flush()

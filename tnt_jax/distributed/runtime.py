@@ -15,10 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed import stall, timeline
+from tnt_jax.distributed import exits, timeline
 from tnt_jax.distributed.host_memory import keep_freed_memory
 from tnt_jax.distributed.joining import join_job
 from tnt_jax.distributed.rendezvous import meet
+from tnt_jax.distributed.stall_watch import Patience, start_watching
 from tnt_jax.job import Slot, end_job
 from tnt_jax.log import configure_logging, logger
 from tnt_jax.settings import Settings
@@ -100,7 +101,8 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     if settings.timeline is not None:
         timeline.start(settings.timeline, jax.process_index())
     if jax.process_count() > 1:
-        stall.start_watching(settings.stall_warning_s)
+        patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
+        start_watching(patience, exits.end_job)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
     logger.info(

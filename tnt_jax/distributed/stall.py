@@ -1,4 +1,4 @@
-"""Reports which call of this process waits for which other processes when a job stalls.
+"""Where this process is in its script: which call, which step, and what it does there.
 
 Data-parallel calls complete only when every process makes them. Each process records its position
 in plain attributes, which cost a step next to nothing:
@@ -8,35 +8,30 @@ in plain attributes, which cost a step next to nothing:
         with stall.waiting("sum of gradients"):
             ...
 
-Every few seconds a thread posts a changed note to the job's coordination service. If a process has
-not moved for `TNT_STALL_WARNING_S` seconds, the thread reads the notes of all processes and warns.
+`stall_watch` shows it to the other processes, which name the one that they wait for.
 """
 
-import atexit
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
-import jax
-
-from tnt_jax import _jax
 from tnt_jax.distributed import timeline
 from tnt_jax.job import Slot
-from tnt_jax.log import logger
 
-_KEY = "tnt_jax/stall"
-_LONGEST_TICK_S = 10.0
-# A process that waits for one whose script has ended would wait forever, so it learns of this
-# sooner.
-_LEFT_S = 5.0
-# The time limit for calls to the service that do not wait.
-_LONGEST_CALL_S = 2.0
+Phase = Literal["", "data", "compile", "step", "steps", "callback", "loop", "save"]
+_WORDS: dict[Phase, str] = {
+    "data": "reading data",
+    "compile": "compiling",
+    "step": "running the step",
+    "steps": "running a program of several steps",
+    "callback": "in a callback",
+    "loop": "in the body of its loop",
+    "save": "saving or restoring",
+}
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -50,9 +45,14 @@ class Note:
         calls: Running public calls, the outermost first.
         epoch: Epoch of the training loop, from 1 on; 0 outside of one.
         step: Step of the loop, from 1 on; 0 before the first.
+        phase: What the process does there; `"loop"` is the user's code between the steps of a loop
+            of one's own, and `""` all that has no name.
+        what: The same in the user's words, such as the name of a callback; empty for none.
+        limit_s: Seconds that it may take without progress; None for the limit of the phase.
+        num_waits: Number of waits so far for other processes.
         waits: What the process waits for; empty if it knows of no wait for other processes.
         members: The processes among which it waits; empty for all.
-        runs: Whether it runs or compiles the program of a step, in which it may wait.
+        reads_device: Whether its main thread is in JAX, in which it may wait for other processes.
         has_left: Whether the script has ended.
         stuck_s: Seconds since the last change of the above.
     """
@@ -61,9 +61,13 @@ class Note:
     calls: tuple[str, ...] = ()
     epoch: int = 0
     step: int = 0
+    phase: Phase = ""
+    what: str = ""
+    limit_s: float | None = None
+    num_waits: int = 0
     waits: str = ""
     members: tuple[int, ...] = ()
-    runs: bool = False
+    reads_device: bool = False
     has_left: bool = False
     stuck_s: float = 0.0
 
@@ -72,44 +76,103 @@ class Note:
         """How far the process has got."""
         return self.meetings, self.epoch, self.step
 
-    def __str__(self) -> str:
-        """Returns where the process is, in words."""
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waits for other processes, or is where it may do so."""
+        in_program = self.phase in ("step", "steps")
+        return bool(self.waits) or in_program or self.reads_device
+
+    @property
+    def place(self) -> str:
+        """Where the process is in its script, in words."""
         if self.has_left:
             return "at the end of its script"
-        if not self.calls:
+        if not self.calls and not self.phase:
             return f"in {self.waits}" if self.waits else "in no such call"
-        *outer, last = self.calls
+        *outer, last = self.calls or ("its own loop",)
         inner = f" (called in {outer[0]})" if outer else ""
         epoch = f", epoch {self.epoch}" if self.epoch else ""
         step = f", step {self.step}" if self.step else ""
         return f"in {last}{inner}{epoch}{step}"
+
+    def __str__(self) -> str:
+        """Returns where the process is and what it does there, in words."""
+        doing = f"in {self.what}" if self.what else _WORDS.get(self.phase, "")
+        return f"{self.place}, {doing}" if doing and not self.has_left else self.place
 
 
 class Here:
     """The position of this process; see `Note`.
 
     Attributes:
+        readers: Threads that read data ahead, whose waits concern the process only where it needs
+            data.
+        own_ns: Nanoseconds so far in each phase, without those in which it waited for others.
         forsaken: A sentence saying that it waits for a process that has left; empty if none is
             known.
     """
 
     def __init__(self) -> None:
-        self.meetings = self.epoch = self.step = 0
+        self.meetings = self.epoch = self.step = self.num_waits = 0
         self.calls: tuple[str, ...] = ()
-        self.runs = self.has_left = False
+        self.phase: Phase = ""
+        self.what = ""
+        self.limit_s: float | None = None
+        self.has_left = False
         self.forsaken = ""
         # By thread: XLA's threads wait for the ring, and a thread reads the data.
         self.waits: dict[int, str] = {}
+        self.readers: set[int] = set()
         self.members: tuple[int, ...] = ()
+        self.own_ns: dict[Phase, int] = dict.fromkeys(("", *_WORDS), 0)
+        self._since_ns = time.perf_counter_ns()
+        self._lock = threading.Lock()
+
+    def enter(self, phase: Phase, what: str = "") -> tuple[Phase, str]:
+        """Begins a phase; returns the one before, with which to call it again."""
+        before = self.phase, self.what
+        with self._lock:
+            self._count()
+            self.phase, self.what = phase, what
+        return before
+
+    def begin_wait(self, thread: int, what: str) -> str | None:
+        """Notes that a thread waits for other processes; returns what it waited for already."""
+        with self._lock:
+            self._count()
+            before = self.waits.get(thread)
+            self.waits[thread] = what
+            self.num_waits += 1
+        return before
+
+    def end_wait(self, thread: int, before: str | None) -> None:
+        """Notes that a wait has ended."""
+        with self._lock:
+            self._count()
+            if before is None:
+                del self.waits[thread]
+            else:
+                self.waits[thread] = before
+
+    def _wait(self) -> str:
+        """Returns what this process waits for: a thread that reads ahead delays nobody."""
+        readers = () if self.phase in ("", "data") else self.readers
+        return next((what for thread, what in self.waits.items() if thread not in readers), "")
 
     def note(self) -> Note:
         """A copy that can be sent."""
-        # Copied in one operation, as another thread may add an entry at the same time.
-        waits = next(iter(dict(self.waits).values()), "")
-        return Note(
-            self.meetings, self.calls, self.epoch, self.step, waits, self.members, self.runs,
-            self.has_left,
-        )  # fmt: skip
+        with self._lock:
+            return Note(
+                self.meetings, self.calls, self.epoch, self.step, self.phase, self.what,
+                self.limit_s, self.num_waits, self._wait(), self.members, has_left=self.has_left,
+            )  # fmt: skip
+
+    def _count(self) -> None:
+        """Adds the time since the last change to the phase, unless the process waited."""
+        now_ns = time.perf_counter_ns()
+        if not self.waits or not self._wait():
+            self.own_ns[self.phase] += now_ns - self._since_ns
+        self._since_ns = now_ns
 
 
 _here = Slot(Here)
@@ -127,18 +190,59 @@ def waiting(what: str) -> Iterator[None]:
     Args:
         what: The call that waits, as a user writes it, or what it waits for.
     """
-    thread = threading.get_ident()
-    waits = here().waits
-    before = waits.get(thread)
-    waits[thread] = what
+    own, thread = here(), threading.get_ident()
+    before = own.begin_wait(thread, what)
     try:
         with timeline.span(what, "wait"):
             yield
     finally:
-        if before is None:
-            del waits[thread]
-        else:
-            waits[thread] = before
+        own.end_wait(thread, before)
+
+
+@contextmanager
+def in_phase(phase: Phase, what: str = "", *, limit_s: float | None = None) -> Iterator[None]:
+    """Records that the main thread is in a phase within the block.
+
+    Args:
+        phase: The phase.
+        what: What it does, in the user's words.
+        limit_s: Seconds that it may take; by default the limit of the phase.
+    """
+    own = here()
+    before, limit_before = own.enter(phase, what), own.limit_s
+    own.limit_s = limit_s
+    try:
+        yield
+    finally:
+        own.enter(*before)
+        own.limit_s = limit_before
+
+
+@contextmanager
+def busy(what: str, *, limit_s: float) -> Iterator[None]:
+    """Gives this process time within the block, during which the others may wait for it.
+
+    The job ends if a process makes no progress for `TNT_STALL_TIMEOUT` seconds. What takes longer
+    on purpose says so:
+
+    ```python
+    class Export(tnt.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with tnt.busy("the export", limit_s=1800):
+                export(self.model)
+    ```
+
+    Args:
+        what: What it does, for messages.
+        limit_s: Seconds without progress after which the job ends.
+
+    Raises:
+        ValueError: If `limit_s` is not above 0.
+    """
+    if not limit_s > 0:
+        raise ValueError(f"limit_s must be above 0 seconds, but is {limit_s!r}.")
+    with in_phase("callback", what, limit_s=limit_s):
+        yield
 
 
 @contextmanager
@@ -165,13 +269,14 @@ def calling(name: str) -> Iterator[None]:
         name: Name of the call, as a user writes it.
     """
     own = here()
-    outer = own.calls, own.epoch, own.step, own.runs
-    own.calls, own.epoch, own.step, own.runs = (*own.calls, name), 0, 0, False
+    outer = own.calls, own.epoch, own.step
+    before, own.calls, own.epoch, own.step = own.enter(""), (*own.calls, name), 0, 0
     try:
         with timeline.span(name, "call"):
             yield
     finally:
-        own.calls, own.epoch, own.step, own.runs = outer
+        own.calls, own.epoch, own.step = outer
+        own.enter(*before)
 
 
 def called(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -186,173 +291,3 @@ def called(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
         return call
 
     return decorate
-
-
-def describe_stall(notes: Sequence[Note], process: int) -> str | None:
-    """Returns a sentence on what a process waits for, or None if no other process blocks it.
-
-    Args:
-        notes: The note of each process.
-        process: The process.
-    """
-    own = notes[process]
-    members = own.members or range(len(notes))
-    others = [number for number in members if number != process]
-    behind = [
-        number for number in others if notes[number].has_left or notes[number].order < own.order
-    ]
-    if not behind and (own.waits or own.runs):
-        # All have got equally far: those that do not wait are busy elsewhere.
-        behind = [number for number in others if not (notes[number].waits or notes[number].runs)]
-    if not behind and own.waits:
-        # All wait, in different calls or for a lost message.
-        behind = [
-            number
-            for number in others
-            if notes[number].order != own.order or notes[number].calls != own.calls
-        ] or others
-    if not behind or own.has_left:
-        return None
-    named = ", ".join(f"process {number} ({notes[number]})" for number in behind[:8])
-    more = f" and {len(behind) - 8} more" if len(behind) > 8 else ""
-    what = f" ({own.waits})" if own.waits and own.calls and own.waits != own.calls[-1] else ""
-    return f"Process {process} has waited {own.stuck_s:.0f} s {own}{what} for {named}{more}."
-
-
-class _Watch:
-    """The thread that posts this process's note and warns of stalls.
-
-    Attributes:
-        pid: The process that it belongs to.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self.pid = os.getpid()
-        self._here = here()
-        self._patience_s = patience_s
-        self._tick_s = min(patience_s / 6, _LONGEST_TICK_S)
-        self._client, self._process = _jax.coordination_client(), jax.process_index()
-        self._posted: Any = None
-        self._changed_at = time.monotonic()
-        self._last = Note()
-        self._lock = threading.Lock()
-        # When the next warning is due, in seconds without progress, by process.
-        self._due: dict[int, float] = {}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tnt_jax-stall", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread: it must not be in a call to the service at the interpreter's exit."""
-        self._stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_LONGEST_CALL_S)
-
-    def leave(self) -> None:
-        """Tells the other processes that this process's script has ended."""
-        self._here.has_left = True
-        self._post(self._here.note(), stuck_s=0.0)
-        self.stop()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._tick_s):
-            try:
-                self._look()
-            except jax.errors.JaxRuntimeError as error:
-                # The service has gone, and the job with it.
-                logger.debug("No notes of other processes: %s", error)
-                return
-
-    def _look(self) -> None:
-        note = self._here.note()
-        if note != self._last:
-            self._last = note
-            self._changed_at = time.monotonic()
-        stuck_s = time.monotonic() - self._changed_at
-        is_stuck = stuck_s >= min(_LEFT_S, self._patience_s) and bool(note.calls or note.waits)
-        if not self._stopped.is_set():
-            self._post(note, stuck_s if is_stuck else 0.0)
-        # The master warns for all, because its output may be the only one that is shown.
-        if is_stuck or self._process == 0:
-            self._warn(self._read())
-
-    def _post(self, note: Note, stuck_s: float) -> None:
-        with self._lock:
-            if self._posted == (note, stuck_s):
-                return
-            text = json.dumps(asdict(note) | {"stuck_s": stuck_s})
-            self._client.key_value_set(f"{_KEY}/{self._process}", text, allow_overwrite=True)
-            self._posted = (note, stuck_s)
-
-    def _read(self) -> list[Note]:
-        texts = {
-            int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(_KEY)
-        }
-        notes = {number: json.loads(text) for number, text in texts.items()}
-        found = {
-            number: Note(
-                **values | {"calls": tuple(values["calls"]), "members": tuple(values["members"])}
-            )
-            for number, values in notes.items()
-        }
-        return [found.get(number, Note()) for number in range(jax.process_count())]
-
-    def _warn(self, notes: list[Note]) -> None:
-        speaks_for = range(len(notes)) if self._process == 0 else [self._process]
-        told = []
-        for process in speaks_for:
-            note = notes[process]
-            if not note.stuck_s:
-                self._due.pop(process, None)
-                continue
-            members = note.members or range(len(notes))
-            is_hopeless = any(notes[number].has_left for number in members)
-            due = self._due.get(
-                process, min(_LEFT_S, self._patience_s) if is_hopeless else self._patience_s
-            )
-            text = describe_stall(notes, process) if note.stuck_s >= due else None
-            if text is not None and process == self._process and is_hopeless:
-                self._here.forsaken = text
-            if text is not None:
-                told.append(text)
-                self._due[process] = 3 * max(
-                    note.stuck_s, self._patience_s
-                )  # The longer the stall, the rarer the warnings.
-        if told:
-            advice = (
-                "Every process must make the same calls in the same order "
-                '("Calls that all processes must make", docs/launching.md).'
-            )
-            logger.warning("%s %s", " ".join(told), advice, extra={"on_every_process": True})
-
-
-def _end_watch(watch: _Watch | None) -> None:
-    if watch is not None:
-        watch.stop()
-        atexit.unregister(_leave)
-
-
-_watch = Slot[_Watch | None](lambda: None, close=_end_watch)
-
-
-def start_watching(patience_s: float) -> None:
-    """Starts the thread that warns of stalls; called once the process has joined its job.
-
-    The thread ends with the job.
-
-    Args:
-        patience_s: Seconds without progress before the first warning.
-    """
-    if _watch.get() is None:
-        watch = _Watch(patience_s)
-        _watch.set(watch)
-        atexit.register(_leave, watch)
-
-
-def _leave(watch: _Watch) -> None:
-    # A process made by os.fork shares the connection to the service and must not use it.
-    if os.getpid() == watch.pid:
-        try:
-            watch.leave()
-        except jax.errors.JaxRuntimeError as error:
-            logger.debug("The coordination service has gone: %s", error)

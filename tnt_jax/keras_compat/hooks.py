@@ -64,6 +64,8 @@ class PhaseHooks:
         stop: SharedStop | None = None,
     ) -> None:
         self._phase, self._start_ns = phase, 0
+        self._here = stall.here()
+        self._program: stall.Phase = "step"
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
         self._callbacks = callbacks
         self._progress = progress
@@ -73,22 +75,20 @@ class PhaseHooks:
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
-        stall.here().step = index + 1
-        stall.here().runs = False
+        self._here.step = index + 1
         self._callbacks.call_batch(self._begin, index, {})
-        stall.here().runs = True
+        self._here.enter(self._program)
         self._start_ns = time.perf_counter_ns()
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether training ends with it."""
-        stall.here().runs = False
         timeline.add(
-            f"{self._phase} step", "step", self._start_ns, epoch=stall.here().epoch, step=index + 1
+            f"{self._phase} step", "step", self._start_ns, epoch=self._here.epoch, step=index + 1
         )
         self._progress.rows_in_batch = num_rows
         if sums is not None:
             self._progress.epoch_sums = sums
-        if self._stops:
+        if self._phase == "train":
             self._progress.batches_done = index + 1
             self._progress.rows_done += num_rows
             self._progress.training_sums = sums
@@ -110,6 +110,7 @@ class PhaseHooks:
         """
         kind = (group.num_steps, *(x.shape for x in jax.tree.leaves(group.batch)))
         self._progress.is_compiling = kind not in known
+        self._program = "step" if group.num_steps == 1 else "steps"
         known.add(kind)
 
     def is_busy(self) -> bool:

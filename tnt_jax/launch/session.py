@@ -19,7 +19,7 @@ from tnt_jax.launch.screen import (
     loss_report,
     say,
 )
-from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE
+from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
@@ -359,7 +359,9 @@ class Session:
         has_lost = code == LOST_EXIT_CODE or (
             code == 128 + signal.SIGABRT and _FATAL_OF_JAX in tail
         )
-        is_consequence = self._exit_code and (has_lost or code in _ENDED_CODES)
+        # All end with it, the process that held up the job first.
+        has_stalled = code == self._exit_code == STALLED_EXIT_CODE
+        is_consequence = self._exit_code and (has_lost or has_stalled or code in _ENDED_CODES)
         if code == 0:
             self._ended_well.append(rank)
         elif has_lost and self._ended_well and not self._exit_code:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tnt_jax.distributed import timeline
+from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.runtime import get_process_count, init, is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.history import History
@@ -50,6 +50,7 @@ class CallbackList:
         **params: Any,
     ) -> None:
         self._model = model
+        self._here = stall.here()
         self._is_alone = get_process_count() == 1
         prints = is_master_rank() or init().settings.output_on_all_devices
         callbacks = [*(callbacks or ())]
@@ -89,7 +90,8 @@ class CallbackList:
             # the others follow below.
             function = (replace(scoped, scope="per_process") if restores else scoped).bind(hook)
             if function is not None:
-                with timeline.span(f"{type(scoped.callback).__name__}.{hook}", "callback"):
+                name = f"{type(scoped.callback).__name__}.{hook}"
+                with stall.in_phase("callback", name), timeline.span(name, "callback"):
                     function(*args)
             if restores:
                 self._model.resumption.adopt_master_state()
@@ -108,8 +110,12 @@ class CallbackList:
 
     def call_batch(self, hook: str, batch: int, logs: Mapping[str, float] | None) -> None:
         """Calls one batch hook, such as `on_train_batch_end`, of the callbacks that have it."""
-        for function in self._batch_hooks[hook]:
-            function(batch, logs)
+        for name, function in self._batch_hooks[hook]:
+            outer = self._here.enter("callback", name)
+            try:
+                function(batch, logs)
+            finally:
+                self._here.enter(*outer)
 
     def has_batch_hook(self, hook: str) -> bool:
         """Returns whether any callback has this batch hook."""
@@ -129,14 +135,14 @@ class CallbackList:
                     callback.set_model(self._model)
                 callback.set_params(params)
 
-    def _functions(self, hook: str) -> list[Callable]:
+    def _functions(self, hook: str) -> list[tuple[str, Callable]]:
         functions = [
             (f"{type(scoped.callback).__name__}.{hook}", scoped.bind(hook))
             for scoped in self._scoped
             if overrides(scoped.callback, hook)
         ]
         return [
-            timeline.recorded(function, name, "callback")
+            (name, timeline.recorded(function, name, "callback"))
             for name, function in functions
             if function is not None
         ]

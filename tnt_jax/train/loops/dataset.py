@@ -18,7 +18,7 @@ from tnt_jax.data.read_options import ReadOptions
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed.runtime import init
-from tnt_jax.distributed.stall import called
+from tnt_jax.distributed.stall import called, in_phase
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.train.execution import in_groups, signature, stack
 from tnt_jax.train.loops.batch import DistributedBatch
@@ -152,7 +152,8 @@ class DistributedDataset:
                 self._position = _Position(start.epoch, batch.index, batch.step).after(
                     batch.num_steps or 1
                 )
-                yield batch
+                with in_phase("loop"):
+                    yield batch
         self._end_epoch()
 
     def _end_epoch(self) -> None:

@@ -60,13 +60,14 @@ class Engine:
         state, words = self._placement.place(state), self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
-        program = self._compiled.get(stacked) or self._compile(state, batch, words)
-        carried = self._metrics.totals(), number
-        state, carried, metrics = program(state, carried, batch.arrays, words)
-        totals, number = carried
-        self._metrics.replace(totals)
-        self._next = batch.step + (batch.num_steps or 1), number
-        self._running.add(number)
+        with stall.in_phase("steps" if stacked else "step"):
+            program = self._compiled.get(stacked) or self._compile(state, batch, words)
+            carried = self._metrics.totals(), number
+            state, carried, metrics = program(state, carried, batch.arrays, words)
+            totals, number = carried
+            self._metrics.replace(totals)
+            self._next = batch.step + (batch.num_steps or 1), number
+            self._running.add(number)
         return state, metrics
 
     def _begin(self, batch: DistributedBatch) -> None:

@@ -1,0 +1,114 @@
+"""A process that makes no progress is named, with its stack, and the job ends with exit code 76."""
+
+import re
+
+import pytest
+from faulty_jobs import STOP, run_faulty
+
+import tnt_jax as tnt
+from tnt_jax.distributed.stall import Note
+from tnt_jax.distributed.stall_causes import Seen, find_cause
+from tnt_jax.settings import STALLED_EXIT_CODE
+
+FIT = {"calls": ("Model.fit",), "epoch": 1, "step": 4}
+SLEEP = "time.sleep(1000)"
+
+
+def note(phase="", *, stuck_s=61.0, **changes):
+    return Note(**FIT | {"phase": phase, "stuck_s": stuck_s} | changes)
+
+
+STEP = note("step")
+SUM = note("step", waits="sum of gradients")
+OWN_CODE = Note(stuck_s=61.0)
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        # Who does not wait is the cause, however far the others have got.
+        ([SUM, note("callback", what="Act.on_epoch_end")], 1),
+        ([note("data"), SUM], 0),
+        ([SUM, note("data", waits="data of process 2"), note("data")], 2),
+        ([note("callback", reads_device=True), note("data")], 1),
+        ([SUM, note("loop", calls=())], 1),
+        # The one that is furthest behind, if several do not wait.
+        ([note("data", step=5), note("callback", step=4), STEP], 1),
+        # Nobody waits, but nobody gets on either.
+        ([note("data"), note("data")], 0),
+        # All wait: for the one whose wait is not known, or the one that is behind.
+        ([SUM, STEP], 1),
+        ([STEP, STEP], 0),
+        ([note("step", step=5), STEP], 1),
+        # It is not over its limit.
+        ([SUM, note("callback", stuck_s=59.0)], None),
+        ([SUM, note("compile", stuck_s=599.0)], None),
+        ([SUM, note("compile", stuck_s=601.0)], 1),
+        ([note("compile", stuck_s=601.0), note("compile", stuck_s=601.0)], 0),
+        ([SUM, note("save", stuck_s=599.0)], None),
+        ([SUM, note("save", stuck_s=601.0)], 1),
+        ([SUM, note("callback", limit_s=100.0)], None),
+        ([SUM, note("callback", limit_s=30.0, stuck_s=31.0)], 1),
+        # A script may do what it likes between two calls, as long as nobody waits for it.
+        ([OWN_CODE, Note(stuck_s=9999.0)], None),
+        ([Note(waits="barrier", stuck_s=61.0), Note(stuck_s=599.0)], None),
+        ([Note(waits="barrier", stuck_s=61.0), Note(stuck_s=601.0)], 1),
+        # One that has left its script is no cause of a stall: others end by another rule.
+        ([note("step", stuck_s=5.0), Note(has_left=True, stuck_s=9999.0)], None),
+    ],
+)
+def test_the_cause_is_the_process_that_does_not_wait(notes, expected):
+    cause = find_cause([Seen(each) for each in notes], 60.0)
+    assert (None if cause is None else cause.process) == expected
+
+
+@pytest.mark.parametrize(
+    ("phase", "silent_s", "is_cause"),
+    [("step", 59, False), ("step", 61, True), ("compile", 61, True), ("save", 61, False)],
+)
+def test_a_process_that_posts_nothing_is_the_cause_whatever_the_others_do(
+    phase, silent_s, is_cause
+):
+    seen = [Seen(note("data")), Seen(note(phase, stuck_s=0.0), silent_s)]
+    cause = find_cause(seen, 60.0)
+    assert cause is not None
+    assert (cause.process == 1 and cause.is_silent) == is_cause
+    assert ("has not posted for 61 s" in cause.text) == is_cause
+
+
+def test_a_limit_must_be_above_zero():
+    with (
+        pytest.raises(ValueError, match="limit_s must be above 0 seconds, but is 0"),
+        tnt.busy("", limit_s=0),
+    ):
+        pass
+
+
+def check(ended, who, place, *, line="exec(what)  # THE FAULT."):
+    """Checks the end of a job and what was said; SIGSTOP lets a process show no stack."""
+    assert set(ended.codes) == {STALLED_EXIT_CODE}, ended
+    told = re.findall(
+        r"ERROR: Process (\d) has (?:made no progress|not posted|not answered)[^\n]*?"
+        r"|ERROR: (Process \d, which coordinates)",
+        ended.output,
+    )
+    assert told, ended.output
+    assert re.search(rf"ERROR: Process {who}(,| has) [^\n]*{place}", ended.output), ended.output
+    assert {name for name, _ in told} <= {str(who), ""}, ended.output
+    assert (line in ended.output) == bool(line), ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_is_stuck_in_a_callback_is_named_with_its_stack(tmp_path):
+    ended = run_faulty(tmp_path, 2, SLEEP, "callback", 1, TNT_STALL_TIMEOUT="4")
+    check(ended, 1, r"in Model.fit, epoch 1, step 3, in Act.on_train_batch_begin")
+    assert ended.seconds < 20
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_is_stopped_is_named_and_killed(tmp_path):
+    ended = run_faulty(tmp_path, 2, STOP, "callback", 1, TNT_STALL_TIMEOUT="4")
+    assert ended.codes == [STALLED_EXIT_CODE]
+    assert re.search(r"Process 1 has not posted for \d+ s: it is stopped", ended.output)
+    assert ended.seconds < 30

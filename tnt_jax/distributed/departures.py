@@ -1,0 +1,64 @@
+"""What a process says of its end, or another one of it; and the words for it."""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+
+from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a process left the job.
+
+    Attributes:
+        process: Its number.
+        code: Its exit code; None if it is not known.
+        how: In words.
+        because: Number of the process that it would have waited for, or None.
+        is_lost: Whether it ended without leaving the job, or does not run.
+        is_stalled: Whether it makes no progress, so that all processes end; `how` says why.
+    """
+
+    process: int
+    code: int | None
+    how: str
+    because: int | None = None
+    is_lost: bool = False
+    is_stalled: bool = False
+
+    @property
+    def code_of_others(self) -> int:
+        """Exit code of the processes that cannot go on without it."""
+        if self.is_stalled:
+            return STALLED_EXIT_CODE
+        if self.is_lost:
+            return LOST_EXIT_CODE
+        return 1 if self.code is None else self.code
+
+
+def machine() -> str:
+    """Returns what processes have in common that can see one another's process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def gist(error: BaseException) -> str:
+    """Returns an error in one line; of one that quotes a traceback, that traceback's last."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    line = (
+        lines[-1]
+        if any(line.startswith("Traceback") for line in lines[1:]) or "Traceback (" in lines[0]
+        else lines[0]
+    )
+    return line if len(line) <= 200 else line[:200] + "..."
+
+
+def flush() -> None:
+    """Writes out what was printed, before the process ends without leaving Python."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # Nobody reads it any more, or it was closed.
+            stream.flush()
