@@ -189,6 +189,23 @@ def test_the_launcher_blames_the_process_that_left_without_a_word(tmp_path):
     assert "Rank 0 on localhost failed" not in result.stderr
 
 
+# As if each process ran on a machine of its own.
+UNWATCHED = """
+def refuse(pid): raise OSError
+os.pidfd_open = refuse
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_of_another_machine_that_dies_is_named_by_all_others(tmp_path):
+    *others, _ = run(tmp_path, 3, "os._exit(0)", "callback", 2, setup=UNWATCHED)
+    for code, output, later_s in others:
+        assert code == LOST_EXIT_CODE, output
+        assert "Process 2 has ended without leaving the job (it does not answer" in output
+        assert "Traceback" not in output
+        assert later_s < 15
+
+
 def waits_during(call):
     """Returns what `describe_wait` says of the main thread again and again during a call."""
     found, ended = [], threading.Event()

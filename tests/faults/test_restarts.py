@@ -97,7 +97,7 @@ def test_job_that_fails_at_once_uses_up_its_restarts_and_says_little(script, tmp
     )
     started = time.monotonic()
     done = launch(2, path, flags=["--max-restarts", "2", "--log-dir", tmp_path / "logs"])
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     # The code and the last words of the last attempt.
     assert done.returncode == 5
     assert "[tnt-jax]   the cause 2\n" in done.stderr
@@ -158,7 +158,7 @@ def test_rank_that_was_told_to_end_alone_is_restarted(start, script):
     os.kill(int(pid), signal.SIGTERM)
     out, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 0, err
-    assert "Cause: Rank 0 on localhost failed with exit code 75." in err
+    assert "Restart 1 of 3 follows in 1 s" in err
     assert re.search(r"^0 1 \d+$", out, re.MULTILINE)
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hosts import HOSTS, SSH_ARGS
 
 
 @pytest.fixture
@@ -56,6 +57,41 @@ def script(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    """Writes a hostfile and returns its path."""
+
+    def write(*lines):
+        path = tmp_path / "hosts"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def multihost(tnt_jax, hostfile, tmp_path):
+    """Starts the launcher on hosts, all by default."""
+
+    def start(*arguments, hosts=HOSTS, ssh_args=SSH_ARGS, **popen):
+        options = ["--hostfile", hostfile(*hosts), "--ssh-args", ssh_args, "--no-gpu"]
+        return tnt_jax(*options, *arguments, cwd=tmp_path, **popen)
+
+    return start
+
+
+@pytest.fixture
+def processes_on_hosts(run, hostfile):
+    """Returns, by host, the running processes of a job."""
+
+    def look(job_id, hosts=HOSTS):
+        code, out, err = run("--hostfile", hostfile(*hosts), "--ssh-args", SSH_ARGS, "--cleanup")
+        assert code == 0, err
+        return [line for line in out.splitlines() if job_id in line]
+
+    return look
 
 
 @pytest.fixture

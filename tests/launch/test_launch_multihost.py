@@ -1,10 +1,4 @@
-"""Jobs over several hosts through real ssh.
-
-`TNT_TEST_HOSTFILE` lists at least two hosts that share this file system and have this Python at the
-same path; the first is the one the tests run on. `TNT_TEST_SSH_CONFIG` is an ssh configuration that
-reaches them. `TNT_TEST_CUT` and `TNT_TEST_MEND`, if set, are commands that, followed by a host
-name, silently cut its network and put it back.
-"""
+"""Jobs over several hosts through real ssh (`tests/helpers/hosts.py` says which)."""
 
 import json
 import os
@@ -19,22 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hosts import HOSTS, SSH_ARGS, SSH_CONFIG, cut, finish, mend, needs_cuts, needs_hosts
 from processes import SCRIPTS
 
-from tnt_jax.launch.hostfile import read_hostfile
 from tnt_jax.launch.processtree import descendants
 
-HOSTFILE = os.environ.get("TNT_TEST_HOSTFILE", "")
-SSH_CONFIG = os.environ.get("TNT_TEST_SSH_CONFIG", "")
-pytestmark = [
-    pytest.mark.multihost,
-    pytest.mark.skipif(
-        not (HOSTFILE and SSH_CONFIG),
-        reason="needs hosts: TNT_TEST_HOSTFILE and TNT_TEST_SSH_CONFIG",
-    ),
-]
-HOSTS = [entry.name for entry in read_hostfile(HOSTFILE)] if HOSTFILE else []
-SSH_ARGS = f"-F {shlex.quote(SSH_CONFIG)}"
+pytestmark = [pytest.mark.multihost, needs_hosts]
 SLEEPER = """
 import os, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # JAX does so, too.
@@ -42,39 +26,6 @@ subprocess.Popen(["setsid", "sleep", "600"])
 print(os.environ["TNT_JOB_ID"], flush=True)
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def hostfile(tmp_path):
-    def write(*lines):
-        path = tmp_path / "hosts"
-        path.write_text("\n".join(lines))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def multihost(tnt_jax, hostfile, tmp_path):
-    """Starts the launcher on hosts, all by default."""
-
-    def start(*arguments, hosts=HOSTS, ssh_args=SSH_ARGS, **popen):
-        options = ["--hostfile", hostfile(*hosts), "--ssh-args", ssh_args, "--no-gpu"]
-        return tnt_jax(*options, *arguments, cwd=tmp_path, **popen)
-
-    return start
-
-
-@pytest.fixture
-def processes_on_hosts(run, hostfile):
-    """Returns, by host, the running processes of a job."""
-
-    def look(job_id, hosts=HOSTS):
-        code, out, err = run("--hostfile", hostfile(*hosts), "--ssh-args", SSH_ARGS, "--cleanup")
-        assert code == 0, err
-        return [line for line in out.splitlines() if job_id in line]
-
-    return look
 
 
 def on_host(host, *command):
@@ -94,11 +45,6 @@ def connections(launcher):
         if words[0] == b"ssh":
             found[words[words.index(b"--") + 1].decode()] = pid
     return found
-
-
-def finish(launcher, timeout=60):
-    out, err = launcher.communicate(timeout=timeout)
-    return launcher.returncode, out, err
 
 
 def test_ranks_go_host_by_host_and_nothing_is_lost_on_the_way(multihost, script, tmp_path):
@@ -283,10 +229,7 @@ def test_launcher_that_waits_for_its_reader_is_not_taken_for_dead(multihost, scr
     assert len(out.splitlines()) == 100000 * len(HOSTS)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("TNT_TEST_CUT"),
-    reason="needs a way to cut a host off: TNT_TEST_CUT, TNT_TEST_MEND",
-)
+@needs_cuts
 def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(
     multihost, script, processes_on_hosts, wait_until
 ):
@@ -294,13 +237,13 @@ def test_host_that_is_cut_off_is_named_and_ends_its_own_processes(
     job_id = launcher.stdout.readline().strip()
     wait_until(lambda: len(processes_on_hosts(job_id)) == len(HOSTS))
     started = time.monotonic()
-    subprocess.run([*shlex.split(os.environ["TNT_TEST_CUT"]), HOSTS[1]], check=True)
+    cut(HOSTS[1])
     try:
         code, _, err = finish(launcher, timeout=40)
         ended_after = time.monotonic() - started
     finally:
         time.sleep(max(0.0, started + 15 - time.monotonic()))
-        subprocess.run([*shlex.split(os.environ["TNT_TEST_MEND"]), HOSTS[1]], check=True)
+        mend(HOSTS[1])
     assert code == 1
     assert f"Lost {HOSTS[1]} with rank 1" in err
     assert ended_after < 15

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed import roll_call
 from tnt_jax.distributed.departures import Departure, flush, gist, machine
 from tnt_jax.distributed.stall import here
 from tnt_jax.distributed.stall_causes import Cause
@@ -108,8 +109,10 @@ class Membership:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self._stopped.wait(_QUESTION_S)
+        has_answered = False
         while not self._stopped.wait(_TICK_S):
             self._end_if_stalled()
+            has_answered = has_answered or roll_call.answer(self.client, self.process)
             cause = self._cause()
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
@@ -311,10 +314,24 @@ class Membership:
         is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError))
         if not is_of_collective or not any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
             return None
-        deadline = time.monotonic() + _CAUSE_S
-        while (cause := self._cause()) is None and time.monotonic() < deadline:
+        roll_call.call(self.client, self.process)
+        self._wake_others()
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < roll_call.ANSWER_TIMEOUT_S:
+            cause = self._cause()
+            if cause is not None or (waited_s > _CAUSE_S and not self._missing()):
+                return cause
             time.sleep(_TICK_S)
-        return cause
+        for process in self._missing():
+            how = "it does not answer, and a connection broke"
+            self._announce(Departure(process, None, how, is_lost=True))
+        return self._cause()
+
+    def _missing(self) -> set[int]:
+        """Returns the processes that are not seen, do not answer and have not left."""
+        left = {departure.process for departure in self._departures()}
+        silent = roll_call.missing(self.client, self.num_processes)
+        return silent - left - set(self._peers.values())
 
     def _end(self, cause: Departure, consequence: str) -> None:
         """Ends this process, which cannot go on without the one that left."""
@@ -352,8 +369,12 @@ class Membership:
             jax.errors.JaxRuntimeError
         ):  # Another process has said so, or the service has ended.
             self.client.key_value_set(f"{_LEFT}/{departure.process}", json.dumps(asdict(departure)))
+        self._wake_others()
+
+    def _wake_others(self) -> None:
+        """Has the threads of all processes look for departures and for a roll call."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # Another process was the first.
-            self.client.key_value_set(_FIRST, str(departure.process))
+            self.client.key_value_set(_FIRST, str(self.process))
 
     def _wait_for_others(self, timeout_s: float | None) -> None:
         """Waits until all other processes have disconnected or are lost."""

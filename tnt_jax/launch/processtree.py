@@ -101,6 +101,15 @@ def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
     return left
 
 
+def count_memory_kills() -> int:
+    """Returns how many processes the kernel of this machine has killed for lack of memory so far.
+
+    It counts those that went over the limit of a control group, too.
+    """
+    lines = Path("/proc/vmstat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def reap_orphans() -> None:
     """Takes note of the end of adopted processes, which the kernel would list for ever otherwise.
 

@@ -137,9 +137,8 @@ def run_attempt(
         )
         _say_where(attempt)
         code = session.run(processes)
-        return Ending(
-            code, session.because, session.was_ended_by_signal(), tuple(session.silent_hosts)
-        )
+        because = session.because or f"it ended with exit code {code}."
+        return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))
 
 
 def _say_where(attempt: Attempt) -> None:

@@ -10,8 +10,7 @@ from typing import Protocol, TextIO
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
 
-END_OF_OUTPUT = " End of its output:"
-"""The end of a report's first line, if the failed process's own output follows it."""
+_END_OF_OUTPUT = " End of its output:"
 _LAST_LINES = 30
 _LONGEST_LINE_BYTES = 1 << 16
 _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
@@ -111,19 +110,46 @@ def say(text: str) -> None:
 
 
 def failure_report(
-    rank: int, host: str, code: int, tail: bytes, *, shown: bool, pid: int | None = None
+    rank: int,
+    host: str,
+    code: int,
+    tail: bytes,
+    *,
+    shown: bool,
+    pid: int | None = None,
+    memory_kills: int = 0,
 ) -> str:
     """Returns the report on the first failed process.
 
     It says which process failed and how, and has the end of its output unless that was shown.
+
+    Args:
+        rank: Number of the process in the job.
+        host: Its host.
+        code: Its exit code, as a shell states it.
+        tail: The end of its output.
+        shown: Whether the user has seen that.
+        pid: Its process id, if known.
+        memory_kills: Processes that the kernel of the host has killed for lack of memory during the
+            job.
     """
     text = f"Rank {rank} on {host} {_how(code)}."
     if pid is not None:
         text += f" It was process {pid}."
+    if code == 128 + signal.SIGKILL and memory_kills:
+        text += (
+            f" The kernel of {host} has killed {memory_kills} process(es) for lack of memory since "
+            "the start."
+        )
     last = excerpt(tail.decode(errors="replace").rstrip().splitlines())
     if shown or not last:
         return text
-    return "\n".join([text + END_OF_OUTPUT, *(f"  {line}" for line in last)])
+    return "\n".join([text + _END_OF_OUTPUT, *(f"  {line}" for line in last)])
+
+
+def gist(report: str) -> str:
+    """Returns a report in one line, without the output of the failed process."""
+    return report.splitlines()[0].removesuffix(_END_OF_OUTPUT)
 
 
 def _how(code: int) -> str:

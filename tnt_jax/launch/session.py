@@ -16,6 +16,7 @@ from tnt_jax.launch.screen import (
     Output,
     Screen,
     failure_report,
+    gist,
     loss_report,
     say,
 )
@@ -46,7 +47,11 @@ class HostError(RuntimeError):
 
 
 class Session:
-    """The launcher's event loop over the supervisors of a job."""
+    """The launcher's event loop over the supervisors of a job.
+
+    Attributes:
+        because: Why the job failed, in one line; empty if it did not.
+    """
 
     def __init__(self, connections: Sequence[Connection], *, grace_period_s: float) -> None:
         self._connections = {connection.host: connection for connection in connections}
@@ -75,14 +80,9 @@ class Session:
         self._give_up_at: float | None = None
         self._caught: int | None = None
         self._warned_by_signal = False
-        self._because = ""
+        self.because = ""
         self._pids: dict[int, int] = {}
         self._turned_at = time.monotonic()
-
-    @property
-    def because(self) -> str:
-        """Why the job failed, in one line; empty if it did not."""
-        return self._because
 
     @property
     def silent_hosts(self) -> list[str]:
@@ -283,7 +283,7 @@ class Session:
             self._exit_code = 128 + self._caught
         else:
             self._exit_code = exit_code
-            self._because = report.splitlines()[0].removesuffix(END_OF_OUTPUT)
+            self.because = gist(report)
             say(report)
             self._stop(FAILURE_GRACE_S)
 
@@ -376,6 +376,7 @@ class Session:
                     tail,
                     shown=self._screen.shows(rank),
                     pid=self._pids.get(rank),
+                    memory_kills=message["memory_kills"],
                 ),
             )
 

@@ -16,7 +16,13 @@ from typing import Any
 
 from tnt_jax.launch import messages
 from tnt_jax.launch.child import Child
-from tnt_jax.launch.processtree import adopt_orphans, descendants, kill_descendants, send_signal
+from tnt_jax.launch.processtree import (
+    adopt_orphans,
+    count_memory_kills,
+    descendants,
+    kill_descendants,
+    send_signal,
+)
 from tnt_jax.launch.questions import answer
 
 _BACKLOG_BYTES = 1 << 20
@@ -43,6 +49,7 @@ class Supervisor:
         self._started = self._finished = False
         self._kill_at: float | None = None
         self._silence_s: float | None = None
+        self._memory_kills = count_memory_kills()
         self._heard_at = self._turned_at = time.monotonic()
         self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "ask": self._answer,
@@ -227,7 +234,13 @@ class Supervisor:
                     break
             # If another process holds the stream open.
             self._show(child, name, child.rest(name))
-        self._send("exit", rank=child.rank, code=child.code, tail=child.tail().decode("latin-1"))
+        self._send(
+            "exit",
+            rank=child.rank,
+            code=child.code,
+            tail=child.tail().decode("latin-1"),
+            memory_kills=count_memory_kills() - self._memory_kills,
+        )
 
     # Time and the way back.
 
