@@ -14,6 +14,7 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.distributed.preemption import Points, Preempted
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.core import Core
@@ -24,6 +25,7 @@ from tnt_jax.keras_compat.fit_plan import FitArguments, Plan, carry_out_split
 from tnt_jax.keras_compat.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.inputs import class_weighting
 from tnt_jax.keras_compat.model_state import ModelState
+from tnt_jax.keras_compat.preempted import ending_on_request, save_and_exit
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
@@ -71,6 +73,15 @@ class FitLoop:
         self._evaluator = evaluator
         self._resumption = resumption
         self._progress = progress
+        # Where the running `fit` may end.
+        self._points = Points()
+
+    def run(
+        self, data: DataArguments, arguments: FitArguments, callbacks: CallbackArguments
+    ) -> History:
+        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+        with ending_on_request(callbacks.flat) as self._points:
+            return self.fit(self.prepare(data, arguments), callbacks)
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
@@ -88,7 +99,7 @@ class FitLoop:
         return Plan(stream, first, weighting, None, arguments)
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
-        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+        """Carries out the plan, and returns the history."""
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
         plan = replace(plan, validation=self._open_validation(plan))
@@ -123,16 +134,30 @@ class FitLoop:
         return validation
 
     def _run_epochs(self, plan: Plan, hooks: CallbackList) -> None:
-        """Trains epoch by epoch, with validation and callbacks."""
+        """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
         progress = self._progress
         logs = {}
-        divergence = Divergence()
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         progress.enter_epoch(*start)
-        for epoch in range(start.epoch, plan.arguments.epochs):
+        try:
+            for epoch_logs in self._epochs(plan, hooks, start):
+                logs = epoch_logs
+        except Preempted:
+            save_and_exit(self._resumption.save_now, hooks, progress, logs)
+        self._use_average()
+        hooks.call("on_train_end", logs)
+
+    def _epochs(self, plan: Plan, hooks: CallbackList, start: Start) -> Iterator[dict[str, float]]:
+        """Runs epochs, with validation and callbacks, and yields the logs of each."""
+        progress = self._progress
+        divergence = Divergence()
+        epochs = range(start.epoch, plan.arguments.epochs)
+        if epochs:
+            self._points.pass_one()
+        for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
             logs = self._train_epoch(plan, epoch, hooks, start if epoch == start.epoch else None)
             if plan.validates_after(epoch):
@@ -146,10 +171,10 @@ class FitLoop:
             progress.stop_training = collectives.any_process(
                 progress.stop_training, where=f"end of epoch {epoch + 1}"
             )
+            yield logs
             if progress.stop_training:
-                break
-        self._use_average()
-        hooks.call("on_train_end", logs)
+                return
+            self._points.pass_one()
 
     def _train_epoch(
         self, plan: Plan, epoch: int, hooks: CallbackList, start: Start | None
@@ -160,8 +185,9 @@ class FitLoop:
         stream = plan.stream
         phase_hooks = PhaseHooks("train", hooks, progress=self._progress, read=self._core.logs)
         steps = _EpochSteps(
-            self._core, phase_hooks, plan.unpack, threaded=not stream.source.in_memory
-        )
+            self._core, phase_hooks, plan.unpack, self._points,
+            threaded=not stream.source.in_memory,
+        )  # fmt: skip
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         batches = read_in_lockstep(
@@ -210,7 +236,7 @@ class FitLoop:
         assert plan.validation is not None
         with stall.calling("validation"):
             found = self._evaluator.evaluate_source(
-                plan.validation, plan.arguments.validation_steps, hooks
+                plan.validation, plan.arguments.validation_steps, hooks, self._points
             )
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -231,6 +257,7 @@ class _EpochSteps:
         core: What the parts of the model share.
         hooks: What runs around each step.
         unpack: From a host batch to what a step takes.
+        points: Where training may end: before each step, and after the last.
         threaded: Whether a thread prepares batches ahead.
 
     Attributes:
@@ -240,7 +267,13 @@ class _EpochSteps:
     """
 
     def __init__(
-        self, core: Core, hooks: PhaseHooks, unpack: Callable[[HostBatch], Batch], *, threaded: bool
+        self,
+        core: Core,
+        hooks: PhaseHooks,
+        unpack: Callable[[HostBatch], Batch],
+        points: Points,
+        *,
+        threaded: bool,
     ) -> None:
         self.sums: Any = None
         self.index = 0
@@ -249,19 +282,28 @@ class _EpochSteps:
         self._known = core.require_compiled().compiled_kinds
         self._hooks = hooks
         self._unpack = unpack
+        self._points = points
+        self._is_stopped = False
         self._threaded = threaded
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
-        """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
+        """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
+
+        Raises:
+            Preempted: Once they have run, if all processes stop after them.
+        """
         first = self.index
         with device_feed(
-            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps
-        ) as feed:
+            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
+            gives_up=self._points.gives_up,
+        ) as feed:  # fmt: skip
             self.sums = self._trainer.train_epoch(
                 self._counted(feed), self._hooks, first_index=first, sums=self.sums
             )
         with stall.waiting("last steps of the epoch"):
             jax.block_until_ready(self.sums)
+        if self._is_stopped:
+            raise Preempted
 
     def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
         """Yields items, and counts their steps."""
@@ -284,7 +326,8 @@ class _EpochSteps:
             item = next(items, None)
             if self._threaded and "training" in _started.get() and not self._hooks.is_busy():
                 self.input_wait_s += time.perf_counter() - start
-            if item is None:
+            self._is_stopped = self._points.stops_here()
+            if item is None or self._is_stopped:
                 return
             yield item
 

@@ -31,6 +31,11 @@ class CallbackArguments:
     verbose: int | str
     model: Any
 
+    @property
+    def flat(self) -> list[Any]:
+        """The callbacks as one list, without wrappers."""
+        return [getattr(callback, "callback", callback) for callback in _flat(self.callbacks)]
+
     def open(self, *, in_training: bool, **params: Any) -> CallbackList:
         """Returns the list of callbacks, including the default ones.
 

@@ -232,8 +232,7 @@ class Model:
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
             tnt_distribute_validation_dataset,
         )  # fmt: skip
-        plan = self._fit_loop.prepare(data, arguments)
-        return self._fit_loop.fit(plan, CallbackArguments(callbacks, verbose, self))
+        return self._fit_loop.run(data, arguments, CallbackArguments(callbacks, verbose, self))
 
     @called("Model.evaluate")
     def evaluate(
