@@ -5,6 +5,7 @@ library alone, so that the launcher can share it without importing JAX.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,10 @@ class Settings:
             (`TNT_TUNE_STEPS`), otherwise None.
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
+        checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes
+            (`TNT_CHECKPOINT_DIR`); None for no checkpoints unless `fit` asks for them.
+        checkpoint_every: Batches, `"epoch"`, or a time such as `"30s"`, between two checkpoints of
+            `fit(resume=...)` (`TNT_CHECKPOINT_EVERY`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
     """
 
@@ -67,6 +72,8 @@ class Settings:
     tune_steps: int | None = None
     stall_warning_s: int = 60
     timeline: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str = "60s"
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -104,6 +111,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
         timeline=env.get("TNT_TIMELINE") or None,
+        checkpoint_dir=env.get("TNT_CHECKPOINT_DIR") or None,
+        checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -165,6 +174,36 @@ def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None
     if value == "xla":
         return "xla"
     return int(value) if value else None
+
+
+def parse_save_freq(text: str) -> int | float | Literal["epoch"]:
+    """Returns how often to save: a number of batches (int), of seconds (float), or `"epoch"`.
+
+    Args:
+        text: Such as `500`, `30s`, `5m`, `1h` or `epoch`.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if text == "epoch":
+        return "epoch"
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])|([0-9]+)", text)
+    number = 0.0 if match is None else float(match[1] or match[3])
+    if match is None or not number:
+        raise ValueError(
+            "How often to save must be epoch, a number of batches from 1, or a time such as 30s, "
+            f"5m or 1h, but is {text!r}."
+        )
+    return int(number) if match[3] else number * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _save_freq(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "").strip() or Settings.checkpoint_every
+    try:
+        parse_save_freq(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return value
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

@@ -80,7 +80,7 @@ class FitLoop:
         self, data: DataArguments, arguments: FitArguments, callbacks: CallbackArguments
     ) -> History:
         """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
-        with ending_on_request(callbacks.flat) as self._points:
+        with ending_on_request(callbacks.unwrapped) as self._points:
             return self.fit(self.prepare(data, arguments), callbacks)
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
@@ -93,6 +93,7 @@ class FitLoop:
             steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
             validates=arguments.validation_data is not None,
             validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
         )  # fmt: skip
         self._preparation.prepare(first, weighting)
         self._preparation.check_rows(first, weighting)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tnt_jax.data.sources import HostBatch, Source
@@ -26,6 +27,7 @@ class FitArguments:
     validation_micro_batch_size: int | None
     validation_freq: int | list[int]
     distribute_validation: bool
+    checkpoint_directory: Path | None
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ class CallbackArguments:
     model: Any
 
     @property
-    def flat(self) -> list[Any]:
+    def unwrapped(self) -> list[Any]:
         """The callbacks as one list, without wrappers."""
-        return [getattr(callback, "callback", callback) for callback in _flat(self.callbacks)]
+        return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
 
     def open(self, *, in_training: bool, **params: Any) -> CallbackList:
         """Returns the list of callbacks, including the default ones.
@@ -127,7 +127,7 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
             "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
             f"{verbose!r}."
         )
-    given: list[Any] = _flat(callbacks)
+    given: list[Any] = flat(callbacks)
     if in_training:
         check_same_everywhere(given)
     plain = [getattr(callback, "callback", callback) for callback in given]
@@ -140,8 +140,8 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
     return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def flat(callbacks: Any) -> list[Any]:
     """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
     if isinstance(callbacks, Sequence):
-        return [callback for part in callbacks for callback in _flat(part)]
+        return [callback for part in callbacks for callback in flat(part)]
     return [] if callbacks is None else [callbacks]

@@ -1,5 +1,6 @@
 """`Model`: Keras's compile, fit, evaluate and predict for Flax and Keras models on all devices."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,11 +21,13 @@ from tnt_jax.keras_compat.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.keras_compat.resume_argument import choose_directory, with_backup
 from tnt_jax.keras_compat.resumption import Resumption
 from tnt_jax.keras_compat.saver import Saver
 from tnt_jax.keras_compat.single_batches import SingleBatches
 from tnt_jax.keras_compat.state_variable import StateVariable
 from tnt_jax.keras_compat.trial_loop import choose_fit_loop
+from tnt_jax.keras_compat.views import view
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
@@ -186,6 +189,7 @@ class Model:
         validation_batch_size: int | None = None,
         validation_freq: int | list[int] = 1,
         *,
+        resume: str | os.PathLike[str] | None = None,
         tnt_micro_batch_size: int | None = None,
         tnt_validation_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
@@ -214,6 +218,9 @@ class Model:
             validation_steps: Batches of an evaluation; all by default.
             validation_batch_size: Global batch of validation arrays; `batch_size` by default.
             validation_freq: Validate every so many epochs, or after the epochs listed (from 1).
+            resume: Directory for checkpoints, from which the same script, started again, goes on;
+                `"auto"` for that of `TNT_CHECKPOINT_DIR`, or `checkpoints/SCRIPT`. By default
+                that of `TNT_CHECKPOINT_DIR`, or no checkpoints. See docs/survival.md.
             tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
             tnt_validation_micro_batch_size: The same for validation.
             tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
@@ -223,6 +230,7 @@ class Model:
             RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
+        directory = choose_directory(resume, callbacks)
         data = DataArguments(
             x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
         )
@@ -230,9 +238,10 @@ class Model:
             class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
             validation_steps,
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
-            tnt_distribute_validation_dataset,
+            tnt_distribute_validation_dataset, directory,
         )  # fmt: skip
-        return self._fit_loop.run(data, arguments, CallbackArguments(callbacks, verbose, self))
+        given = with_backup(callbacks, directory)
+        return self._fit_loop.run(data, arguments, CallbackArguments(given, verbose, self))
 
     @called("Model.evaluate")
     def evaluate(
@@ -319,20 +328,7 @@ class Model:
         """
         self._builder.build(inputs)
 
-    def view(self, module: Any) -> "Model":
-        """Returns a model that applies another module to this model's current variables.
-
-        It evaluates (after its own `compile`) and predicts but cannot be trained. Use it, for
-        instance, to decode token after token with a Transformer that was trained in parallel.
-
-        Args:
-            module: Module of the same library, whose variables are among this model's, at the same
-                paths.
-        """
-        other = Model(module, seed=self._core.options.seed, **self._core.options.for_adapter())
-        other._core.view(self._trainer)
-        return other
-
+    view = view
     compile_from_config = compile_from_config
     from_config = classmethod(from_config)
 

@@ -228,4 +228,9 @@ def _library_options(options: Options) -> dict[str, str]:
         chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
     if options.timeline is not None:
         chosen["TNT_TIMELINE"] = options.timeline
+    if options.checkpoint_dir is not None:
+        # On other hosts processes may start in another directory.
+        chosen["TNT_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
+    if options.checkpoint_every is not None:
+        chosen["TNT_CHECKPOINT_EVERY"] = options.checkpoint_every
     return chosen

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tnt_jax.settings import LOG_LEVELS
+from tnt_jax.settings import LOG_LEVELS, parse_save_freq
 
 _EPILOG = """\
 examples:
@@ -43,6 +43,10 @@ class Options:
             environment's.
         timeline: File for a timeline of process 0, in Chrome's trace format, beside which the
             others write theirs; None for none.
+        checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes; None to leave
+            the environment's.
+        checkpoint_every: Batches, "epoch", or a time such as "30s", between two checkpoints; None
+            to leave the environment's.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         pin_to_socket: Whether each process is bound to the processors of one NUMA node.
         pin_memory_to_socket: Whether its memory is, too.
@@ -70,6 +74,8 @@ class Options:
     exports: tuple[tuple[str, str], ...] = ()
     fusion_threshold_kb: int | Literal["xla"] | None = None
     timeline: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
     tune_steps: int | None = None
     pin_to_socket: bool = False
     pin_memory_to_socket: bool = False
@@ -117,6 +123,8 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         exports=exports,
         fusion_threshold_kb=given.fusion_threshold,
         timeline=given.timeline,
+        checkpoint_dir=given.checkpoint_dir,
+        checkpoint_every=given.checkpoint_every,
         tune_steps=given.steps if is_tuning else None,
         pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
         pin_memory_to_socket=given.pin_memory_to_socket,
@@ -173,6 +181,14 @@ def _at_least(lowest: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def _save_freq(text: str) -> str:
+    try:
+        parse_save_freq(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _parser(version: str, *, is_tuning: bool) -> argparse.ArgumentParser:
@@ -312,6 +328,18 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write what each process's host does, for chrome://tracing: process 0 to FILE, "
         "process 1 to FILE with .1 before its ending",
+    )
+    add(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="save checkpoints there in every fit, and go on from them when the job is started "
+        "again; all hosts must see it",
+    )
+    add(
+        "--checkpoint-every",
+        type=_save_freq,
+        metavar="N|S",
+        help="batches between two checkpoints, epoch, or a time such as 30s (default: 60s)",
     )
     add(
         "--python-interpreter",

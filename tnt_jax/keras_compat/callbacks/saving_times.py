@@ -1,7 +1,6 @@
 """Decides when a callback saves: after each epoch, after a number of batches, or of seconds."""
 
 import math
-import re
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -9,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from tnt_jax.distributed.collectives import broadcast
+from tnt_jax.settings import parse_save_freq
 
 SaveFreq = int | Literal["epoch"]
 
@@ -122,16 +122,7 @@ def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | Sav
     Raises:
         ValueError: If it is none of them.
     """
-    if isinstance(save_freq, str) and save_freq != "epoch":
-        return SavingSeconds(_seconds(save_freq), alone=alone)
-    return SavingTimes(save_freq)
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smh])", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise ValueError(
-            "save_freq must be 'epoch', a number of batches from 1, or a time such as '30s', '5m' "
-            f"or '1h', but is {text!r}."
-        )
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    if not isinstance(save_freq, str):
+        return SavingTimes(save_freq)
+    chosen = parse_save_freq(save_freq)
+    return SavingSeconds(chosen, alone=alone) if isinstance(chosen, float) else SavingTimes(chosen)
