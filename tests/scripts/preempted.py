@@ -98,9 +98,10 @@ def train(folder):
 
 
 def fit(model, data, folder, **options):
+    backups = [] if "WITHOUT_BACKUP" in os.environ else [Backup(folder, delete_checkpoint=False)]
     model.fit(
         *data, epochs=EPOCHS, validation_data=(x[:16], y[:16]),
-        callbacks=[Pauses(), Backup(folder, delete_checkpoint=False)], verbose=0, **options,
+        callbacks=[Pauses(), *backups], verbose=0, **options,
     )  # fmt: skip
 
 

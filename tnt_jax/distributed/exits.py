@@ -71,6 +71,12 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     return undo
 
 
+def has_failed_peer() -> bool:
+    """Returns whether another process of the job is known to have failed or to be lost."""
+    joined = _membership.get()
+    return joined is not None and joined[0].has_failed_peer()
+
+
 def watch() -> None:
     """Begins to look for processes that leave; every process must have introduced itself."""
     joined = _membership.get()

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed import runtime, stall
+from tnt_jax.distributed import exits, runtime, stall
 from tnt_jax.distributed.rendezvous import meet
 from tnt_jax.distributed.stop_signals import StopSignals
 from tnt_jax.job import Slot
@@ -152,6 +152,9 @@ class Watch(Points):
             self._close(f"{name} came")
             self._settle(self._passed)
             return
+        if exits.has_failed_peer():
+            # Whoever has seen that ends the others; together they can save nothing any more.
+            os._exit(128 + signum)
         try:
             self._client.key_value_set(_REQUEST, f"{name} came to process {self._process}")
         except jax.errors.JaxRuntimeError as error:

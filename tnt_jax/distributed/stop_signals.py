@@ -19,7 +19,7 @@ from tnt_jax.log import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A cluster may send a signal to the launcher and to its processes, which then get it twice.
-_SAME_S = 1.0
+_SAME_S = 2.0
 _END = 0
 
 

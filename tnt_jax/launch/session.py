@@ -330,7 +330,7 @@ class Session:
         is_consequence = self._exit_code and (has_lost or code in _ENDED_CODES)
         if code == 0:
             self._ended_well.append(rank)
-        elif code == PREEMPTED_EXIT_CODE and self._exit_code in (0, PREEMPTED_EXIT_CODE):
+        elif code == PREEMPTED_EXIT_CODE:
             self._take_preemption(rank)
         elif has_lost and self._ended_well and not self._exit_code:
             self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
@@ -342,11 +342,18 @@ class Session:
 
     def _take_preemption(self, rank: int) -> None:
         """Handles a process that has saved its state and ended: the others do the same."""
+        if self._exit_code not in (0, PREEMPTED_EXIT_CODE):
+            return  # It was asked to end because another had failed.
         if self._exit_code == 0:
             say(f"Rank {rank} has saved its state and ended. The same command goes on from there.")
             self._exit_code = PREEMPTED_EXIT_CODE
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self._grace_period_s
+
+    def _on_asked_to_end(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        if self._caught is None:
+            _logger.warning("%s was asked to end.", connection.host)
+            self._end_by(message["signum"])
 
     def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
         """Does nothing: a heartbeat only has to arrive."""
