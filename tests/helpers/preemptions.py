@@ -25,8 +25,9 @@ class Run:
     def __init__(self, folder, pause="", *, variables=()):
         self.folder, self.pause = Path(folder), pause
         self.folder.mkdir(exist_ok=True)
-        for mark in [*self.folder.glob("at-*"), *self.folder.glob("ended-*")]:
-            mark.unlink()
+        for kind in ("at", "pid", "ended"):
+            for mark in self.folder.glob(f"{kind}-*"):
+                mark.unlink()
         command = [sys.executable, "-m", "tnt_jax.launch", "-n", "2", "--no-gpu", "--"]
         self.began_at = time.monotonic()
         self.launcher = subprocess.Popen(
@@ -37,11 +38,11 @@ class Run:
             env=environment(PAUSE=pause, **dict(variables)),
         )
 
-    def wait_for_pause(self, *, timeout_s=60.0):
+    def wait_for_pause(self, *, timeout_s=120.0):
         """Waits until both processes have come to the phase."""
         self.wait_for([self.folder / f"at-{self.pause}-{process}" for process in (0, 1)], timeout_s)
 
-    def wait_for(self, files, timeout_s=60.0):
+    def wait_for(self, files, timeout_s=120.0):
         """Waits until all of the files are there."""
         deadline = time.monotonic() + timeout_s
         while not all(file.exists() for file in files):
@@ -51,11 +52,8 @@ class Run:
 
     def send(self, signum, to):
         """Sends a signal to the launcher or to a process of the job."""
-        pid = (
-            self.launcher.pid
-            if to == LAUNCHER
-            else int((self.folder / f"at-{self.pause}-{to}").read_text())
-        )
+        mark = f"at-{self.pause}-{to}" if self.pause else f"pid-{to}"
+        pid = self.launcher.pid if to == LAUNCHER else int((self.folder / mark).read_text())
         os.kill(pid, signum)
 
     def end(self, *, timeout_s=90.0):

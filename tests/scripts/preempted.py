@@ -27,10 +27,17 @@ y = rng.normal(size=(48, 1)).astype(np.float32)
 
 def pause(phase):
     """Says once that this process has come to the phase, and stays there."""
-    mark = FOLDER / f"at-{phase}-{process}"
-    if phase == PAUSE and not mark.exists():
-        mark.write_text(str(os.getpid()))
+    mark = f"at-{phase}-{process}"
+    if phase == PAUSE and not (FOLDER / mark).exists():
+        tell_pid(mark)
         time.sleep(PAUSE_S)
+
+
+def tell_pid(name):
+    """Writes the id of this process to a file that is complete as soon as it is there."""
+    new = FOLDER / f"new-{process}"
+    new.write_text(str(os.getpid()))
+    new.rename(FOLDER / name)
 
 
 class Module(nn.Module):
@@ -60,7 +67,7 @@ class Rows:
 
 class Pauses(tnt.callbacks.Callback):
     def on_train_begin(self, logs=None):
-        (FOLDER / f"pid-{process}").write_text(str(os.getpid()))
+        tell_pid(f"pid-{process}")
         pause("begin")
 
     def on_train_batch_end(self, batch, logs=None):
