@@ -70,6 +70,13 @@ class AverageWeights(tnt.callbacks.Callback):
         super().__init__()
         self._kept = deque(maxlen=num_epochs)
 
+    def state(self):
+        return {str(number): weights for number, weights in enumerate(self._kept)}
+
+    def set_state(self, state):
+        self._kept.clear()
+        self._kept.extend(state[str(number)] for number in range(len(state)))
+
     def on_epoch_end(self, epoch, logs=None):
         if self._kept.maxlen:
             self._kept.append(self.model.get_weights())

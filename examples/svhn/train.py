@@ -72,6 +72,12 @@ class EpochTimes(tnt.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.seconds = []
 
+    def state(self):
+        return {"seconds": list(self.seconds)}
+
+    def set_state(self, state):
+        self.seconds = state["seconds"]
+
     def on_epoch_begin(self, epoch, logs=None):
         self._start = time.perf_counter()
 

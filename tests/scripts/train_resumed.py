@@ -83,7 +83,7 @@ def data_of(options, x, y):
 
 
 def train(options):
-    """Returns the history, the model and a callback after `fit`."""
+    """Returns what came out of `fit`."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((NUM_ROWS, 3)).astype(np.float32)
     y = rng.standard_normal(NUM_ROWS).astype(np.float32)
@@ -102,26 +102,24 @@ def train(options):
         ],
         **({"resume": options["resume"]} if "resume" in options else {}),
     )
-    return history, model, early
+    weights = model.weights_by_path()
+    seen = next(np.asarray(value) for path, value in weights.items() if "seen" in path)
+    return {
+        "history": history.history,
+        "epochs": history.epoch,
+        "seen": (-seen / RATE * (steps or 1)).tolist(),
+        "bits": {path: np.asarray(value).tobytes().hex() for path, value in weights.items()},
+        "early_stopping": early.state(),
+    }
 
 
 def main():
     options = {"data": "arrays"} | json.loads(sys.argv[1])
     KillAt.steps_left = options.get("kill_after", {}).get(os.environ.get("TNT_PROCESS_ID", "0"), 0)
     before = [train(options) for _ in range(options.get("fits_before", 0))]
-    history, model, early = train(options)
+    found = train(options) | {"before": before}
+    found["steps"] = -KillAt.steps_left
     if tnt.is_master_rank():
-        weights = model.weights_by_path()
-        seen = next(np.asarray(value) for path, value in weights.items() if "seen" in path)
-        found = {
-            "history": history.history,
-            "epochs": history.epoch,
-            "before": [earlier.history for earlier, *_ in before],
-            "seen": (-seen / RATE * (options.get("accumulation_steps") or 1)).tolist(),
-            "bits": {path: np.asarray(value).tobytes().hex() for path, value in weights.items()},
-            "early_stopping": early.state(),
-            "steps": -KillAt.steps_left,
-        }
         with open(options["out"], "w") as file:
             json.dump(found, file)
 

@@ -195,7 +195,7 @@ class Saver:
             checkpoints = Checkpoints(
                 path, max_to_keep=1, on_save_error="raise", alone=scope != "all_processes"
             )
-            checkpoints.save(state, notes=notes)
+            checkpoints.save(state, notes=notes, must_be_finite=False)
             checkpoints.close()
             return
         error = None

@@ -19,41 +19,24 @@ number of devices and processes. Whatever else lies in the directory is neither 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import flax.traverse_util
 import jax
 import numpy as np
 
 from tnt_jax.distributed import collectives
-from tnt_jax.distributed.runtime import barrier, init, is_master_rank
-from tnt_jax.job import Slot
+from tnt_jax.distributed.runtime import barrier, is_master_rank
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint_folders import MARK, OwnFolders
+from tnt_jax.train.checkpoint_arrays import read_shapes
+from tnt_jax.train.checkpoint_files import Content, DamagedCheckpointError, read_checkpoint
+from tnt_jax.train.checkpoint_folders import OwnFolders
+from tnt_jax.train.checkpoint_writer import Outcome, Writer, close_writer, writer_of
 from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import is_array, state_arrays, without_accumulated
-
-if TYPE_CHECKING:
-    # Importing Orbax takes longer than everything else: only who saves or restores pays for it.
-    import orbax.checkpoint as ocp
-
-
-def _close_all(managers: dict[tuple[Path, str], Any]) -> None:
-    with ExitStack() as closing:
-        for manager in managers.values():
-            closing.callback(manager.close)
-
-
-# Managers by directory and prefix: a run that ended by an exception may still write where the next
-# one begins.
-_open_managers = Slot[dict[tuple[Path, str], Any]](dict, close=_close_all)
-
+from tnt_jax.train.state_arrays import state_arrays, without_accumulated
 
 OnSaveError = Literal["warn", "raise"]
 
@@ -100,8 +83,9 @@ class Checkpoints:
         directory: Where the checkpoints are; created by the first `save`.
         max_to_keep: Complete checkpoints that stay, older ones are deleted; all if None. The latest
             that was saved with `is_best` stays besides.
-        on_save_error: `"warn"` to warn once and go on if a checkpoint cannot be written, `"raise"`
-            to raise on all processes.
+        on_save_error: What happens if a checkpoint cannot be written, for instance because the disk
+            is full. `"warn"`: one warning; training goes on, and the next `save` tries again.
+            `"raise"`: the next call raises, on all processes.
         alone: Whether this process acts by itself, without the others.
         prefix: What the names of the folders begin with. Checkpoints with different prefixes do not
             see each other.
@@ -128,8 +112,21 @@ class Checkpoints:
         self._max_to_keep = max_to_keep
         self._alone = alone
         self._folders = OwnFolders(prefix)
-        self._is_clean = False
-        self._lazy_manager: ocp.CheckpointManager | None = None
+        # How the last checkpoint ended: only changes are reported.
+        self._last = Outcome("written")
+
+    def lock(self) -> None:
+        """Refuses other jobs the directory until `close`; `save` does so, too.
+
+        Raises:
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if the directory cannot be written to and `on_save_error` is
+                `"raise"`.
+        """
+        try:
+            self._writer.lock()
+        except OSError as error:
+            self._report(Outcome("failed", str(error)))
 
     def save(
         self,
@@ -139,6 +136,7 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
         is_best: bool = False,
+        must_be_finite: bool = True,
     ) -> int | None:
         """Starts a checkpoint and returns its number, as soon as the arrays are copied to the host.
 
@@ -153,46 +151,46 @@ class Checkpoints:
             notes: JSON values to save along.
             is_best: Whether this checkpoint stays besides the newest ones, until another is saved
                 as the best.
+            must_be_finite: Whether the checkpoint is refused, with a warning, if a parameter holds
+                NaN or infinity.
 
         Raises:
-            OSError: If this or an earlier checkpoint could not be written.
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if this or the previous checkpoint could not be written and
+                `on_save_error` is `"raise"`.
         """
-        import orbax.checkpoint as ocp
-
-        manager = self._manager()
-        self._clean()
-        number = self._free_number(manager, int(state.step))
+        self.wait()
+        try:
+            number = self._writer.begin(int(state.step))
+        except OSError as error:
+            self._report(Outcome("failed", str(error)))
+            return None
         position_note = None if position is None else [position.epoch, position.batch]
         trees = {"state": state_arrays(state), "extra": dict(extra or {})}
         if self._alone:
             trees["state"] = without_accumulated(trees["state"])
-            trees = jax.tree.map(np.array, trees)
-        saves = {name: ocp.args.PyTreeSave(_nest(tree)) for name, tree in trees.items() if tree}
-        notes_save = ocp.args.JsonSave({"position": position_note, "notes": dict(notes or {})})
-        manager.save(
-            number,
-            args=ocp.args.Composite(**saves, about=notes_save),
-            custom_metadata=MARK,
-            force=True,
+        content = Content.of(
+            trees,
+            {"position": position_note, "notes": dict(notes or {})},
+            is_best=is_best,
+            leads=self._writer.leads,
+        )
+        self._writer.start(
+            number, content, max_to_keep=self._max_to_keep, must_be_finite=must_be_finite
         )
         return number
 
     def newest(self, *, before: int | None = None) -> int | None:
         """Returns the number of the newest complete checkpoint, or None.
 
-        After `save` it is that of the checkpoint being written.
+        A checkpoint that is being written is waited for.
 
         Args:
             before: Look among those of smaller numbers only.
         """
-        manager = self._manager() if self.directory.is_dir() else None
-        numbers = (
-            []
-            if manager is None
-            else [number for number in manager.all_steps() if before is None or number < before]
-        )
-        number = self._agreed(max(numbers, default=-1))
-        return None if number < 0 else number
+        self.wait()
+        numbers = [n for n in self._numbers()[0] if before is None or n < before]
+        return max(numbers, default=None)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of the newest checkpoint's arrays by path.
@@ -200,33 +198,24 @@ class Checkpoints:
         Raises:
             FileNotFoundError: If there is no checkpoint.
         """
-        metadata = self._manager().item_metadata(self._existing())["state"]
-        tree = metadata.tree if hasattr(metadata, "tree") else metadata
-        return {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for path, leaf in state_arrays(tree).items()
-        }
+        return read_shapes(self._folder(self._existing()) / "state")
 
     def read(self, number: int | None = None) -> Saved:
-        """Returns a checkpoint, in full on every process.
+        """Returns a checkpoint, in full on every process, if it is what was saved.
 
         Args:
             number: Number of the checkpoint; the newest by default.
 
         Raises:
-            FileNotFoundError: If there is no checkpoint, or if a process does not see it.
+            FileNotFoundError: If there is no checkpoint.
+            OSError: On all processes, if one of them does not see the checkpoint, or finds it
+                damaged; the text names files and arrays.
         """
-        import orbax.checkpoint as ocp
-
-        number, manager = self._existing(number), self._manager()
-        about = manager.restore(number, args=ocp.args.Composite(about=ocp.args.JsonRestore()))[
-            "about"
-        ]
-        extra = (
-            self._read_tree("extra", number) if (self._folder(number) / "extra").is_dir() else {}
-        )
-        position = None if about["position"] is None else Position(*about["position"])
-        return Saved(number, self._read_tree("state", number), extra, position, about["notes"])
+        number = self._existing(number)
+        saved, problem = self._read_on_all(number)
+        if saved is None:
+            raise DamagedCheckpointError(problem)
+        return saved
 
     def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
         """Returns the newest checkpoint that every process can read, in full on every process.
@@ -240,38 +229,47 @@ class Checkpoints:
         Raises:
             OSError: On all processes, if there are checkpoints and none of them can be read.
         """
-        number, problems = self.newest(before=before), []
-        while number is not None:
-            saved, problem = None, ""
-            try:
-                saved = self.read(number)
-            except Exception as error:  # The error of Orbax depends on the damage.
-                problem = f"{type(error).__name__}: {error}"
-            if saved is not None and self._is_on_all(not problem):
-                for each in problems:
-                    logger.warning("%s Checkpoint %d is used instead.", each, number)
+        self.wait()
+        problems: list[str] = []
+        numbers = {n for seen in self._numbers() for n in seen if before is None or n < before}
+        for number in sorted(numbers, reverse=True):
+            saved, problem = self._read_on_all(number)
+            if saved is not None:
+                if problems:
+                    logger.warning(
+                        "%s. Checkpoint %d is used instead.", ". ".join(problems), number
+                    )
                 return saved
-            problems.append(f"{self._folder(number)} cannot be read: {problem}.")
-            number = self.newest(before=number)
+            problems.append(problem)
+            self._writer.damaged.add(number)
         if problems:
-            raise OSError(" ".join(problems))
+            raise DamagedCheckpointError(
+                f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. Training "
+                "does not start anew by itself: restore the directory, or remove it."
+            )
         return None
 
     def wait(self) -> None:
         """Waits until everything is written.
 
         Raises:
-            OSError: If a checkpoint could not be written.
+            OSError: On all processes, if a checkpoint could not be written and `on_save_error` is
+                `"raise"`.
         """
-        if (manager := self._open_manager()) is not None:
-            manager.wait_until_finished()
+        outcome = self._writer.finish()
+        if outcome is not None:
+            self._report(outcome)
 
     def close(self) -> None:
-        """Waits until everything is written and frees the threads that write."""
-        if (manager := self._open_manager()) is not None:
-            del _open_managers.get()[self._key]
-            manager.close()
-        self._lazy_manager = None
+        """Waits until everything is written, and lets other jobs write to the directory.
+
+        Raises:
+            OSError: As `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            close_writer(self.directory, self._folders)
 
     def remove_all(self) -> None:
         """Removes all checkpoints with this prefix, and the directory if it is empty then.
@@ -285,123 +283,60 @@ class Checkpoints:
             self._folders.remove_all(self.directory)
 
     @property
-    def _key(self) -> tuple[Path, str]:
-        return self.directory, self._folders.prefix
+    def _writer(self) -> Writer:
+        return writer_of(self.directory, self._folders, alone=self._alone)
 
     def _folder(self, number: int) -> Path:
         return self.directory / self._folders.build_name(number)
 
-    def _agreed(self, number: int) -> int:
-        """Returns the master's number on every process."""
-        return number if self._alone else int(collectives.broadcast(np.int64(number)))
+    def _report(self, outcome: Outcome) -> None:
+        """Raises or warns if a checkpoint was not written, unless the one before was not either."""
+        before, self._last = self._last, outcome
+        if outcome.result == "failed" and self._on_save_error == "raise":
+            raise OSError(f"A checkpoint could not be written. {outcome.problem}")
+        if outcome.result == before.result:
+            return
+        if outcome.result == "written":
+            logger.warning("Checkpoints are written to %s again.", self.directory)
+        elif outcome.result == "failed":
+            logger.warning(
+                "A checkpoint could not be written; training goes on, and the next one is tried. "
+                "%s",
+                outcome.problem,
+            )
+        else:
+            logger.warning(
+                "A checkpoint in %s was refused, and earlier ones stay: %s.",
+                self.directory,
+                outcome.problem,
+            )
 
-    def _is_on_all(self, flag: bool) -> bool:
-        """Returns whether a flag is set on every process that takes part."""
-        return flag if self._alone else not collectives.any_process(not flag, where="checkpoints")
-
-    def _free_number(self, manager: ocp.CheckpointManager, wanted: int) -> int:
-        """Returns `wanted`, or the first number after all existing ones if that is higher.
-
-        Checkpoints that are being written count, whoever made them.
-        """
-        latest = manager.latest_step()
-        taken = max(-1 if latest is None else latest, self._folders.taken(self.directory))
-        return max(wanted, self._agreed(taken) + 1)
-
-    def _clean(self) -> None:
-        """Removes what an interrupted run left, before the first checkpoint of this one."""
-        if not self._is_clean and (self._alone or is_master_rank()):
-            self._folders.remove_unfinished(self.directory)
-        self._is_clean = True
+    def _numbers(self) -> list[list[int]]:
+        """Returns the numbers of the complete checkpoints that each process sees."""
+        seen = [number for number, _ in self._folders.complete(self.directory)]
+        return [seen] if self._alone else collectives.agree("Checkpoints.read", {}, note=seen)
 
     def _existing(self, number: int | None = None) -> int:
-        """Returns `number`, by default that of the newest checkpoint, if every process sees it.
-
-        If any process does not, all of them raise.
-        """
+        """Returns `number`, by default that of the newest checkpoint."""
         number = self.newest() if number is None else number
-        error = None
         if number is None:
-            error = FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
-        elif not self._folder(number).is_dir():
-            error = FileNotFoundError(
-                f"Process {jax.process_index()} does not see {self._folder(number)}: the "
-                f"directory must be on a file system that all "
-                "processes share."
-            )
-        if self._alone and error is not None:
-            raise error
-        if not self._alone:
-            collectives.raise_on_all_processes(error)
-        assert number is not None
+            raise FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
         return number
 
-    def _read_tree(self, item: str, number: int) -> dict[str, np.ndarray]:
-        import orbax.checkpoint as ocp
+    def _read_on_all(self, number: int) -> tuple[Saved | None, str]:
+        """Returns a checkpoint, or what the first process says that cannot read it."""
+        problem = ""
+        saved = None
+        try:
+            saved = self._read(number)
+        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+        if not self._alone:
+            told = collectives.agree("Checkpoints.read", {"checkpoint": number}, note=problem)
+            problem = next(filter(None, told), "")
+        return (None if problem else saved), problem
 
-        manager = self._manager()
-        metadata = manager.item_metadata(number)[item]
-        tree = metadata.tree if hasattr(metadata, "tree") else metadata
-        arguments = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree, is_leaf=is_array
-        )
-        restored = manager.restore(
-            number,
-            args=ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=arguments)}),
-        )
-        return {path: np.asarray(leaf) for path, leaf in state_arrays(restored[item]).items()}
-
-    def _open_manager(self) -> ocp.CheckpointManager | None:
-        """Returns the own manager, unless another object or the end of the job has closed it."""
-        is_open = _open_managers.get().get(self._key) is self._lazy_manager
-        return self._lazy_manager if is_open else None
-
-    def _manager(self) -> ocp.CheckpointManager:
-        if (manager := self._open_manager()) is not None:
-            return manager
-        self._lazy_manager = self._make_manager()
-        return self._lazy_manager
-
-    def _make_manager(self) -> ocp.CheckpointManager:
-        import orbax.checkpoint as ocp
-
-        init()
-        here = jax.process_index()
-        # Two directories may be written at once, each with barriers of its own.
-        prefix = hashlib.sha256(str(self._key).encode()).hexdigest()[:16]
-        together = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=prefix)
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=here,
-            active_processes={here},
-            barrier_sync_key_prefix=f"alone_{here}_{prefix}",
-        )
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._max_to_keep,
-            step_name_format=self._folders,  # pyright: ignore[reportArgumentType]
-            multiprocessing_options=alone if self._alone else together,
-            create=not self._alone,
-        )
-        managers = _open_managers.get()
-        if self._key in managers:
-            managers.pop(self._key).close()
-        if self._alone:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        managers[self._key] = ocp.CheckpointManager(
-            self.directory, options=options, item_handlers=_handlers(options)
-        )
-        return managers[self._key]
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")
-
-
-def _handlers(options: ocp.CheckpointManagerOptions) -> dict[str, ocp.CheckpointHandler]:
-    import orbax.checkpoint as ocp
-
-    multiprocessing = options.multiprocessing_options
-    return {
-        "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=multiprocessing),
-        "extra": ocp.PyTreeCheckpointHandler(multiprocessing_options=multiprocessing),
-        "about": ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing),
-    }
+    def _read(self, number: int) -> Saved:
+        items, about = read_checkpoint(self._folder(number))
+        position = None if about["position"] is None else Position(*about["position"])
+        return Saved(number, items["state"], items.get("extra", {}), position, about["notes"])

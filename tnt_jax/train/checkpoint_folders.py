@@ -1,28 +1,31 @@
 """Identifies tnt_jax's own checkpoint folders; only these are read, counted and removed.
 
 A folder counts as tnt_jax's own if it has such a name, for example `tnt_jax_step_120`, is not a
-link, and its metadata hold tnt_jax's marker.
+link, and its metadata hold tnt_jax's marker or its checksums are there.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tnt_jax.log import logger
+from tnt_jax.train.checkpoint_checksums import FOLDER, has_checksums
 
-# The marker that a checkpoint carries beside Orbax's own metadata, and where Orbax stores it.
-MARK: dict[str, Any] = {"tnt_jax": {"format": 1}}
-_METADATA = "_CHECKPOINT_METADATA"
-_UNFINISHED = r"\.orbax-checkpoint-tmp.*"
+# Where the marker stands beside Orbax's own metadata. Format 1 had no checksums.
+METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 2
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_TMP = ".orbax-checkpoint-tmp"
+_UNFINISHED = rf"{re.escape(_TMP)}.*"
 # What a folder may contain while it is written.
-_PARTS = (_METADATA, "state", "extra", "about")
+_PARTS = (METADATA, "state", "extra", "about", FOLDER)
 
 
 class OwnFolders:
-    """The names of checkpoints of one kind, as an `orbax.checkpoint.path.step.NameFormat`.
+    """The names of checkpoints of one kind.
 
     Args:
         prefix: The beginning of the names, which a number follows.
@@ -35,21 +38,9 @@ class OwnFolders:
         """Returns the name of the folder with a number."""
         return f"{self.prefix}_{step}"
 
-    def find_all(self, base_path: Any) -> Iterator[Any]:
-        """Yields Orbax's metadata of each complete checkpoint."""
-        for number, path in self.complete(Path(base_path)):
-            yield _orbax_metadata(number, path)
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        """Returns Orbax's metadata of one complete checkpoint.
-
-        Raises:
-            ValueError: If it does not exist, as Orbax expects.
-        """
-        path = Path(base_path) / self.build_name(step)
-        if not is_ours(path):
-            raise ValueError(f"There is no checkpoint {path}.")
-        return _orbax_metadata(step, path)
+    def build_temporary_name(self, step: int) -> str:
+        """Returns the name of the folder with a number while it is written."""
+        return f"{self.build_name(step)}{_TMP}"
 
     def complete(self, directory: Path) -> list[tuple[int, Path]]:
         """Returns number and path of each complete checkpoint."""
@@ -68,12 +59,30 @@ class OwnFolders:
         """Removes the remains of checkpoints whose writing was interrupted."""
         for _, path in self._named(directory, _UNFINISHED):
             if _is_folder(path) and all(entry.name.startswith(_PARTS) for entry in path.iterdir()):
-                _remove(path)
+                remove(path)
+
+    def remove_old(self, directory: Path, *, max_to_keep: int | None, ignored: set[int]) -> None:
+        """Removes all checkpoints but the newest ones and the newest of the best.
+
+        Args:
+            directory: Directory.
+            max_to_keep: How many stay; all if None.
+            ignored: Numbers of checkpoints that are damaged, which do not count.
+        """
+        if max_to_keep is None:
+            return
+        complete = dict(sorted(self.complete(directory)))
+        sound = [number for number in complete if number not in ignored]
+        best = [number for number in sound if read_mark(complete[number]).get("is_best")]
+        for number in complete.keys() - {*sound[-max_to_keep:], *best[-1:]}:
+            # Not half a checkpoint, if the process ends now.
+            hidden = complete[number].with_name(f"{complete[number].name}{_TMP}-removed")
+            remove(complete[number].rename(hidden))
 
     def remove_all(self, directory: Path) -> None:
         """Removes all checkpoints of this kind, and the directory if nothing else is in it."""
         for _, path in self.complete(directory):
-            _remove(path)
+            remove(path)
         self.remove_unfinished(directory)
         if _is_folder(directory) and not any(directory.iterdir()):
             directory.rmdir()
@@ -87,31 +96,50 @@ class OwnFolders:
 
 
 def is_ours(path: Path) -> bool:
-    """Returns whether a folder is a complete checkpoint that tnt_jax wrote."""
-    if not (_is_folder(path) and (path / _METADATA).is_file()):
-        return False
+    """Returns whether a folder is a complete checkpoint that tnt_jax wrote, damaged or not."""
+    return _is_folder(path) and (bool(read_mark(path)) or has_checksums(path))
+
+
+def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:
+    """Writes Orbax's metadata of a checkpoint with tnt_jax's marker.
+
+    Args:
+        path: Folder of the checkpoint.
+        items: Names of its trees of arrays.
+        is_best: Whether it is the best so far.
+    """
+    trees = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+    texts = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
+    metadata = {
+        "item_handlers": {"about": texts} | dict.fromkeys(items, trees),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": time.time_ns(),
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {_MARK: {"format": _FORMAT, "is_best": is_best}},
+    }
+    (path / METADATA).write_text(json.dumps(metadata))
+
+
+def read_mark(path: Path) -> dict[str, Any]:
+    """Returns tnt_jax's marker of a checkpoint; nothing if it has none that can be read."""
     try:
-        noted = json.loads((path / _METADATA).read_bytes())
-    except ValueError:
-        return False
+        noted = json.loads((path / METADATA).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
     custom = noted.get("custom_metadata") if isinstance(noted, dict) else None
-    return isinstance(custom, dict) and MARK.keys() <= custom.keys()
+    mark = custom.get(_MARK) if isinstance(custom, dict) else None
+    return mark if isinstance(mark, dict) else {}
 
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a folder, with a warning if that fails."""
     try:
         shutil.rmtree(path)
     except OSError as error:
         # The run does not depend on it, and the other processes continue.
         logger.warning("%s could not be removed: %s", path, error)
-
-
-def _orbax_metadata(number: int, path: Path) -> Any:
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    return ocp.path.step.Metadata(step=number, path=epath.Path(path))

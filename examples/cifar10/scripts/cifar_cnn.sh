@@ -3,6 +3,8 @@
 #SBATCH --nodes=1
 #SBATCH --time=01:00:00
 #SBATCH --output=logs/%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
 
 # Submit it in the folder of train.py. One process for each device of each node: sbatch -N 8 scripts/cifar_cnn.sh
 set -euo pipefail
@@ -10,4 +12,5 @@ cd "$SLURM_SUBMIT_DIR"
 
 # The data set is downloaded once, by one process, before all of them read it.
 python -c "import datasets; datasets.cifar10(batch_size=1, seed=0, data_dir='data')"
-tnt-jax -- train.py configs/cifar10_cnn.yaml -d "$@"
+# A job that SLURM starts again, after a node has failed, has the same number and goes on.
+tnt-jax --checkpoint-dir "checkpoints/$SLURM_JOB_ID" -- train.py configs/cifar10_cnn.yaml -d "$@"

@@ -183,6 +183,14 @@ def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, cr
     ]
 
 
+def test_a_csv_file_that_replaces_another_has_each_epoch_once_as_well(tmp_path):
+    files = [tmp_path / "whole.csv", tmp_path / "resumed.csv"]
+    logs = iter([files[0], files[1], files[1]])
+    interrupted(tmp_path / "backup", 4, [13], lambda: [callbacks.CSVLogger(next(logs))])
+    assert files[1].read_bytes() == files[0].read_bytes()
+    assert len(files[0].read_text().splitlines()) == 5
+
+
 def test_a_csv_file_of_another_name_is_not_looked_into(tmp_path):
     files = iter([tmp_path / f"{name}.csv" for name in ("whole", "first", "second")])
     (tmp_path / "second.csv").write_text("x" * 10_000 + "\n2,2\n")

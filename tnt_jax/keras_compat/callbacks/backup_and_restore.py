@@ -101,6 +101,7 @@ class BackupAndRestore(Callback):
         alone = self.scope != "all_processes" or jax.process_count() == 1
         self._times = saving_times(self.save_freq, alone=alone)
         resumption.warn_unless_repeatable()
+        self._checkpoints.lock()
         saved = self._checkpoints.read_newest_valid()
         if saved is not None:
             self._resume(saved)
@@ -167,10 +168,13 @@ class BackupAndRestore(Callback):
         position = saved.position or Position(0, 0)
         if has_ended:
             position = Position(max(position.epoch, self.params["epochs"]), 0)
-        self.model.set_state(with_arrays(self.model.state, saved.arrays))
-        position = self.model.resumption.resume_at(
-            position, saved.notes.get("data", {}), numbered(saved.extra, "sums")
-        )
+        try:
+            self.model.set_state(with_arrays(self.model.state, saved.arrays))
+            position = self.model.resumption.resume_at(
+                position, saved.notes.get("data", {}), numbered(saved.extra, "sums")
+            )
+        except ValueError as error:
+            raise ValueError(f"{error} Or delete {self.backup_dir} to start over.") from None
         self._times.start_at(position.batch)
         restore(self.siblings, saved.notes["callbacks"], saved.extra)
         self._ended_state = self.model.state if has_ended else None

@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from tnt_jax.keras_compat.callbacks.base import Callback
@@ -14,8 +15,8 @@ class CSVLogger(Callback):
     For the same logs the file is byte for byte that of Keras's callback.
 
     The columns are those of the first epoch, sorted, and their `val_` forms; a missing value is
-    `NA`. With `append=True`, a run that resumes from a backup does not repeat the rows that the
-    interrupted run wrote after that backup.
+    `NA`. A run that resumes from a backup goes on with the file of the interrupted run, and has
+    each epoch once.
 
     Args:
         filename: File to write.
@@ -33,6 +34,7 @@ class CSVLogger(Callback):
         self._file: IO[str] | None = None
         self._writer: Any = None
         self._written: set[str] = set()
+        self._replaced = b""
 
     def state(self) -> dict[str, Any]:
         """Returns the file, and how far it is written."""
@@ -43,12 +45,15 @@ class CSVLogger(Callback):
         )
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Records which epochs the interrupted run wrote after the backup."""
-        if (
-            self._file is None
-            or not self.append
-            or state["filename"] != os.path.abspath(self.filename)
-        ):
+        """Goes on with the rows that the interrupted run had written.
+
+        With `append`, rows that it wrote after the backup stay, and are not repeated.
+        """
+        if self._file is None or state["filename"] != os.path.abspath(self.filename):
+            return
+        if not self.append:
+            self._file.write(self._replaced[: state["size"]].decode())
+            self._file.flush()
             return
         with open(self.filename) as file:
             file.seek(state["size"])
@@ -57,6 +62,9 @@ class CSVLogger(Callback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Opens the file."""
         if self.writes:
+            # A resumed run needs it, which is known only when all callbacks have begun.
+            is_replaced = not self.append and os.path.exists(self.filename)
+            self._replaced = Path(self.filename).read_bytes() if is_replaced else b""
             # The csv module ends lines by itself; Keras leaves that to the text file as well.
             self._file = open(self.filename, "a" if self.append else "w")  # noqa: SIM115
             self._writer = None

@@ -13,9 +13,11 @@ from tnt_jax.settings import parse_save_freq
 SaveFreq = int | Literal["epoch"]
 
 # Processes agree on the time in few steps: after half of what is left, at most so long after the
-# last time, and at most so many times as many steps later.
-_LONGEST_WAIT_S = 5.0
-_LARGEST_GROWTH = 2
+# last time. As the time of the first steps says little, at most twice as many steps follow as came
+# before.
+_LONGEST_WAIT_S = 2.0
+# The last part of an interval is not halved any more.
+_LAST_PART = 0.05
 
 
 class SavingTimes:
@@ -67,12 +69,15 @@ class SavingSeconds:
         interval_s: Seconds between two saves.
         alone: Whether this process decides by itself.
         clock: Returns seconds.
+
+    Attributes:
+        interval_s: See above.
     """
 
     def __init__(
         self, interval_s: float, *, alone: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._alone = alone
         self._clock = clock
         self.start_at(0)
@@ -81,7 +86,7 @@ class SavingSeconds:
         """Counts a call after a batch; returns whether a save is due."""
         del batch
         if self._alone:
-            is_due = self._clock() - self._last_s >= self._interval_s
+            is_due = self._clock() - self._last_s >= self.interval_s
         else:
             self._calls += 1
             if self._calls < self._wait:
@@ -95,21 +100,26 @@ class SavingSeconds:
         """Starts to count, right after a save."""
         del batch
         self._last_s = self._asked_s = self._clock()
-        self._calls, self._wait = 0, 1
+        self._calls, self._wait, self._total = 0, 1, 0
 
     def _ask(self) -> bool:
         """Returns whether process 0 finds that a save is due, and learns when to ask again."""
         is_due, self._wait = map(int, broadcast(np.array(self._decide(), np.int64)))
+        self._total += self._calls
         self._calls, self._asked_s = 0, self._clock()
         return bool(is_due)
 
     def _decide(self) -> tuple[bool, int]:
         """Returns whether a save is due, and after how many calls to decide again."""
         now_s = self._clock()
-        left_s = self._interval_s - (now_s - self._last_s)
-        wait_s = min((self._interval_s if left_s <= 0 else left_s) / 2, _LONGEST_WAIT_S)
-        call_s = max((now_s - self._asked_s) / max(self._calls, 1), 1e-6)
-        return left_s <= 0, max(1, min(math.floor(wait_s / call_s), _LARGEST_GROWTH * self._wait))
+        left_s = self.interval_s - (now_s - self._last_s)
+        is_due = left_s <= 0
+        if is_due:
+            left_s = self.interval_s
+        part = 1.0 if left_s < _LAST_PART * self.interval_s else 0.5
+        call_s = max((now_s - self._asked_s) / self._calls, 1e-6)
+        calls = math.ceil(min(part * left_s, _LONGEST_WAIT_S) / call_s)
+        return is_due, min(calls, 2 * (self._total + self._calls))
 
 
 def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | SavingSeconds:

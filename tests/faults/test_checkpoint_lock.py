@@ -1,0 +1,90 @@
+"""Two jobs do not write to one directory, and a lock does not outlive its job."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tnt_jax.train import checkpoint_lock
+from tnt_jax.train.checkpoint_lock import DirectoryLock, LockedError
+
+HOLDER = textwrap.dedent("""
+    import os, sys, time
+    from pathlib import Path
+    from tnt_jax.train.checkpoint_lock import DirectoryLock
+    lock = DirectoryLock(Path(sys.argv[1]))
+    child = os.fork() if "fork" in sys.argv else 1
+    if child:
+        print("held", child, flush=True)
+    time.sleep(100)
+""")
+
+
+def hold(path, *words, **extra):
+    """Starts a process that holds a lock; returns it and what it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | extra,
+    )
+    return process, process.stdout.readline().split()
+
+
+def test_a_second_job_is_refused_by_name_until_the_first_is_killed(tmp_path):
+    path = tmp_path / "lock"
+    holder, told = hold(path, "fork", SLURM_JOB_ID="4711")
+    with pytest.raises(
+        LockedError,
+        match=rf"{re.escape(str(tmp_path))} is in use by process {holder.pid} on host \S+, "
+        r"job 4711, since \d{4}-",
+    ):
+        DirectoryLock(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    # What the holder has forked still runs, and does not keep the lock.
+    os.kill(int(told[1]), 0)
+    lock = DirectoryLock(path)
+    os.kill(int(told[1]), signal.SIGKILL)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert not path.exists()
+
+
+def test_a_lock_of_another_host_holds_while_it_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_lock, "_STALE_S", 1.0)
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({"host": "far", "machine": "another", "pid": 5, "since": "then"}))
+    renewing = subprocess.Popen(
+        ["sh", "-c", f"while :; do sleep 0.3; touch {path}; done"], stdout=subprocess.DEVNULL
+    )
+    with pytest.raises(LockedError, match="process 5 on host far, since then"):
+        DirectoryLock(path)
+    renewing.kill()
+    renewing.wait()
+    start = time.monotonic()
+    lock = DirectoryLock(path)
+    assert 1.0 <= time.monotonic() - start < 10
+    lock.release()
+
+
+def test_a_lock_that_vanished_is_noticed(tmp_path):
+    lock = DirectoryLock(tmp_path / "lock")
+    assert lock.is_held()
+    lock.path.unlink()
+    assert not lock.is_held()
+    lock.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, content):
+    (tmp_path / "lock").write_text(content)
+    lock = DirectoryLock(tmp_path / "lock")
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()

@@ -1,0 +1,197 @@
+"""Checkpoints that are damaged are noticed and named, and the one before is used."""
+
+import logging
+import re
+import shutil
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from damage import files_below, random_flips
+
+from tnt_jax.train.checkpoint import Checkpoints, Position
+from tnt_jax.train.checkpoint_files import DamagedCheckpointError
+from tnt_jax.train.state import create_state
+from tnt_jax.train.state_arrays import state_arrays
+
+
+class Kept(logging.Handler):
+    """Keeps the warnings of a job."""
+
+    def __init__(self):
+        super().__init__("WARNING")
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def warnings():
+    """Returns the list of warnings so far."""
+    handler = Kept()
+    logging.getLogger("tnt_jax").addHandler(handler)
+    yield handler.texts
+    logging.getLogger("tnt_jax").removeHandler(handler)
+
+
+def state_at(step, *, value=1.0):
+    params = {"a": {"kernel": jnp.full((16, 8), value)}, "b": jnp.arange(5, dtype=jnp.bfloat16)}
+    state = create_state(params, {"mean": jnp.ones(3)}, optax.adam(0.1), seed=0)
+    return replace(state, step=jnp.int32(step))
+
+
+def save(folder, *steps, **options):
+    """Saves a checkpoint at each step; returns the folder of the last."""
+    checkpoints = Checkpoints(folder, **options)
+    for step in steps:
+        checkpoints.save(
+            state_at(step, value=float(step)),
+            position=Position(step, 3),
+            extra={"sums/0": np.float64(step)},
+            notes={"callbacks": [["History", {"loss": [0.25, 1.5]}]]},
+        )
+    checkpoints.close()
+    return folder / f"tnt_jax_step_{steps[-1]}"
+
+
+def is_what_was_saved(saved, step):
+    expected = state_arrays(state_at(step, value=float(step)))
+    return (
+        saved.number == step
+        and saved.position == Position(step, 3)
+        and saved.notes == {"callbacks": [["History", {"loss": [0.25, 1.5]}]]}
+        and saved.extra == {"sums/0": np.float64(step)}
+        and saved.arrays.keys() == expected.keys()
+        and all(
+            leaf.dtype == expected[path].dtype
+            and leaf.tobytes() == np.asarray(expected[path]).tobytes()
+            for path, leaf in saved.arrays.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_a_flipped_bit_is_harmless_or_named_and_the_one_before_is_used(tmp_path, warnings, count):
+    newest = save(tmp_path, 1, 2)
+    detected = 0
+    for path in random_flips(newest, count=count, seed=17):
+        before = len(warnings)
+        saved = Checkpoints(tmp_path).read_newest_valid()
+        told = warnings[before:]
+        name = str(path.relative_to(newest))
+        if told:
+            detected += 1
+            assert is_what_was_saved(saved, 1)
+            assert len(told) == 1
+            assert f"{newest} is damaged: {name}" in told[0] or "checksums/files.json" in told[0]
+            assert "Checkpoint 1 is used instead." in told[0]
+        else:
+            assert is_what_was_saved(saved, 2), name
+    assert detected == count
+    assert is_what_was_saved(Checkpoints(tmp_path).read_newest_valid(), 2)
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "empty"])
+def test_a_deleted_or_truncated_file_is_named(tmp_path, warnings, damage):
+    newest = save(tmp_path, 1, 2)
+    for path in files_below(newest):
+        data = path.read_bytes()
+        if damage == "delete":
+            path.unlink()
+        else:
+            path.write_bytes(data[: len(data) // 2] if damage == "truncate" else b"")
+        saved = Checkpoints(tmp_path).read_newest_valid()
+        path.write_bytes(data)
+        assert is_what_was_saved(saved, 1)
+        assert f"{path.relative_to(newest)} " in warnings[-1]
+
+
+def test_damaged_arrays_are_named(tmp_path):
+    newest = save(tmp_path, 2)
+    [data] = [path for path in files_below(newest / "state") if "/d/" in str(path)]
+    values = np.full((16, 8), 2.0, np.float32).tobytes()
+    content = data.read_bytes()
+    assert content.count(values) == 1
+    data.write_bytes(content.replace(values, bytes(len(values))))
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=rf"{re.escape(str(data.relative_to(newest)))} has changed; "
+        "state/params/a/kernel has other values than were saved$",
+    ):
+        Checkpoints(tmp_path).read()
+
+
+def test_without_a_valid_checkpoint_training_does_not_start_anew(tmp_path):
+    save(tmp_path, 1, 2)
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / f"tnt_jax_step_{number}" / "state")
+    with pytest.raises(OSError, match=r"No checkpoint in .* can be read.*_step_2.*_step_1"):
+        Checkpoints(tmp_path).read_newest_valid()
+    assert Checkpoints(tmp_path / "nothing").read_newest_valid() is None
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_stay(tmp_path):
+    newest = save(tmp_path, 1, 2)
+    (newest / "about" / "metadata").unlink()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.read_newest_valid().number == 1
+    checkpoints.save(state_at(3))
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "tnt_jax_step_1",
+        "tnt_jax_step_3",
+    ]
+
+
+def test_two_checkpoints_and_the_best_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(1, 8):
+        checkpoints.save(state_at(step), is_best=step in (2, 3))
+    checkpoints.close()
+    assert [number for number, _ in checkpoints._folders.complete(tmp_path)] == [3, 6, 7]
+
+
+def test_a_state_that_is_not_finite_is_refused_once(tmp_path, warnings):
+    save(tmp_path, 1)
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    for step, value in ((2, np.nan), (3, np.inf), (4, np.nan)):
+        checkpoints.save(state_at(step, value=value))
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.glob("tnt_jax*")] == ["tnt_jax_step_1"]
+    assert len(warnings) == 1
+    assert "params/a/kernel holds NaN or infinity" in warnings[0]
+    checkpoints.save(state_at(5))
+    checkpoints.close()
+    assert Checkpoints(tmp_path).newest() == 5
+
+
+def test_checkpoints_without_checksums_are_read_as_before(tmp_path):
+    """Written by Orbax itself, as versions before checksums did."""
+    trees = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}, "step": np.int32(4)}
+    with ocp.CheckpointManager(
+        tmp_path, options=ocp.CheckpointManagerOptions(step_prefix="tnt_jax_step")
+    ) as manager:
+        manager.save(
+            4,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(trees),
+                about=ocp.args.JsonSave({"position": [1, 2], "notes": {"a": 1}}),
+            ),
+            custom_metadata={"tnt_jax": {"format": 1}},
+        )
+    saved = Checkpoints(tmp_path).read_newest_valid()
+    np.testing.assert_array_equal(saved.arrays["params/w"], trees["params"]["w"])
+    assert (saved.number, saved.position, saved.notes) == (4, Position(1, 2), {"a": 1})
+
+
+def test_orbax_reads_what_is_written(tmp_path):
+    newest = save(tmp_path, 3)
+    restored = state_arrays(ocp.PyTreeCheckpointer().restore(newest / "state"))
+    expected = state_arrays(state_at(3, value=3.0))
+    assert restored.keys() == expected.keys()
+    for path, leaf in restored.items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[path]))

@@ -1,0 +1,32 @@
+"""Damages files as disks do."""
+
+import numpy as np
+
+
+def files_below(folder):
+    """Returns the files below a folder, in a fixed order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip_bit(path, rng):
+    """Inverts one random bit of a file; returns a function that inverts it again."""
+    position, bit = int(rng.integers(path.stat().st_size)), 1 << int(rng.integers(8))
+
+    def flip():
+        data = bytearray(path.read_bytes())
+        data[position] ^= bit
+        path.write_bytes(data)
+
+    flip()
+    return flip
+
+
+def random_flips(folder, *, count, seed):
+    """Yields the file for each of `count` flipped bits, which are in every file in turn."""
+    rng = np.random.default_rng(seed)
+    files = [path for path in files_below(folder) if path.stat().st_size]
+    for index in range(count):
+        path = files[index % len(files)]
+        restore = flip_bit(path, rng)
+        yield path
+        restore()

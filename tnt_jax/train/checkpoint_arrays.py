@@ -1,0 +1,266 @@
+"""Arrays in a folder, in Orbax's layout: Zarr arrays in one OCDBT database, and a description.
+
+Orbax reads these folders and writes such ones. They are written here because Orbax's own writer
+waits in barriers for processes that have failed, and leaves out what any process but the first
+writes alone.
+
+    write_arrays(folder, {"params/w": HostArray.of(w, has_whole=True)})
+    arrays, problems = read_arrays(folder)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+# The names are Orbax's.
+_DESCRIPTION = "_METADATA"
+_OF_PROCESS = "ocdbt.process_"
+# jax.tree_util.DictKey, in Orbax's numbering.
+_DICT_KEY = 2
+
+
+@dataclass(frozen=True)
+class HostArray:
+    """Host copies of an array, or of those shards of it that this process saves.
+
+    Attributes:
+        shape: Shape of the whole array.
+        dtype: Its dtype.
+        chunk: Shape of one shard.
+        shards: Where each shard begins, and its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    shards: list[tuple[tuple[int, ...], np.ndarray]]
+
+    @classmethod
+    def of(cls, leaf: Any, *, has_whole: bool) -> HostArray:
+        """Returns copies of what this process saves of an array.
+
+        Args:
+            leaf: Host or device array.
+            has_whole: Whether this process saves the arrays that are not spread over processes.
+        """
+        if is_spread(leaf):
+            shards = [
+                (tuple(part.start or 0 for part in shard.index), np.array(shard.data))
+                for shard in leaf.addressable_shards
+                if shard.replica_id == 0
+            ]
+            chunk = leaf.sharding.shard_shape(leaf.shape)
+            return cls(leaf.shape, np.dtype(leaf.dtype), chunk, shards)
+        shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", type(leaf)))
+        whole = [((0,) * len(shape), np.array(leaf))] if has_whole else []
+        return cls(shape, dtype, shape, whole)
+
+
+def is_spread(leaf: Any) -> bool:
+    """Returns whether each process holds but a part of an array."""
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
+
+
+def write_arrays(
+    folder: Path, arrays: Mapping[str, HostArray], *, process: int | None = None
+) -> None:
+    """Writes arrays to a folder, in one transaction.
+
+    Args:
+        folder: Folder; created if it is missing.
+        arrays: Copies of the arrays by path.
+        process: Number of this process if several write; `merge_arrays` then joins what they wrote.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    import tensorstore as ts
+
+    base = folder if process is None else folder / f"{_OF_PROCESS}{process}"
+    base.mkdir(parents=True, exist_ok=True)
+    context, transaction = ts.Context(), ts.Transaction()
+    with _as_os_error(f"{folder} cannot be written"):
+        stores = [
+            ts.open(
+                _spec(base, path) | _layout(array), context=context, transaction=transaction,
+                create=True, open=True,
+            )
+            for path, array in arrays.items()
+        ]  # fmt: skip
+        writes = [
+            store.result()[_region(starts, values.shape)].write(
+                values, can_reference_source_data_indefinitely=True
+            )
+            for store, array in zip(stores, arrays.values(), strict=True)
+            for starts, values in array.shards
+        ]
+        for write in writes:
+            write.copy.result()
+        transaction.commit_sync()
+
+
+def merge_arrays(folder: Path) -> None:
+    """Joins what several processes wrote to a folder into one database."""
+    import tensorstore as ts
+
+    # Within one context and transaction values are not copied, but referred to.
+    context, transaction = ts.Context(), ts.Transaction(atomic=True)
+    with _as_os_error(f"{folder} cannot be written"):
+        whole = ts.KvStore.open(_database(folder), context=context).result()
+        parts = [
+            ts.KvStore.open(_database(part), context=context).result()
+            for part in sorted(folder.glob(f"{_OF_PROCESS}*"))
+        ]
+        for part in parts:
+            part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+        transaction.commit_sync()
+
+
+def describe_arrays(folder: Path, arrays: Mapping[str, HostArray]) -> None:
+    """Writes which arrays a folder holds."""
+    folder.mkdir(exist_ok=True)
+    entries = {}
+    for path, array in arrays.items():
+        keys = tuple(path.split("/"))
+        entries[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
+            "value_metadata": {
+                "value_type": "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": list(array.chunk),
+            },
+        }
+    description = {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (folder / _DESCRIPTION).write_text(json.dumps(description))
+
+
+def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of each array of a folder by path.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    return {
+        path: jax.ShapeDtypeStruct(store.result().shape, store.result().dtype.numpy_dtype)
+        for path, store in _opened(folder).items()
+    }
+
+
+def read_arrays(
+    folder: Path, kinds: Mapping[str, str] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
+
+    Args:
+        folder: Folder.
+        kinds: What `kind` of each array must be, if it is known: a damaged description may demand
+            any amount of memory.
+
+    Raises:
+        ValueError: If the description of the folder cannot be read.
+    """
+    arrays, problems = {}, {}
+    reads = {}
+    for path, opening in _opened(folder).items():
+        try:
+            store = opening.result()
+            found = kind(store.shape, store.dtype.numpy_dtype)
+            if kinds is None or kinds.get(path) == found:
+                reads[path] = store.read()
+            else:
+                problems[path] = f"is {found}, but was saved as {kinds.get(path, 'nothing')}"
+        except ValueError as error:
+            problems[path] = _first_words(error)
+    for path, read in reads.items():
+        try:
+            arrays[path] = np.asarray(read.result())
+        except ValueError as error:
+            problems[path] = _first_words(error)
+    return arrays, problems
+
+
+def kind(shape: tuple[int, ...], dtype: Any) -> str:
+    """Returns shape and dtype in words, such as `float32[4, 3]`."""
+    return f"{np.dtype(dtype).name}{list(shape)}"
+
+
+def _opened(folder: Path) -> dict[str, Any]:
+    import tensorstore as ts
+
+    context = ts.Context()
+    return {
+        path: ts.open(
+            _spec(folder, path) | {"fill_missing_data_reads": False}, context=context, open=True
+        )
+        for path in _described(folder)
+    }
+
+
+def _described(folder: Path) -> Iterator[str]:
+    """Yields the paths of the arrays that the description of a folder names."""
+    try:
+        entries = json.loads((folder / _DESCRIPTION).read_bytes())["tree_metadata"]
+        for entry in entries.values():
+            if not entry["value_metadata"]["skip_deserialize"]:
+                yield "/".join(key["key"] for key in entry["key_metadata"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{folder / _DESCRIPTION} does not describe arrays: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _spec(base: Path, path: str) -> dict[str, Any]:
+    name = path.replace("/", ".")
+    return {"driver": "zarr", "kvstore": _database(base) | {"path": f"{name}/"}}
+
+
+def _database(base: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}}
+
+
+def _layout(array: HostArray) -> dict[str, Any]:
+    # Weights compress by less than a tenth, at the price of the processors that train.
+    return {
+        "dtype": array.dtype.name,
+        "metadata": {
+            "shape": list(array.shape),
+            "chunks": [max(1, size) for size in array.chunk],
+            "compressor": None,
+        },
+        # Zeros, too, are stored: without them a missing part could not be told from one.
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _region(starts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
+
+
+@contextmanager
+def _as_os_error(what: str) -> Iterator[None]:
+    """Raises what tensorstore raises, which depends on the place, as OSError."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{what}: {_first_words(error)}") from error
+
+
+def _first_words(error: Exception) -> str:
+    """Returns what tensorstore says, without the settings that follow."""
+    return str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]

@@ -1,0 +1,172 @@
+"""The lock of a directory, so that two jobs do not write to it.
+
+The lock is a file in the directory on which the process holds a POSIX record lock. The system frees
+it when the process ends, however it ends. The file says who holds it. Where hosts do not see each
+other's record locks, as on some network file systems, a time stamp that the holder renews every few
+seconds tells whether it still runs.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_RENEWAL_S = 5.0
+# A lock of another host that has not been renewed for so long was left by a process that died.
+_STALE_S = 4 * _RENEWAL_S
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TNT_JOB_ID")
+
+
+class LockedError(RuntimeError):
+    """Another job writes to the directory."""
+
+
+class DirectoryLock:
+    """The lock of a directory, which this process holds until `release`.
+
+    Args:
+        path: File that stands for the lock; its folder must exist.
+
+    Raises:
+        LockedError: If another process holds it.
+        OSError: If the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _open_locked(path)
+        try:
+            self._take_over()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._renew, name="tnt_jax checkpoint lock", daemon=True
+        )
+        self._thread.start()
+
+    def is_held(self) -> bool:
+        """Returns whether the file is still there and still this one."""
+        return _is_at(self._file, self.path)
+
+    def release(self) -> None:
+        """Lets others take the lock, and removes the file."""
+        self._is_over.set()
+        self._thread.join()
+        # The directory may have vanished, or be read-only by now.
+        with suppress(OSError):
+            if self.is_held():
+                self.path.unlink()
+        os.close(self._file)
+
+    def _take_over(self) -> None:
+        holder = _read(self._file)
+        if holder and holder.get("machine") != _machine() and _is_renewed(self._file):
+            raise _locked(self.path, holder)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(_own_entry()).encode(), 0)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(_RENEWAL_S):
+            # The directory may be gone for a while; `is_held` notices.
+            with suppress(OSError):
+                # A program that copies the directory within this process frees the record lock.
+                _lock(self._file)
+                os.utime(self._file)
+
+
+def _open_locked(path: Path) -> int:
+    """Returns an open file at a path on which this process holds the record lock."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with _closing_on_error(file):
+            if not _lock(file):
+                raise _locked(path, _read(file))
+            # The one who held it may have removed the file since it was opened.
+            if _is_at(file, path):
+                return file
+        os.close(file)
+
+
+@contextmanager
+def _closing_on_error(file: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _lock(file: int) -> bool:
+    """Returns whether this process now has the record lock, or the file system has none."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in _UNSUPPORTED:
+            raise
+    return True
+
+
+def _is_renewed(file: int) -> bool:
+    """Returns whether somebody renews the time stamp; clocks of hosts are not compared."""
+    before, deadline = os.fstat(file).st_mtime_ns, time.monotonic() + _STALE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if os.fstat(file).st_mtime_ns != before:
+            return True
+    return False
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except OSError:
+        return False
+
+
+def _read(file: int) -> dict[str, Any]:
+    """Returns who holds a lock; nothing if the file does not say so."""
+    try:
+        entry = json.loads(os.pread(file, 4096, 0))
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _own_entry() -> dict[str, Any]:
+    job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "job": job,
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _machine() -> str:
+    """Returns what tells a running system from all others, whatever its containers are called."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _locked(path: Path, holder: dict[str, Any]) -> LockedError:
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return LockedError(
+        f"{path.parent} is in use by process {holder.get('pid', 'unknown')} on host "
+        f"{holder.get('host', 'unknown')}{job}, since {holder.get('since', 'an unknown time')}. "
+        "Two jobs cannot write checkpoints to one directory: give each its own, or end one job."
+    )
