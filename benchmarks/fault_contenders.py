@@ -116,7 +116,9 @@ class RunningJob:
             return
         signum = signal.SIGKILL if words[0] == "kill" else signal.Signals[words[0]]
         to_launcher = words[-1] == "launcher"
-        for pid in [popen.pid for popen in self._started] if to_launcher else [self._worker(process)]:
+        for pid in (
+            [popen.pid for popen in self._started] if to_launcher else [self._worker(process)]
+        ):
             os.kill(pid, signum)
 
     def end(self) -> None:

@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=len(FAULTS), help="of each contender")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--starts", type=int, default=4, help="most starts of a job")
-    parser.add_argument("--hang", type=float, default=120.0, help="seconds without a step or an end")
+    parser.add_argument(
+        "--hang", type=float, default=120.0, help="seconds without a step or an end"
+    )
     parser.add_argument("--minutes", type=float, help="stop beginning trials after this time")
     parser.add_argument("--output", help="JSON file for the results")
     args = parser.parse_args()

@@ -1,5 +1,6 @@
 """Puts host batches on the devices, ahead of the step that needs them."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ from tnt_jax.distributed.runtime import Runtime
 
 # Batches that wait on the devices while a step runs.
 _AHEAD = 2
+_TICK_S = 0.2
 
 
 def rank_slice_of(runtime: Runtime) -> RankSlice:
@@ -60,6 +62,7 @@ class Feed:
         items: Items to prepare, read in the thread only.
         prepare: Maps an item to what the caller gets, for instance puts it on the devices.
         threaded: Whether a thread reads ahead; otherwise each item is prepared on request.
+        gives_up: Whether the items end while one is waited for, asked a few times a second.
 
     Attributes:
         wait_s: Seconds that the caller has waited for items.
@@ -69,12 +72,18 @@ class Feed:
     """
 
     def __init__(
-        self, items: Iterator[Any], prepare: Callable[[Any], Any], *, threaded: bool = True
+        self,
+        items: Iterator[Any],
+        prepare: Callable[[Any], Any],
+        *,
+        threaded: bool = True,
+        gives_up: Callable[[], bool] | None = None,
     ) -> None:
         self.wait_s = 0.0
         self._items = items
         self._prepare = timeline.recorded(prepare, "put a batch on the devices", "data")
         self._threaded = threaded
+        self._gives_up = gives_up
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(_AHEAD)
         self._stopped = threading.Event()
 
@@ -104,7 +113,7 @@ class Feed:
         """Returns what the thread hands over next."""
         start = time.perf_counter()
         with timeline.span("wait for data", "data"):
-            handed = self._ready.get()
+            handed = self._take()
         self.wait_s += time.perf_counter() - start
         return handed
 
@@ -113,6 +122,16 @@ class Feed:
         for item in self._items:
             return "item", self._prepare(item)
         return "end", None
+
+    def _take(self) -> tuple[str, Any]:
+        """Returns what the thread has ready."""
+        if self._gives_up is None:
+            return self._ready.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_TICK_S)
+            if self._gives_up():
+                return "end", None
 
     def _work(self) -> None:
         reader_stopped.set(self._stopped)

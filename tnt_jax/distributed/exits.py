@@ -88,6 +88,12 @@ def end_job(cause: Cause, service_answers: bool) -> None:
         joined[0].end_job(cause, service_answers)
 
 
+def has_failed_peer() -> bool:
+    """Returns whether another process of the job is known to have failed or to be lost."""
+    joined = _membership.get()
+    return joined is not None and joined[0].has_failed_peer()
+
+
 def watch() -> None:
     """Begins to look for processes that leave; every process must have introduced itself."""
     joined = _membership.get()

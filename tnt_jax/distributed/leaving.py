@@ -160,6 +160,11 @@ class Membership:
             causes, key=lambda item: (bool(item.code) or item.is_lost, -item.process), default=None
         )
 
+    def has_failed_peer(self) -> bool:
+        """Returns whether another process is known to have failed or to be lost."""
+        cause = self._cause()
+        return cause is not None and (bool(cause.code) or cause.is_lost)
+
     # Ending all.
 
     def end_job(self, cause: Cause, service_answers: bool) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 from tnt_jax.adapters.base import CallError
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import Source
-from tnt_jax.distributed import collectives
+from tnt_jax.distributed import collectives, preemption
+from tnt_jax.distributed.preemption import Points
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.core import Core
@@ -47,12 +48,17 @@ class Evaluator:
         compare_starts("Model.evaluate", self._core, data, steps=steps)
         source = collectives.call_on_all_processes(lambda: self._intake.source(data))
         hooks = callbacks.open(in_training=False, steps=steps or source.num_batches)
-        return self.evaluate_source(source, steps, hooks)
+        with preemption.ending_call() as points:
+            return self.evaluate_source(source, steps, hooks, points)
 
     def evaluate_source(
-        self, source: Source, steps: int | None, hooks: CallbackList
+        self, source: Source, steps: int | None, hooks: CallbackList, points: Points
     ) -> dict[str, float]:
-        """Returns loss and metrics over a source, as for the validation data of `fit`."""
+        """Returns loss and metrics over a source, as for the validation data of `fit`.
+
+        Raises:
+            Preempted: If all processes stop at one of the points.
+        """
         compilation = self._core.require_compiled()
         trainer = self._core.trainer
         stream, first = self._intake.open("Model.evaluate", source, steps=steps)
@@ -66,9 +72,10 @@ class Evaluator:
             islice(stream.epoch(0), steps), stream.source, where="the data to evaluate"
         )
         with device_feed(
-            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps
-        ) as feed:
-            logs = self._core.logs(trainer.evaluate(feed, phase_hooks))
+            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
+            gives_up=points.gives_up,
+        ) as feed:  # fmt: skip
+            logs = self._core.logs(trainer.evaluate(points.before_each(feed), phase_hooks))
         hooks.call("on_test_end", logs)
         return logs
 
@@ -108,11 +115,12 @@ class Predictor:
         batches = read_in_lockstep(
             islice(stream.epoch(0), steps), source, where="the data to predict"
         )
-        with device_feed(
-            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps
-        ) as feed:
+        with preemption.ending_call() as points, device_feed(
+            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
+            gives_up=points.gives_up,
+        ) as feed:  # fmt: skip
             try:
-                outputs = trainer.predict(feed, phase_hooks)
+                outputs = trainer.predict(points.before_each(feed), phase_hooks)
             except CallError as error:
                 # The message says what to do; the traceback does not help.
                 raise CallError(str(error)) from None

@@ -14,6 +14,7 @@ from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.distributed.preemption import Points, Preempted
 from tnt_jax.distributed.shared_stop import SharedStop, shared_stop
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList, History
@@ -26,6 +27,7 @@ from tnt_jax.keras_compat.fit_plan import FitArguments, Plan, carry_out_split
 from tnt_jax.keras_compat.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.inputs import class_weighting
 from tnt_jax.keras_compat.model_state import ModelState
+from tnt_jax.keras_compat.preempted import ending_on_request, save_and_exit
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
@@ -74,6 +76,15 @@ class FitLoop:
         self._evaluator = evaluator
         self._resumption = resumption
         self._progress = progress
+        # Where the running `fit` may end.
+        self._points = Points()
+
+    def run(
+        self, data: DataArguments, arguments: FitArguments, callbacks: CallbackArguments
+    ) -> History:
+        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+        with ending_on_request(callbacks.unwrapped) as self._points:
+            return self.fit(self.prepare(data, arguments), callbacks)
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
@@ -93,7 +104,7 @@ class FitLoop:
         return Plan(stream, first, weighting, None, arguments)
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
-        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+        """Carries out the plan, and returns the history."""
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
         plan = replace(plan, validation=self._open_validation(plan))
@@ -130,17 +141,38 @@ class FitLoop:
         return validation
 
     def _run_epochs(self, plan: Plan, hooks: CallbackList, stop: SharedStop) -> None:
-        """Trains epoch by epoch, with validation and callbacks."""
+        """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
         progress = self._progress
         logs = {}
-        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         progress.enter_epoch(*start)
+        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         divergence.check_start(self._core.trainer.require_state())
-        for epoch in range(start.epoch, plan.arguments.epochs):
+        try:
+            for epoch_logs in self._epochs(plan, hooks, start, stop, divergence):
+                logs = epoch_logs
+        except Preempted:
+            save_and_exit(self._resumption.save_now, hooks, progress, logs)
+        self._use_average()
+        hooks.call("on_train_end", logs)
+
+    def _epochs(
+        self,
+        plan: Plan,
+        hooks: CallbackList,
+        start: Start,
+        stop: SharedStop,
+        divergence: Divergence,
+    ) -> Iterator[dict[str, float]]:
+        """Runs epochs, with validation and callbacks, and yields the logs of each."""
+        progress = self._progress
+        epochs = range(start.epoch, plan.arguments.epochs)
+        if epochs:
+            self._points.pass_one()
+        for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
             phase_hooks = PhaseHooks(
                 "train", hooks, progress=progress, read=self._core.training_logs, stop=stop
@@ -156,10 +188,10 @@ class FitLoop:
                 epoch=epoch + 1,
                 stop_training=progress.stop_training or stop.is_asked,
             )
+            yield logs
             if progress.stop_training:
-                break
-        self._use_average()
-        hooks.call("on_train_end", logs)
+                return
+            self._points.pass_one()
 
     def _train_epoch(
         self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
@@ -168,7 +200,9 @@ class FitLoop:
         stall.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
-        steps = _EpochSteps(self._core, hooks, plan.unpack, threaded=not stream.source.in_memory)
+        steps = _EpochSteps(
+            self._core, hooks, plan.unpack, self._points, threaded=not stream.source.in_memory
+        )
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         batches = read_in_lockstep(
@@ -222,7 +256,7 @@ class FitLoop:
         assert plan.validation is not None
         with stall.calling("validation"):
             found = self._evaluator.evaluate_source(
-                plan.validation, plan.arguments.validation_steps, hooks
+                plan.validation, plan.arguments.validation_steps, hooks, self._points
             )
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -243,6 +277,7 @@ class _EpochSteps:
         core: What the parts of the model share.
         hooks: What runs around each step.
         unpack: From a host batch to what a step takes.
+        points: Where training may end: before each step, and after the last.
         threaded: Whether a thread prepares batches ahead.
 
     Attributes:
@@ -252,7 +287,13 @@ class _EpochSteps:
     """
 
     def __init__(
-        self, core: Core, hooks: PhaseHooks, unpack: Callable[[HostBatch], Batch], *, threaded: bool
+        self,
+        core: Core,
+        hooks: PhaseHooks,
+        unpack: Callable[[HostBatch], Batch],
+        points: Points,
+        *,
+        threaded: bool,
     ) -> None:
         self.sums: Any = None
         self.index = 0
@@ -261,19 +302,28 @@ class _EpochSteps:
         self._known = core.require_compiled().compiled_kinds
         self._hooks = hooks
         self._unpack = unpack
+        self._points = points
+        self._is_stopped = False
         self._threaded = threaded
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
-        """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
+        """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
+
+        Raises:
+            Preempted: Once they have run, if all processes stop after them.
+        """
         first = self.index
         with device_feed(
-            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps
-        ) as feed:
+            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
+            gives_up=self._points.gives_up,
+        ) as feed:  # fmt: skip
             self.sums = self._trainer.train_epoch(
                 self._counted(feed), self._hooks, first_index=first, sums=self.sums
             )
         with stall.waiting("last steps of the epoch"):
             jax.block_until_ready(self.sums)
+        if self._is_stopped:
+            raise Preempted
 
     def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
         """Yields items, and counts their steps."""
@@ -296,7 +346,8 @@ class _EpochSteps:
             item = next(items, None)
             if self._threaded and "training" in _started.get() and not self._hooks.is_busy():
                 self.input_wait_s += time.perf_counter() - start
-            if item is None:
+            self._is_stopped = self._points.stops_here()
+            if item is None or self._is_stopped:
                 return
             yield item
 

@@ -32,6 +32,11 @@ class CallbackArguments:
     verbose: int | str
     model: Any
 
+    @property
+    def unwrapped(self) -> list[Any]:
+        """The callbacks as one list, without wrappers."""
+        return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
+
     def open(self, *, in_training: bool, **params: Any) -> CallbackList:
         """Returns the list of callbacks, including the default ones.
 

@@ -240,9 +240,8 @@ class Model:
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
             tnt_distribute_validation_dataset, directory,
         )  # fmt: skip
-        plan = self._fit_loop.prepare(data, arguments)
         given = with_backup(callbacks, directory)
-        return self._fit_loop.fit(plan, CallbackArguments(given, verbose, self))
+        return self._fit_loop.run(data, arguments, CallbackArguments(given, verbose, self))
 
     @called("Model.evaluate")
     def evaluate(

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from tnt_jax.launch.gloo import WithoutGreetings
-from tnt_jax.launch.processtree import die_with_parent
+from tnt_jax.launch.processtree import die_with_parent, is_handled, send_signal
 
 TAIL_BYTES = 1 << 16
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 
 
@@ -108,7 +109,14 @@ class Child:
         return self._tails["stderr"] or self._tails["stdout"]
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to the process and to the processes in its process group."""
+        """Sends a signal to the process and to the processes in its process group.
+
+        A process with a handler for a signal that asks it to end, or to note something, gets it
+        alone: its workers, which load data for instance, would end before it has saved its state.
+        """
+        if signum in _REQUESTS and is_handled(self.pid, signum):
+            send_signal([self.pid], signum)
+            return
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:

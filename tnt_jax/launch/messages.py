@@ -1,8 +1,8 @@
 """The protocol between launcher and supervisor: one JSON object per line.
 
 A first line marks the beginning. The launcher sends `ask`, `start`, `signal`, `stop` and `beat`;
-the supervisor sends `answer`, `started`, `refused`, `output`, `exit`, `beat` and `done`. The field
-`kind` names the message.
+the supervisor sends `answer`, `started`, `refused`, `output`, `asked_to_end`, `exit`, `beat` and
+`done`. The field `kind` names the message.
 """
 
 import json

@@ -88,6 +88,16 @@ def send_signal(pids: Iterable[int], signum: int) -> None:
             continue
 
 
+def is_handled(pid: int, signum: int) -> bool:
+    """Returns whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
 def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
     """Kills all descendants of `pid` and returns those still there after `patience_s` seconds.
 

@@ -11,15 +11,7 @@ from typing import Any
 
 from tnt_jax.launch.connection import Connection
 from tnt_jax.launch.plan import Process
-from tnt_jax.launch.screen import (
-    END_OF_OUTPUT,
-    Output,
-    Screen,
-    failure_report,
-    gist,
-    loss_report,
-    say,
-)
+from tnt_jax.launch.screen import Output, Screen, failure_report, gist, loss_report, say
 from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
@@ -155,8 +147,9 @@ class Session:
             timeout_s: Seconds after which the processes are ended; None for no limit.
 
         Returns:
-            0 if all processes succeeded; 128 + signal number if a signal ended the job and not all
-            processes succeeded; otherwise the exit code of the first process that failed.
+            0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
+            signal number if a signal ended the job otherwise; else the exit code of the first
+            process that failed.
         """
         self._screen = screen or Screen(processes)
         self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
@@ -364,6 +357,8 @@ class Session:
         is_consequence = self._exit_code and (has_lost or has_stalled or code in _ENDED_CODES)
         if code == 0:
             self._ended_well.append(rank)
+        elif code == PREEMPTED_EXIT_CODE:
+            self._take_preemption(rank)
         elif has_lost and self._ended_well and not self._exit_code:
             self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
         elif not is_consequence:
@@ -379,6 +374,21 @@ class Session:
                     memory_kills=message["memory_kills"],
                 ),
             )
+
+    def _take_preemption(self, rank: int) -> None:
+        """Handles a process that has saved its state and ended: the others do the same."""
+        if self._exit_code not in (0, PREEMPTED_EXIT_CODE):
+            return  # It was asked to end because another had failed.
+        if self._exit_code == 0:
+            say(f"Rank {rank} has saved its state and ended. The same command goes on from there.")
+            self._exit_code = PREEMPTED_EXIT_CODE
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._grace_period_s
+
+    def _on_asked_to_end(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        if self._caught is None:
+            _logger.warning("%s was asked to end.", connection.host)
+            self._end_by(message["signum"])
 
     def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
         """Does nothing: a heartbeat only has to arrive."""

@@ -125,8 +125,11 @@ class Supervisor:
         def wake() -> None:
             caught = os.read(read_fd, 4096)
             self._reap()
-            if signal.SIGTERM in caught or signal.SIGHUP in caught:
+            if signal.SIGHUP in caught or (signal.SIGTERM in caught and not self._started):
                 self._abandon()
+            elif signal.SIGTERM in caught:
+                # A cluster ends the job on this host: the launcher asks the processes of all hosts.
+                self._send("asked_to_end", signum=signal.SIGTERM)
 
         self._selector.register(read_fd, selectors.EVENT_READ, wake)
 

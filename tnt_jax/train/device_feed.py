@@ -18,6 +18,7 @@ def device_feed(
     *,
     threaded: bool,
     num_steps: int = 1,
+    gives_up: Callable[[], bool] | None = None,
 ) -> Feed:
     """Returns a feed of `DeviceBatches`.
 
@@ -28,6 +29,7 @@ def device_feed(
         threaded: Whether a thread prepares batches ahead.
         num_steps: Batches of equal shapes that are put together, for one program; 1 where steps run
             one by one.
+        gives_up: As of `Feed`.
     """
     # Without a thread that hides its cost, device_put takes longer than the compiled step does to
     # fetch host arrays itself.
@@ -43,4 +45,4 @@ def device_feed(
         )
 
     size = 1 if trainer.steps.fused is None else num_steps
-    return Feed(in_groups(items, size), prepare, threaded=threaded)
+    return Feed(in_groups(items, size), prepare, threaded=threaded, gives_up=gives_up)

@@ -1,0 +1,58 @@
+"""What the launcher does with signals for a job, and with processes that end with exit code 75."""
+
+import os
+import signal
+
+import pytest
+
+from tnt_jax.launch.processtree import descendants
+
+SAVES = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["TNT_PROCESS_ID"])
+worker = subprocess.Popen(["sleep", "60"])
+
+def save(signum, frame):
+    # The second process ends after the first: nothing must hurry it.
+    if rank == 1:
+        time.sleep(1)
+    print(rank, "saved, worker", "ended" if worker.poll() else "runs", flush=True)
+    signal.signal(signum, lambda *_: print("hurried", flush=True))
+    time.sleep(0.2)
+    sys.exit(75)
+
+for signum in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, save)
+print("up", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("signum", "to"), [
+    (signal.SIGTERM, "launcher"), (signal.SIGUSR1, "launcher"), (signal.SIGTERM, "supervisor"),
+])  # fmt: skip
+def test_launcher_ends_with_75_once_all_have_saved(tnt_jax, script, signum, to):
+    launcher = tnt_jax("-n", 2, "--no-gpu", "--output-on-all-devices", script(SAVES))
+    for _ in range(2):
+        assert "up" in launcher.stdout.readline()
+    os.kill(launcher.pid if to == "launcher" else descendants(launcher.pid)[0], signum)
+    out, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 75, err
+    assert sorted(out.splitlines()) == [
+        "[rank 0] 0 saved, worker runs",
+        "[rank 1] 1 saved, worker runs",
+    ]
+
+
+@pytest.mark.multiprocess
+def test_process_that_does_not_follow_one_with_75_is_killed_after_the_grace_period(tnt_jax, script):
+    path = script(
+        "import os, sys, time\nprint('up', flush=True)\n"
+        "sys.exit(75) if os.environ['TNT_PROCESS_ID'] == '0' else time.sleep(600)"
+    )
+    launcher = tnt_jax("-n", 2, "--no-gpu", "--grace-period", 0.5, path)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 75
+    assert "Rank 0 has saved its state and ended" in err
