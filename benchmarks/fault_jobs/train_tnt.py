@@ -71,7 +71,7 @@ optimizer = optax.multi_transform(
     {"count": optax.sgd(float(BATCH)), "learn": optax.sgd(0.05, momentum=0.9)},
     lambda params: {name: "count" if name == "seen" else "learn" for name in params},
 )
-model.compile(optimizer, loss=loss)
+model.compile(optimizer, loss=loss, on_nan="raise")
 data = tnt.data.RandomAccess(Reader(disturbance), batch_size=BATCH, shuffle=True, num_workers=0)
 model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Progress(disturbance)])
 if tnt.is_master_rank():

@@ -143,7 +143,7 @@ def test_rollback_ends_where_it_does_not_help(use_ranks):
     use_ranks(2)
     x, y = rows(16)
     x[:] = np.nan
-    with pytest.raises(FloatingPointError, match="went back 3 times already. Step 1 of epoch 4"):
+    with pytest.raises(FloatingPointError, match=r"went back 3 times already\. Step 1 of epoch 4"):
         fit(x, y, on_nan="rollback", epochs=9)
 
 
