@@ -158,9 +158,10 @@ def test_skipping_ends_where_every_step_is_skipped(use_ranks):
 def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
     use_ranks(2)
     x, y = rows(48)
-    kind = lambda: tnt.optimizers.LossScaleOptimizer(
-        tnt.optimizers.SGD(0.01), initial_scale=2.0**126
-    )  # noqa: E731
+
+    def kind():
+        return tnt.optimizers.LossScaleOptimizer(tnt.optimizers.SGD(0.01), initial_scale=2.0**126)
+
     models = [fit(x, y, on_nan=on_nan, optimizer=kind)[0] for on_nan in (None, "skip")]
     assert same(*(model.state for model in models))
     assert float(models[1].state.opt_state.scale) < 2.0**126
