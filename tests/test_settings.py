@@ -16,11 +16,12 @@ def test_all_variables_are_read():
         "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0",
         "TNT_LAUNCHED_AT": "12.500",
         "TNT_TUNE_STEPS": "5", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
-        "TNT_RESTART_COUNT": "2",
+        "TNT_RESTART_COUNT": "2", "TNT_CHECKPOINT_DIR": "runs/a", "TNT_CHECKPOINT_EVERY": "30s",
     }  # fmt: skip
     assert read_settings(environ) == Settings(
-        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, 0, restart_count=2
-    )
+        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, 0,
+        checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,10 @@ def test_all_variables_are_read():
         (JOB | {"TNT_NUM_PROCESSES": "two"}, "integer of at least 1, but is 'two'"),
         ({"TNT_FUSION_THRESHOLD": "-1"}, "number of KiB of at least 0, or xla, but is '-1'"),
         ({"TNT_TUNE_STEPS": "0"}, "integer of at least 1, but is '0'"),
+        (
+            {"TNT_CHECKPOINT_EVERY": "0"},
+            "TNT_CHECKPOINT_EVERY: .* batches from 1, or a time .* '0'",
+        ),
         ({"TNT_LOG_LEVEL": "LOUD"}, "must be one of DEBUG, INFO, WARNING, ERROR, but is 'LOUD'"),
         ({"TNT_LOG_ON_ALL_DEVICES": "maybe"}, "must be one of 1, true"),
     ],

@@ -37,6 +37,7 @@ def killed(folder, num_processes, *, rank, step, **options):
 def assert_every_row_once_an_epoch(found):
     assert found["seen"] == [NUM_EPOCHS] * 96
     assert found["epochs"] == list(range(NUM_EPOCHS))
+    assert found["processes_agree"]
 
 
 def assert_same_bits(found, whole):

@@ -48,6 +48,7 @@ def test_every_option():
         "--pin-memory-to-socket", "--log-dir", "l",
         "--port", "99", "--grace-period", "1.5", "--no-compilation-cache", "--dry-run", "-x", "A=1",
         "B=", "-x", "C=x y=z",
+        "--checkpoint-dir", "runs/a", "--checkpoint-every", "5m",
         "--ssh-args", "-F 'my config' -p 2", "--python-interpreter", "valgrind python -u", "--",
         "t.py",
     )  # fmt: skip
@@ -77,6 +78,7 @@ def test_every_option():
     assert options.ssh_args == ("-F", "my config", "-p", "2")
     assert options.interpreter == ("valgrind", "python", "-u")
     assert not options.compilation_cache
+    assert (options.checkpoint_dir, options.checkpoint_every) == ("runs/a", "5m")
 
 
 def test_n_means_this_host_but_with_a_hostfile_each_host():
@@ -108,6 +110,8 @@ def test_contradictions_are_refused(argv, message):
         ("-n", "two", "t.py"),
         ("--fusion-threshold", "-1", "t.py"),
         ("--npernode", "2", "t.py"),
+        ("--checkpoint-every", "0", "t.py"),
+        ("--checkpoint-every", "often", "t.py"),
     ],
 )
 def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):

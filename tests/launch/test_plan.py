@@ -1,6 +1,7 @@
 """The plan as data: hosts, devices and options in, processes out."""
 
 import dataclasses
+import os
 
 import pytest
 
@@ -236,11 +237,15 @@ def test_library_options_become_variables():
         output_on_all_devices=True,
         fusion_threshold_kb=0,
         compilation_cache=False,
+        checkpoint_dir="runs/a",
+        checkpoint_every="500",
     )
     environment = plan([host()], chosen)[0].environment
     assert (
         environment.items()
         >= {
+            "TNT_CHECKPOINT_DIR": os.path.abspath("runs/a"),
+            "TNT_CHECKPOINT_EVERY": "500",
             "TNT_LOG_LEVEL": "DEBUG",
             "TNT_OUTPUT_ON_ALL_DEVICES": "1",
             "TNT_FUSION_THRESHOLD": "0",

@@ -94,7 +94,7 @@ def train(options):
     history = model.fit(
         **data_of(options, x, y),
         epochs=options.get("epochs", 3),
-        verbose=0,
+        verbose=2,
         callbacks=[
             KillAt(),
             # The loss falls by what "seen" is: no epoch improves enough, and the count goes on.
@@ -102,6 +102,7 @@ def train(options):
         ],
         **({"resume": options["resume"]} if "resume" in options else {}),
     )
+    records = tnt.all_gather(np.array([early.wait, *history.epoch]))
     weights = model.weights_by_path()
     seen = next(np.asarray(value) for path, value in weights.items() if "seen" in path)
     return {
@@ -110,6 +111,8 @@ def train(options):
         "seen": (-seen / RATE * (steps or 1)).tolist(),
         "bits": {path: np.asarray(value).tobytes().hex() for path, value in weights.items()},
         "early_stopping": early.state(),
+        # Each process keeps its own record.
+        "processes_agree": bool((records == records[0]).all()),
     }
 
 

@@ -183,6 +183,43 @@ def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, cr
     ]
 
 
+class StopAfter(callbacks.Callback):
+    """Ends training after a number of batches, as no later run must put off."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches -= 1
+        if self.batches == 0:
+            self.model.stop_training = True
+
+
+class CrashInEpochEnd(callbacks.Callback):
+    """Ends the run once the backup at the end of an epoch is made."""
+
+    runs_last = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.model.stop_training:
+            raise Crash
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 1])
+def test_a_run_that_was_asked_to_end_does_not_go_on(tmp_path, save_freq):
+    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0}
+    backup = callbacks.BackupAndRestore(tmp_path / "backup", save_freq)
+    whole, model = make_model(), make_model()
+    expected = whole.fit(*data(44), **arguments, callbacks=StopAfter(9))
+    with pytest.raises(Crash):
+        make_model().fit(
+            *data(44), **arguments, callbacks=[backup, CrashInEpochEnd(), StopAfter(9)]
+        )
+    history = model.fit(*data(44), **arguments, callbacks=[backup, CrashAt(-1)])
+    assert_same(model, history, whole, expected)
+
+
 def test_a_csv_file_that_replaces_another_has_each_epoch_once_as_well(tmp_path):
     files = [tmp_path / "whole.csv", tmp_path / "resumed.csv"]
     logs = iter([files[0], files[1], files[1]])

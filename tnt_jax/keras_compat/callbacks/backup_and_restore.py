@@ -166,8 +166,10 @@ class BackupAndRestore(Callback):
             # The end may have changed the weights, to averages for instance.
             saved = self._checkpoints.read_newest_valid(before=saved.number) or saved
         position = saved.position or Position(0, 0)
-        if has_ended:
+        stops = saved.notes.get("stops", False)
+        if has_ended or (stops and position.batch == 0):
             position = Position(max(position.epoch, self.params["epochs"]), 0)
+        self.model.stop_training = stops
         try:
             self.model.set_state(with_arrays(self.model.state, saved.arrays))
             position = self.model.resumption.resume_at(
@@ -216,6 +218,12 @@ class BackupAndRestore(Callback):
             self.model.state,
             position=reached.position,
             extra=arrays | sums,
-            notes={"callbacks": states, "data": reached.data, "ended": ended},
+            notes={
+                "callbacks": states,
+                "data": reached.data,
+                # A callback may have asked for the end, which another run must not put off.
+                "stops": ended is None and bool(self.model.stop_training),
+                "ended": ended,
+            },
             is_best=is_best,
         )
