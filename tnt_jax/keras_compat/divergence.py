@@ -18,7 +18,7 @@ from tnt_jax.distributed import runtime
 from tnt_jax.distributed.comparison import name_processes
 from tnt_jax.distributed.rendezvous import meet
 from tnt_jax.log import logger
-from tnt_jax.train.checksums import local_checksums, replicated_arrays
+from tnt_jax.train.checksums import local_checksums, replicated_arrays, replicated_paths
 from tnt_jax.train.state import TrainState
 
 _NAMED_ARRAYS, _MOST_SPEAKERS = 4, 8
@@ -96,12 +96,11 @@ class Divergence:
         job = runtime.init()
         if job.num_ranks == 1:
             return [stops]
-        arrays = replicated_arrays(state)
-        local = local_checksums(list(arrays.values()), job.mesh)
+        local = local_checksums(replicated_arrays(state), job.mesh)
         own = _Brought(job.local_ranks, [zlib.crc32(row.tobytes()) for row in local], stops)
         brought = [_Brought(*json.loads(text)) for text in meet(where, json.dumps(own))]
         if len({total for one in brought for total in one.sums}) > 1:
-            self._report(list(arrays), local, brought, where, advice)
+            self._report(replicated_paths(state), local, brought, where, advice)
         return [one.stops for one in brought]
 
     def _report(

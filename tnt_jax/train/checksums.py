@@ -24,13 +24,17 @@ _SPREAD, _FIRST, _SECOND = 2654435761, 0x85EBCA6B, 0xC2B2AE35
 _programs = Slot[dict[Mesh, Callable]](dict)
 
 
-def replicated_arrays(state: TrainState) -> dict[str, jax.Array]:
-    """Returns the arrays of a state that every rank holds in full, by path.
+def replicated_arrays(state: TrainState) -> list[jax.Array]:
+    """Returns the arrays of a state that every rank holds in full.
 
     Sums of each rank's own gradients and a sharded optimizer state are left out.
     """
-    shared = replace(state, accumulated=None, residual=None)
-    return {path: x for path, x in state_arrays(shared).items() if x.is_fully_replicated}
+    return [x for x in jax.tree.leaves(_shared(state)) if x.is_fully_replicated]
+
+
+def replicated_paths(state: TrainState) -> list[str]:
+    """Returns the paths of `replicated_arrays`, which take longer than their checksums."""
+    return [path for path, x in state_arrays(_shared(state)).items() if x.is_fully_replicated]
 
 
 def local_checksums(arrays: Sequence[jax.Array], mesh: Mesh) -> np.ndarray:
@@ -92,6 +96,10 @@ def _words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint32).ravel()
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).ravel()
+
+
+def _shared(state: TrainState) -> TrainState:
+    return replace(state, accumulated=None, residual=None)
 
 
 def _of_host_array(part: jax.Array) -> int:
