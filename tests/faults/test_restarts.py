@@ -91,7 +91,9 @@ def test_training_whose_ranks_were_killed_gives_the_weights_of_one_process(
 @pytest.mark.multiprocess
 def test_job_that_fails_at_once_uses_up_its_restarts_and_says_little(script, tmp_path):
     path = script(
-        "print('start', restart, os.environ['TNT_JOB_ID'], flush=True)\n"
+        "launcher = pathlib.Path(f'/proc/{os.getppid()}/stat').read_text().split()[3]\n"
+        "num_open = len(os.listdir(f'/proc/{launcher}/fd'))\n"
+        "print('start', restart, os.environ['TNT_JOB_ID'], num_open, flush=True)\n"
         "if rank == 0: time.sleep(30)\n"
         "print('the cause', restart, file=sys.stderr); sys.exit(3 + restart)"
     )
@@ -106,8 +108,9 @@ def test_job_that_fails_at_once_uses_up_its_restarts_and_says_little(script, tmp
     assert done.stderr.splitlines()[-1] == "[tnt-jax] The job has failed after 2 restart(s)."
     assert len(done.stderr.splitlines()) == 3 * 2 + 2 * 2 + 1, done.stderr
     starts = [line.split() for line in done.stdout.splitlines()]
-    assert [number for _, number, _ in starts] == ["0", "1", "2"]
-    (first, *others) = [job_id for _, _, job_id in starts]
+    assert [number for _, number, _, _ in starts] == ["0", "1", "2"]
+    assert len({num_open for _, _, _, num_open in starts}) == 1, "Files are left open."
+    (first, *others) = [job_id for _, _, job_id, _ in starts]
     assert others == [f"{first}.1", f"{first}.2"]
     # No attempt overwrites what another has logged.
     for number, name in enumerate(["rank1.log", "rank1.restart1.log", "rank1.restart2.log"]):

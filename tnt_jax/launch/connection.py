@@ -184,6 +184,13 @@ class Connection:
             self._popen.kill()
             self._popen.wait()
 
+    def release(self) -> None:
+        """Closes what is left of the pipes, once nobody listens to them."""
+        self.abort()
+        for stream in (self._popen.stdout, self._popen.stderr):
+            if stream is not None:
+                stream.close()
+
     def reason(self) -> str:
         """Returns why the connection ended, as far as this side can tell."""
         while self.read_complaints():

@@ -30,6 +30,7 @@ from tnt_jax.launch.preflight import (
 )
 from tnt_jax.launch.screen import say
 from tnt_jax.launch.session import HostError, Session
+from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 LOCALHOST = "localhost"
 ASK_TIMEOUT_S = 60.0
@@ -135,6 +136,8 @@ def run_attempt(
         _logger.info(
             "Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts)
         )
+        if attempt.restart_count and session.has_passed_on:
+            return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
         code = session.run(processes)
         because = session.because or f"it ended with exit code {code}."
@@ -224,7 +227,9 @@ def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Ses
         deadline = time.monotonic() + _END_TIMEOUT_S
         for connection in connections:
             connection.wait(max(0.0, deadline - time.monotonic()))
-            connection.abort()
+        session.close()
+        for connection in connections:
+            connection.release()
 
 
 def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) -> dict[str, Facts]:

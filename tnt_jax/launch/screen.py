@@ -4,8 +4,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TextIO
 
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
@@ -109,39 +109,25 @@ def say(text: str) -> None:
         discard(sys.stderr)
 
 
-def failure_report(
-    rank: int,
-    host: str,
-    code: int,
-    tail: bytes,
-    *,
-    shown: bool,
-    pid: int | None = None,
-    memory_kills: int = 0,
-) -> str:
-    """Returns the report on the first failed process.
+def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str:
+    """Returns the report on a failed process.
 
     It says which process failed and how, and has the end of its output unless that was shown.
 
     Args:
-        rank: Number of the process in the job.
-        host: Its host.
-        code: Its exit code, as a shell states it.
-        tail: The end of its output.
-        shown: Whether the user has seen that.
-        pid: Its process id, if known.
-        memory_kills: Processes that the kernel of the host has killed for lack of memory during the
-            job.
+        host: The host of the process.
+        message: What its supervisor says of its end.
+        shown: Whether the user has seen its error output.
     """
-    text = f"Rank {rank} on {host} {_how(code)}."
-    if pid is not None:
-        text += f" It was process {pid}."
-    if code == 128 + signal.SIGKILL and memory_kills:
+    rank, code, pid = message["rank"], message["code"], message["pid"]
+    text = f"Rank {rank} on {host} {_how(code)}. It was process {pid}."
+    if code == 128 + signal.SIGKILL and message["memory_kills"]:
         text += (
-            f" The kernel of {host} has killed {memory_kills} process(es) for lack of memory since "
-            "the start."
+            f" The kernel of {host} has killed {message['memory_kills']} process(es) for lack of "
+            "memory since the start."
         )
-    last = excerpt(tail.decode(errors="replace").rstrip().splitlines())
+    tail = message["tail"].encode("latin-1").decode(errors="replace")
+    last = excerpt(tail.rstrip().splitlines())
     if shown or not last:
         return text
     return "\n".join([text + _END_OF_OUTPUT, *(f"  {line}" for line in last)])

@@ -43,6 +43,7 @@ class Session:
 
     Attributes:
         because: Why the job failed, in one line; empty if it did not.
+        has_passed_on: Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
     """
 
     def __init__(self, connections: Sequence[Connection], *, grace_period_s: float) -> None:
@@ -71,9 +72,8 @@ class Session:
         self._time_out_at: float | None = None
         self._give_up_at: float | None = None
         self._caught: int | None = None
-        self._warned_by_signal = False
+        self.has_passed_on = False
         self.because = ""
-        self._pids: dict[int, int] = {}
         self._turned_at = time.monotonic()
 
     @property
@@ -84,7 +84,11 @@ class Session:
     def was_ended_by_signal(self) -> bool:
         """Returns whether a signal to the launcher, or the end of its reader, ended the job."""
         has_saved = self._exit_code == PREEMPTED_EXIT_CODE
-        return self._caught is not None or (self._warned_by_signal and has_saved)
+        return self._caught is not None or (self.has_passed_on and has_saved)
+
+    def close(self) -> None:
+        """Ends the event loop for good."""
+        self._selector.close()
 
     # Before the start.
 
@@ -205,7 +209,7 @@ class Session:
     def _catch(self, caught: bytes) -> None:
         for signum in caught:
             if signum in (signal.SIGUSR1, signal.SIGUSR2):
-                self._warned_by_signal = True
+                self.has_passed_on = True
                 self._tell_all("signal", signum=signum)
             elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._end_by(signal.SIGTERM if signum == signal.SIGHUP else signum)
@@ -314,7 +318,6 @@ class Session:
         _logger.info(
             "Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"]
         )
-        self._pids[message["rank"]] = message["pid"]
         self._starting -= 1
         if self._starting == 0:
             _logger.debug(
@@ -362,18 +365,8 @@ class Session:
         elif has_lost and self._ended_well and not self._exit_code:
             self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
         elif not is_consequence:
-            self._fail(
-                code,
-                failure_report(
-                    rank,
-                    connection.host,
-                    code,
-                    tail,
-                    shown=self._screen.shows(rank),
-                    pid=self._pids.get(rank),
-                    memory_kills=message["memory_kills"],
-                ),
-            )
+            report = failure_report(connection.host, message, shown=self._screen.shows(rank))
+            self._fail(code, report)
 
     def _take_preemption(self, rank: int) -> None:
         """Handles a process that has saved its state and ended: the others do the same."""

@@ -240,6 +240,7 @@ class Supervisor:
         self._send(
             "exit",
             rank=child.rank,
+            pid=child.pid,
             code=child.code,
             tail=child.tail().decode("latin-1"),
             memory_kills=count_memory_kills() - self._memory_kills,

@@ -1,0 +1,56 @@
+"""The launcher names a rank that dies, with its host, process, way of dying, and last words."""
+
+import re
+
+import pytest
+from processes import launch
+
+from tnt_jax.launch.screen import failure_report
+
+DEATHS = [
+    ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by signal 9 (SIGKILL)", ""),
+    ("os._exit(9)", 9, "failed with exit code 9", ""),
+    (
+        "import ctypes; ctypes.string_at(0)",
+        139,
+        "was ended by signal 11 (SIGSEGV)",
+        "Fatal Python error: Segmentation fault",
+    ),
+    (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "    bytearray(1 << 40)",
+        1,
+        "failed with exit code 1",
+        "MemoryError",
+    ),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("death", "code", "how", "words"), DEATHS)
+def test_rank_that_dies_is_named_with_its_last_words(tmp_path, death, code, how, words):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['TNT_PROCESS_ID'] == '1':\n"
+        "    print('the last words of', os.getpid(), file=sys.stderr, flush=True)\n"
+        f"    {death}\n"
+        "time.sleep(60)\n"
+    )
+    done = launch(2, script, timeout_s=30)
+    assert done.returncode == code
+    (pid,) = re.findall(r"the last words of (\d+)", done.stderr)
+    named = f"Rank 1 on localhost {how}. It was process {pid}."
+    assert done.stderr.startswith(f"[tnt-jax] {named}")
+    assert words in done.stderr
+    assert "Rank 0" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "is_said"), [(137, 1, True), (137, 0, False), (1, 1, False)]
+)
+def test_lack_of_memory_is_said_of_a_killed_rank_alone(code, kills, is_said):
+    message = {"rank": 1, "pid": 4711, "code": code, "tail": "", "memory_kills": kills}
+    report = failure_report("node1", message, shown=False)
+    said = "The kernel of node1 has killed 1 process(es) for lack of memory since the start."
+    assert (said in report) == is_said
