@@ -66,6 +66,19 @@ def test_handler_of_the_script_stays(order):
     assert (code, out) == (0, ["own handler", "asked by SIGUSR2"])
 
 
+def test_handler_of_the_script_can_call_the_one_that_it_replaces():
+    code, out, _ = run("""
+        signals.install()
+        before = signal.getsignal(signal.SIGTERM)
+        def both(signum, frame):
+            own(signum, frame)
+            before(signum, frame)
+        signal.signal(signal.SIGTERM, both)
+        send("SIGTERM")
+    """)
+    assert (code, out) == (0, ["own handler", "asked by SIGTERM"])
+
+
 def test_signal_that_the_script_ignores_stays_ignored():
     ignore = "signal.signal(signal.{0}, signal.SIG_IGN); "
     script = ignore.format("SIGTERM") + ignore.format("SIGUSR1") + "signals.install(); {0}"

@@ -89,11 +89,12 @@ class Watch(Points):
 
     Attributes:
         reason: Who asked, in words; empty if nobody has.
+        signum: The signal; 0 if there was none.
         is_training: Whether `fit` runs: then calls within its callbacks do not end.
     """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.signum = "", 0
         self.is_training = False
         self._pid = os.getpid()
         self._process, self._num_processes = jax.process_index(), jax.process_count()
@@ -147,34 +148,34 @@ class Watch(Points):
 
     def _ask(self, signum: int) -> None:
         """Asks all processes to stop; runs in the thread that takes signals."""
-        name = signal.Signals(signum).name
         if self._client is None:
-            self._close(f"{name} came")
+            self._close(signum, "")
             self._settle(self._passed)
             return
         if exits.has_failed_peer():
             # Whoever has seen that ends the others; together they can save nothing any more.
             os._exit(128 + signum)
         try:
-            self._client.key_value_set(_REQUEST, f"{name} came to process {self._process}")
+            self._client.key_value_set(_REQUEST, f"{signum} {self._process}")
         except jax.errors.JaxRuntimeError as error:
             # Another process has asked, or the service has ended and the job with it.
             logger.debug("The request to end was not posted: %s", error)
 
     def _agree(self) -> None:
         """Waits for a request and agrees with the other processes on the last step."""
-        reason = self._read(_REQUEST)
-        if reason is None:
+        request = self._read(_REQUEST)
+        if request is None:
             return
-        self._close(reason)
+        signum, process = request.split()
+        self._close(int(signum), f" to process {process}")
         self._post_passed()
         if self._process == 0 and (last := self._find_last()) is not None:
             self._client.key_value_set(_LAST, str(last))
         if (text := self._read(_LAST)) is not None:
             self._settle(int(text))
 
-    def _close(self, reason: str) -> None:
-        self.reason = reason
+    def _close(self, signum: int, to: str) -> None:
+        self.reason, self.signum = f"{signal.Signals(signum).name} came{to}", signum
         self._is_closed = True
 
     def _settle(self, last: int) -> None:
@@ -232,14 +233,14 @@ def start() -> Watch:
     return watch
 
 
-def leave() -> NoReturn:
-    """Ends this process with exit code 75 once all processes have come here.
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code once all processes have come here.
 
     Raises:
         SystemExit: Always.
     """
     meet("the end of a preempted run")
-    sys.exit(PREEMPTED_EXIT_CODE)
+    sys.exit(code)
 
 
 @contextmanager
@@ -254,4 +255,4 @@ def ending_call() -> Iterator[Points]:
     except Preempted:
         assert watch is not None
         logger.warning("%s: ending with exit code %d.", watch.reason, PREEMPTED_EXIT_CODE)
-        leave()
+        leave(PREEMPTED_EXIT_CODE)

@@ -21,6 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A cluster may send a signal to the launcher and to its processes, which then get it twice.
 _SAME_S = 2.0
 _END = 0
+# Marks the bytes that `StopSignals._handle` writes.
+_REPORTED = 0x80
 
 
 class StopSignals:
@@ -81,24 +83,30 @@ class StopSignals:
         os.close(self._write_fd)
 
     def _handle(self, signum: int, frame: Any) -> None:
-        """Reports a signal whose byte has gone to another's pipe, such as that of an event loop."""
+        """Reports a signal of which the thread has not been told.
+
+        Its byte has gone to another's pipe, such as that of an event loop, or a handler of the
+        script calls this one.
+        """
         current = self._set_wakeup(-1)
         self._set_wakeup(current)
-        if current != self._write_fd:
+        if current != self._write_fd or signal.getsignal(signum) != self._handle:
             with contextlib.suppress(BlockingIOError):  # Full of signals already.
-                os.write(self._write_fd, bytes([signum]))
+                os.write(self._write_fd, bytes([signum | _REPORTED]))
 
     def _set_wakeup(self, descriptor: int) -> int:
         return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
     def _listen(self) -> None:
         while True:
-            for signum in os.read(self._read_fd, 64):
-                if signum == _END:
+            for byte in os.read(self._read_fd, 64):
+                if byte == _END:
                     return
-                # The pipe tells of any signal that has a handler in Python.
-                if signum in SIGNALS and signal.getsignal(signum) == self._handle:
-                    self._take(signum)
+                if byte & _REPORTED:
+                    self._take(byte & ~_REPORTED)
+                # Python's own handler in C tells of any signal that has a handler in Python.
+                elif byte in SIGNALS and signal.getsignal(byte) == self._handle:
+                    self._take(byte)
 
     def _take(self, signum: int) -> None:
         moment = time.monotonic()

@@ -35,7 +35,7 @@ def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
 
 
 def save_and_exit(
-    save: Callable[[], None] | None,
+    save: Callable[[], bool] | None,
     callbacks: CallbackList,
     progress: Progress,
     logs: Mapping[str, float],
@@ -43,22 +43,30 @@ def save_and_exit(
     """Saves the state, ends the callbacks, and ends the process; all processes call it together.
 
     Args:
-        save: Saves the running `fit` where it is.
+        save: Saves the running `fit` where it is, and returns whether that is written.
         callbacks: The callbacks of it.
         progress: Where it is.
         logs: The logs of the last complete epoch.
 
     Raises:
-        SystemExit: With the exit code of a preempted run.
+        SystemExit: With the exit code of a preempted run, or that of the signal if the state could
+            not be saved.
     """
     assert save is not None, "Without a callback that saves, nobody is asked to end."
-    save()
     watch = preemption.current()
     assert watch is not None
-    logger.warning(
-        "%s: the state after step %d of epoch %d is saved. Ending with exit code %d; the same "
-        "command goes on from there.",
-        watch.reason, progress.batches_done, progress.epoch + 1, PREEMPTED_EXIT_CODE,
-    )  # fmt: skip
+    place = f"after step {progress.batches_done} of epoch {progress.epoch + 1}"
+    if save():
+        code = PREEMPTED_EXIT_CODE
+        logger.warning(
+            "%s: the state %s is saved. Ending with exit code %d; the same command goes on from "
+            "there.", watch.reason, place, code,
+        )  # fmt: skip
+    else:
+        code = 128 + watch.signum
+        logger.error(
+            "%s: the state %s could not be saved. Ending with exit code %d; the same command goes "
+            "on from the checkpoint before.", watch.reason, place, code,
+        )  # fmt: skip
     callbacks.call("on_train_end", logs)
-    preemption.leave()
+    preemption.leave(code)

@@ -58,7 +58,7 @@ class Resumption:
     Attributes:
         initial_epoch: Epoch that replaces the argument of `fit`, set by Keras's BackupAndRestore;
             None if unset.
-        save_now: Saves the running `fit` where it is, and returns when that is written; set by
+        save_now: Saves the running `fit` where it is, and returns whether that is written; set by
             `BackupAndRestore` while it is active, otherwise None. All processes call it between
             the same two steps, or outside of the steps.
     """
@@ -67,7 +67,7 @@ class Resumption:
         self._core = core
         self._progress = progress
         self.initial_epoch: int | None = None
-        self.save_now: Callable[[], None] | None = None
+        self.save_now: Callable[[], bool] | None = None
         self._stream: EpochStream | None = None
         self._first_epoch = 0
         self._resumed: tuple[Position, int, list[np.ndarray]] | None = None

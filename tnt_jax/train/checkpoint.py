@@ -260,6 +260,11 @@ class Checkpoints:
         if outcome is not None:
             self._report(outcome)
 
+    @property
+    def last_is_written(self) -> bool:
+        """Whether the last checkpoint was written, the same on all processes; ask after `wait`."""
+        return self._last.result == "written"
+
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs write to the directory.
 

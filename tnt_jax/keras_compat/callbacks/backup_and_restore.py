@@ -139,8 +139,8 @@ class BackupAndRestore(Callback):
             self._save(ended={"epochs": self.params["epochs"]})
             self._checkpoints.close()
 
-    def save_now(self) -> None:
-        """Backs up between two steps, and returns when the backup is written.
+    def save_now(self) -> bool:
+        """Backs up between two steps, and returns whether the backup is written.
 
         All processes call it together. If no step follows, the end of training leaves the backup as
         it is, so that another run continues from here.
@@ -148,6 +148,7 @@ class BackupAndRestore(Callback):
         self._save()
         self._checkpoints.wait()
         self._has_saved_now = True
+        return self._checkpoints.last_is_written
 
     def _open(self) -> Checkpoints:
         return Checkpoints(
