@@ -224,18 +224,22 @@ class Checkpoints:
             raise self._missing()
         return saved
 
-    def read_newest_valid(self) -> Saved | None:
+    def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
         """Returns the newest checkpoint that every process can read, in full on every process.
 
         All processes return the same one. A newer one that is damaged is named in a warning.
         Returns None if there are no checkpoints.
+
+        Args:
+            before: Look among those of smaller numbers only.
 
         Raises:
             OSError: On all processes, if there are checkpoints and none of them can be read.
         """
         self.wait()
         problems: list[str] = []
-        for number in sorted({n for seen in self._numbers() for n in seen}, reverse=True):
+        numbers = {n for seen in self._numbers() for n in seen if before is None or n < before}
+        for number in sorted(numbers, reverse=True):
             saved, problem = self._read_on_all(number)
             if saved is not None:
                 if problems:
@@ -272,7 +276,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            close_writer(self.directory, self._folders)
+            close_writer(self.directory, self._folders, alone=self._alone)
 
     def remove_all(self) -> None:
         """Removes all checkpoints with this prefix, and the directory if it is empty then.
@@ -328,7 +332,7 @@ class Checkpoints:
         saved = None
         try:
             saved = self._read(number)
-        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+        except Exception as error:  # All processes must hear of it.
             problem = str(error) or type(error).__name__
         if not self._alone:
             told = collectives.agree("Checkpoints.read", {"checkpoint": number}, note=problem)
