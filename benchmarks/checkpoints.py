@@ -54,8 +54,10 @@ from tnt_jax.train.state import create_state
 def resnet_state():
     """Returns the training state of ResNet-20 with momentum."""
     module = tnt.models.resnet20()
-    init = jax.jit(lambda key, x: module.init(key, x, train=False))
-    variables = init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    shapes = jax.eval_shape(
+        lambda: module.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)
+    )
+    variables = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     return create_state(
         variables["params"],
         {"batch_stats": variables["batch_stats"]},
