@@ -1,6 +1,5 @@
 """Checkpoints that are damaged are noticed and named, and the one before is used."""
 
-import logging
 import re
 import shutil
 from dataclasses import replace
@@ -11,6 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from damage import files_below, random_flips
+from warned import kept_warnings
 
 from tnt_jax.train.checkpoint import Checkpoints, Position
 from tnt_jax.train.checkpoint_files import DamagedCheckpointError
@@ -18,24 +18,11 @@ from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import state_arrays
 
 
-class Kept(logging.Handler):
-    """Keeps the warnings of a job."""
-
-    def __init__(self):
-        super().__init__("WARNING")
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
 def warnings():
     """Returns the list of warnings so far."""
-    handler = Kept()
-    logging.getLogger("tnt_jax").addHandler(handler)
-    yield handler.texts
-    logging.getLogger("tnt_jax").removeHandler(handler)
+    with kept_warnings() as texts:
+        yield texts
 
 
 def state_at(step, *, value=1.0):
@@ -122,7 +109,7 @@ def test_damaged_arrays_are_named(tmp_path):
         match=rf"{re.escape(str(data.relative_to(newest)))} has changed; "
         "state/params/a/kernel has other values than were saved$",
     ):
-        Checkpoints(tmp_path).read()
+        Checkpoints(tmp_path).read(2)
 
 
 def test_without_a_valid_checkpoint_training_does_not_start_anew(tmp_path):

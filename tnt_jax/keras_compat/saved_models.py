@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from tnt_jax.distributed import collectives, runtime
+from tnt_jax.distributed import collectives
 from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.describe import is_linen
 from tnt_jax.keras_compat.described_models import (
@@ -16,6 +16,7 @@ from tnt_jax.keras_compat.described_models import (
     model_around,
     model_from,
 )
+from tnt_jax.keras_compat.file_checks import problem_of_path
 from tnt_jax.keras_compat.model import Model
 from tnt_jax.keras_compat.rebuild import Rebuilder, construct
 from tnt_jax.log import logger
@@ -87,18 +88,12 @@ def load_model(
 
     Raises:
         FileNotFoundError: If a process does not see the path.
-        ValueError: If the file has unknown names, or the module must be passed or does not fit.
+        ValueError: If the file is damaged or has unknown names, or the module must be passed or
+            does not fit.
     """
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust)
     path = Path(filepath)
-    error = (
-        None
-        if path.exists()
-        else FileNotFoundError(
-            f"Process {runtime.get_process_index()} does not find {path.absolute()}."
-        )
-    )
-    collectives.raise_on_all_processes(error)
+    collectives.raise_on_all_processes(problem_of_path(path))
     if path.is_dir():
         saved = Checkpoints(path).read()
         return _load_described(path, saved.notes, saved.arrays, module, compile, rebuild)

@@ -21,6 +21,7 @@ from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.describe import NotDescribable, describe
+from tnt_jax.keras_compat.file_checks import add_checksum, problem_of_path
 from tnt_jax.keras_compat.file_names import is_file_name
 from tnt_jax.keras_compat.model_state import ModelState, only
 from tnt_jax.keras_compat.weight_files import (
@@ -113,19 +114,14 @@ class Saver:
         Raises:
             FileNotFoundError: If a process does not see the path.
             RuntimeError: If the model has no variables yet.
-            ValueError: If leaves are missing or superfluous, or have another shape or dtype; the
-                message names them.
+            ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
+                another shape or dtype; the message names them.
         """
         check_changes_model("Loading weights")
         path = Path(filepath)
-        error = None
         self._state.require_built()
         self._state.start_optimizer()
-        if not path.exists():
-            error = FileNotFoundError(
-                f"Process {runtime.get_process_index()} does not find {path.absolute()}."
-            )
-        _raise_in_scope(error)
+        _raise_in_scope(problem_of_path(path))
         if (
             keras_files.is_keras(self._core.module)
             and path.is_file()
@@ -222,6 +218,8 @@ class Saver:
                 write_h5(temporary, arrays)
             else:
                 keras_files.add_to_archive(temporary, arrays, notes)
+            if not path.name.endswith(SAFETENSORS_ENDING):
+                add_checksum(temporary)
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         if path.is_dir():

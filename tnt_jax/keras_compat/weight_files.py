@@ -9,12 +9,16 @@ from typing import IO, Any
 
 import numpy as np
 
+from tnt_jax.train.checkpoint_checksums import array_checksum
+
 H5_ENDING, SAFETENSORS_ENDING = ".weights.h5", ".safetensors"
 # The group with tnt_jax's arrays, beside the contents of Keras's own files.
 _GROUP = "tnt_jax"
 # An array beside that group, with text in UTF-8.
 _NOTES = "tnt_jax_notes"
 _MOST_GROUPS = 100
+# How many damaged arrays an error names.
+_NAMED = 4
 # An array that is larger than this, and than this many times its stored bytes, is meant to exhaust
 # memory: tnt_jax stores every byte.
 _MANY_BYTES, _LARGEST_RATIO = 2**30, 1000
@@ -142,15 +146,42 @@ def read_h5_notes(path: Path) -> str:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays to a safetensors file; their names are the paths with dots for slashes."""
+    """Writes arrays to a safetensors file; their names are the paths with dots for slashes.
+
+    The metadata hold a checksum of each.
+    """
     from safetensors.numpy import save_file
 
     tensors = {name.replace("/", "."): np.array(leaf, order="C") for name, leaf in arrays.items()}
-    save_file(tensors, path, metadata={"format": "np", "tnt_jax": json.dumps({"version": 1})})
+    checksums = {name: array_checksum(array) for name, array in tensors.items()}
+    about = {"version": 1, "crc32": checksums}
+    save_file(tensors, path, metadata={"format": "np", "tnt_jax": json.dumps(about)})
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a safetensors file by name."""
+    """Returns the arrays of a safetensors file by name.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
 
-    return load_file(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            noted = (file.metadata() or {}).get("tnt_jax", "{}")
+        arrays = load_file(path)
+        checksums = json.loads(noted).get("crc32", {})
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}.") from error
+    different = [
+        name
+        for name in sorted(checksums.keys() | arrays.keys())
+        if name not in arrays or checksums.get(name) != array_checksum(arrays[name])
+    ]
+    if checksums and different:
+        raise ValueError(
+            f"{path} is damaged: {', '.join(different[:_NAMED])} in it changed since it was "
+            "written. Load another copy."
+        )
+    return arrays

@@ -198,23 +198,30 @@ class Checkpoints:
         Raises:
             FileNotFoundError: If there is no checkpoint.
         """
-        return read_shapes(self._folder(self._existing()) / "state")
+        number = self.newest()
+        if number is None:
+            raise self._missing()
+        return read_shapes(self._folder(number) / "state")
 
     def read(self, number: int | None = None) -> Saved:
         """Returns a checkpoint, in full on every process, if it is what was saved.
 
         Args:
-            number: Number of the checkpoint; the newest by default.
+            number: Number of the checkpoint; that of `read_newest_valid` by default.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
             OSError: On all processes, if one of them does not see the checkpoint, or finds it
                 damaged; the text names files and arrays.
         """
-        number = self._existing(number)
-        saved, problem = self._read_on_all(number)
-        if saved is None:
+        if number is None:
+            saved, problem = self.read_newest_valid(), ""
+        else:
+            saved, problem = self._read_on_all(number)
+        if problem:
             raise DamagedCheckpointError(problem)
+        if saved is None:
+            raise self._missing()
         return saved
 
     def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
@@ -244,8 +251,8 @@ class Checkpoints:
             self._writer.damaged.add(number)
         if problems:
             raise DamagedCheckpointError(
-                f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. Training "
-                "does not start anew by itself: restore the directory, or remove it."
+                f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. "
+                "Restore the directory, or remove it to start anew."
             )
         return None
 
@@ -274,7 +281,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            close_writer(self.directory, self._folders)
+            close_writer(self.directory, self._folders, alone=self._alone)
 
     def remove_all(self) -> None:
         """Removes all checkpoints with this prefix, and the directory if it is empty then.
@@ -321,12 +328,8 @@ class Checkpoints:
         seen = [number for number, _ in self._folders.complete(self.directory)]
         return [seen] if self._alone else collectives.agree("Checkpoints.read", {}, note=seen)
 
-    def _existing(self, number: int | None = None) -> int:
-        """Returns `number`, by default that of the newest checkpoint."""
-        number = self.newest() if number is None else number
-        if number is None:
-            raise FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
-        return number
+    def _missing(self) -> FileNotFoundError:
+        return FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
 
     def _read_on_all(self, number: int) -> tuple[Saved | None, str]:
         """Returns a checkpoint, or what the first process says that cannot read it."""
@@ -334,7 +337,7 @@ class Checkpoints:
         saved = None
         try:
             saved = self._read(number)
-        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+        except Exception as error:  # All processes must hear of it.
             problem = str(error) or type(error).__name__
         if not self._alone:
             told = collectives.agree("Checkpoints.read", {"checkpoint": number}, note=problem)

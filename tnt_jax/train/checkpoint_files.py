@@ -162,7 +162,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dic
     items, array_problems = _read_items(folder, is_checked)
     try:
         about = json.loads((folder / _ABOUT).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         about, problems = {}, problems or [f"{_ABOUT} cannot be read: {error}"]
     if problems or array_problems:
         raise DamagedCheckpointError(

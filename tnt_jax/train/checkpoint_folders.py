@@ -77,7 +77,10 @@ class OwnFolders:
         for number in complete.keys() - {*sound[-max_to_keep:], *best[-1:]}:
             # Not half a checkpoint, if the process ends now.
             hidden = complete[number].with_name(f"{complete[number].name}{_TMP}-removed")
-            remove(complete[number].rename(hidden))
+            try:
+                remove(complete[number].rename(hidden))
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", complete[number], error)
 
     def remove_all(self, directory: Path) -> None:
         """Removes all checkpoints of this kind, and the directory if nothing else is in it."""

@@ -87,7 +87,7 @@ class DirectoryLock:
 def _open_locked(path: Path) -> int:
     """Returns an open file at a path on which this process holds the record lock."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         with _closing_on_error(file):
             if not _lock(file):
                 raise _locked(path, _read(file))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 
@@ -160,14 +160,15 @@ class Writer:
 
     def _agree(self, call: str, prepare: Callable[[], int | None]) -> int:
         """Returns what the leading process prepares; if that fails, all raise."""
-        number, error = -1, None
+        number, error = -1, cast(Exception | None, None)
         if self.leads:
             try:
                 number = prepare() or 0
-            except (OSError, LockedError) as raised:
+            except Exception as raised:  # Raised below, on every process.
                 error = raised
         if not self._alone:
-            note = [number, type(error).__name__ if error else "", str(error or "")]
+            kind = LockedError if isinstance(error, LockedError) else OSError
+            note = [number, kind.__name__ if error else "", str(error or "")]
             number, kind, text = collectives.agree(call, {}, note=note)[0]
             if kind and error is None:
                 error = LockedError(text) if kind == LockedError.__name__ else OSError(text)
@@ -243,7 +244,8 @@ class Writer:
         outcomes = []
         for process in range(1, jax.process_count()):
             told = read_key(f"{key}/{process}", _WHAT)
-            outcomes.append(Outcome(*json.loads(told)) if told else Outcome("failed", "ends"))
+            ends = Outcome("failed", "The script ended while a checkpoint was written")
+            outcomes.append(Outcome(*json.loads(told)) if told else ends)
             _jax.coordination_client().key_value_delete(f"{key}/{process}")
         return outcomes
 
@@ -264,28 +266,28 @@ class Writer:
             client.key_value_delete(f"{self._key}/{before}/outcome")
 
 
-def _close_all(writers: dict[tuple[Path, str], Writer]) -> None:
+def _close_all(writers: dict[tuple[Path, str, bool], Writer]) -> None:
     with ExitStack() as closing:
         for writer in writers.values():
             closing.callback(writer.close)
 
 
-# By directory and prefix: a run that ended by an exception may still write where the next one
-# begins.
-_writers = Slot[dict[tuple[Path, str], Writer]](dict, close=_close_all)
+# By directory, prefix and `alone`: a run that ended by an exception may still write where the next
+# one begins.
+_writers = Slot[dict[tuple[Path, str, bool], Writer]](dict, close=_close_all)
 
 
 def writer_of(directory: Path, folders: OwnFolders, *, alone: bool) -> Writer:
     """Returns the job's writer of the checkpoints of a kind in a directory."""
     writers = _writers.get()
-    key = directory, folders.prefix
+    key = directory, folders.prefix, alone
     if key not in writers:
         writers[key] = Writer(directory, folders, alone=alone)
     return writers[key]
 
 
-def close_writer(directory: Path, folders: OwnFolders) -> None:
+def close_writer(directory: Path, folders: OwnFolders, *, alone: bool) -> None:
     """Closes the job's writer of a directory, if there is one."""
-    writer = _writers.get().pop((directory, folders.prefix), None)
+    writer = _writers.get().pop((directory, folders.prefix, alone), None)
     if writer is not None:
         writer.close()
