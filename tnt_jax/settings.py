@@ -52,6 +52,8 @@ class Settings:
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
+        goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
+            in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
     """
 
     coordinator_address: str | None = None
@@ -67,6 +69,7 @@ class Settings:
     tune_steps: int | None = None
     stall_warning_s: int = 60
     timeline: str | None = None
+    goodput: str | None = None
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -104,6 +107,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
         timeline=env.get("TNT_TIMELINE") or None,
+        goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -165,6 +169,11 @@ def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None
     if value == "xla":
         return "xla"
     return int(value) if value else None
+
+
+def _in_folder(env: Mapping[str, str], name: str, file_name: str) -> str | None:
+    """Returns the path of a file in the folder that a variable names; None if it is not set."""
+    return os.path.join(env[name], file_name) if env.get(name) else None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

@@ -13,7 +13,7 @@ from tnt_jax.data.dispatch import is_arrays
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.distributed import collectives, goodput, runtime, stall
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.core import Core
@@ -94,7 +94,7 @@ class FitLoop:
         hooks = callbacks.open(
             in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
         )
-        with self._core.fitting():
+        with self._core.fitting(), goodput.training():
             self._run_epochs(plan, hooks)
         assert self._progress.history is not None
         return self._progress.history
@@ -129,6 +129,7 @@ class FitLoop:
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
+        goodput.account().begin_training(int(self._core.trainer.require_state().step))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         for epoch in range(start.epoch, plan.arguments.epochs):
             hooks.call("on_epoch_begin", epoch, {})
@@ -207,7 +208,7 @@ class FitLoop:
     def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
         assert plan.validation is not None
-        with stall.calling("validation"):
+        with stall.calling("validation"), goodput.phase("validating"):
             found = self._evaluator.evaluate_source(
                 plan.validation, plan.arguments.validation_steps, hooks
             )
@@ -281,8 +282,11 @@ class _EpochSteps:
         while True:
             start = time.perf_counter()
             item = next(items, None)
-            if self._threaded and "training" in _started.get() and not self._hooks.is_busy():
-                self.input_wait_s += time.perf_counter() - start
+            if not self._hooks.is_busy():
+                waited_s = time.perf_counter() - start
+                goodput.account().move(waited_s, "data")
+                if self._threaded and "training" in _started.get():
+                    self.input_wait_s += waited_s
             if item is None:
                 return
             yield item

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from tnt_jax.distributed import stall, timeline
+from tnt_jax.distributed import goodput, stall, timeline
 from tnt_jax.distributed.runtime import init, is_master_rank
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
 from tnt_jax.keras_compat.callbacks.agreement import check_same_everywhere
@@ -60,7 +60,7 @@ class PhaseHooks:
         progress: Progress,
         read: Callable[[Any], dict[str, float]],
     ) -> None:
-        self._phase, self._start_ns = phase, 0
+        self._phase, self._start_ns, self._first = phase, 0, 0
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
         self._callbacks = callbacks
         self._progress = progress
@@ -74,7 +74,7 @@ class PhaseHooks:
         stall.here().runs = False
         self._callbacks.call_batch(self._begin, index, {})
         stall.here().runs = True
-        self._start_ns = time.perf_counter_ns()
+        self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether a callback asked to stop."""
@@ -85,11 +85,18 @@ class PhaseHooks:
         self._progress.rows_in_batch = num_rows
         if sums is not None:
             self._progress.epoch_sums = sums
+        if self._stops:
+            goodput.note_steps(index + 1 - self._first, self._start_ns)
         if self._has_end:
             self._callbacks.call_batch(
-                self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
+                self._end, index, {} if sums is None else LazyLogs(lambda: self._read_after(sums))
             )
         return self._stops and self._progress.stop_training
+
+    def _read_after(self, sums: Any) -> dict[str, float]:
+        # A callback that reads its logs waits for the devices, which compute.
+        with goodput.phase("computing" if self._stops else "validating"):
+            return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
         """Records whether the next step has to be compiled first.

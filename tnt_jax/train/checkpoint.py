@@ -32,6 +32,7 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed import collectives
+from tnt_jax.distributed.goodput import counted
 from tnt_jax.distributed.runtime import barrier, init, is_master_rank
 from tnt_jax.job import Slot
 from tnt_jax.train.checkpoint_folders import MARK, OwnFolders
@@ -120,6 +121,7 @@ class Checkpoints:
         self._is_clean = False
         self._lazy_manager: ocp.CheckpointManager | None = None
 
+    @counted("saving")
     def save(
         self,
         state: TrainState,
@@ -192,6 +194,7 @@ class Checkpoints:
             for path, leaf in state_arrays(tree).items()
         }
 
+    @counted("restarting")
     def read(self, number: int | None = None) -> Saved:
         """Returns a checkpoint, in full on every process.
 
@@ -213,6 +216,7 @@ class Checkpoints:
         position = None if about["position"] is None else Position(*about["position"])
         return Saved(number, self._read_tree("state", number), extra, position, about["notes"])
 
+    @counted("saving")
     def wait(self) -> None:
         """Waits until everything is written.
 
@@ -222,6 +226,7 @@ class Checkpoints:
         if (manager := self._open_manager()) is not None:
             manager.wait_until_finished()
 
+    @counted("saving")
     def close(self) -> None:
         """Waits until everything is written and frees the threads that write."""
         if (manager := self._open_manager()) is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tnt_jax.distributed import timeline
+from tnt_jax.distributed import goodput, timeline
 from tnt_jax.distributed.runtime import get_process_count, init, is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.history import History
@@ -89,7 +89,8 @@ class CallbackList:
             # the others follow below.
             function = (replace(scoped, scope="per_process") if restores else scoped).bind(hook)
             if function is not None:
-                with timeline.span(f"{type(scoped.callback).__name__}.{hook}", "callback"):
+                name = f"{type(scoped.callback).__name__}.{hook}"
+                with goodput.phase("callbacks"), timeline.span(name, "callback"):
                     function(*args)
             if restores:
                 self._model.resumption.adopt_master_state()
@@ -108,8 +109,11 @@ class CallbackList:
 
     def call_batch(self, hook: str, batch: int, logs: Mapping[str, float] | None) -> None:
         """Calls one batch hook, such as `on_train_batch_end`, of the callbacks that have it."""
-        for function in self._batch_hooks[hook]:
-            function(batch, logs)
+        if not self._batch_hooks[hook]:
+            return
+        with goodput.phase("callbacks"):
+            for function in self._batch_hooks[hook]:
+                function(batch, logs)
 
     def has_batch_hook(self, hook: str) -> bool:
         """Returns whether any callback has this batch hook."""
