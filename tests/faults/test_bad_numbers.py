@@ -94,6 +94,7 @@ def test_raise_names_the_step_and_its_rows_and_keeps_the_weights_before_it(use_r
     assert same(model.state, expected.state)
 
 
+@pytest.mark.long
 def test_raise_tells_bad_losses_from_bad_data(use_ranks):
     use_ranks(2)
     x, y = rows(16)
@@ -194,6 +195,7 @@ def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
     assert float(models[1].state.opt_state.scale) < 2.0**126
 
 
+@pytest.mark.long
 def test_no_collective_is_added(use_ranks):
     use_ranks(2)
     for kind in ("plain", "accumulated", "sharded"):
