@@ -3,6 +3,7 @@ from . import models as models
 from .distributed.collectives import all_gather as all_gather
 from .distributed.collectives import all_reduce as all_reduce
 from .distributed.collectives import broadcast as broadcast
+from .distributed.goodput import goodput as goodput
 from .distributed.objects import all_gather_object as all_gather_object
 from .distributed.objects import broadcast_object as broadcast_object
 from .distributed.objects import broadcast_state as broadcast_state

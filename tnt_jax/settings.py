@@ -60,6 +60,8 @@ class Settings:
             `fit(resume=...)` (`TNT_CHECKPOINT_EVERY`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
         restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
+        goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
+            in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
     """
 
     coordinator_address: str | None = None
@@ -79,6 +81,7 @@ class Settings:
     checkpoint_dir: str | None = None
     checkpoint_every: str = "60s"
     restart_count: int = 0
+    goodput: str | None = None
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -121,6 +124,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         checkpoint_dir=env.get("TNT_CHECKPOINT_DIR") or None,
         checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
         restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
+        goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -212,6 +216,11 @@ def _save_freq(env: Mapping[str, str], name: str) -> str:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return value
+
+
+def _in_folder(env: Mapping[str, str], name: str, file_name: str) -> str | None:
+    """Returns the path of a file in the folder that a variable names; None if it is not set."""
+    return os.path.join(env[name], file_name) if env.get(name) else None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

@@ -1,12 +1,16 @@
 """Steps that are not finite leave no trace in the state, alike on all ranks, in every kind of step."""
 
+import json
+
 import jax
 import numpy as np
 import optax
 import pytest
 from bad_numbers import NAN_ROW, Net, batches, compiled, fit, leaves, rows
+from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
+from tnt_jax.train.loss_spikes import LossSpikes
 from tnt_jax.train.number_watch import MOST_SKIPPED
 
 KINDS = {
@@ -25,8 +29,21 @@ def same(first, second):
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+# The kinds of steps share the code that leaves a step out: two of them show nearly the same.
+SHORT = ("plain", "accumulated")
+ALL = [
+    kind if kind in SHORT else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"), [("plain", 1), *((kind, 2) for kind in KINDS), ("plain", 4)]
+    ("kind", "num_ranks"),
+    [
+        ("plain", 1),
+        ("sharded", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in KINDS if kind != "sharded"),
+        pytest.param("plain", 4, marks=pytest.mark.long),
+    ],
 )
 def test_without_bad_numbers_the_bits_are_those_without_on_nan(use_ranks, kind, num_ranks):
     use_ranks(num_ranks)
@@ -35,7 +52,7 @@ def test_without_bad_numbers_the_bits_are_those_without_on_nan(use_ranks, kind, 
     assert same(*states)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(use_ranks, kind):
     use_ranks(2)
     x, y = rows(48)
@@ -49,6 +66,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(use_ranks, kind):
     assert history == logs
 
 
+@pytest.mark.long
 def test_training_that_takes_the_step_is_lost(use_ranks):
     use_ranks(2)
     x, y = rows(48)
@@ -59,7 +77,10 @@ def test_training_that_takes_the_step_is_lost(use_ranks):
     assert any(np.isnan(leaf).any() for leaf in leaves(model.state.params))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.long) for kind in KINDS],
+)
 def test_raise_names_the_step_and_its_rows_and_keeps_the_weights_before_it(use_ranks, kind):
     use_ranks(2)
     x, y = rows(48)
@@ -73,6 +94,7 @@ def test_raise_names_the_step_and_its_rows_and_keeps_the_weights_before_it(use_r
     assert same(model.state, expected.state)
 
 
+@pytest.mark.long
 def test_raise_tells_bad_losses_from_bad_data(use_ranks):
     use_ranks(2)
     x, y = rows(16)
@@ -90,6 +112,7 @@ def test_raise_tells_bad_losses_from_bad_data(use_ranks):
     )
 
 
+@pytest.mark.long
 def test_a_bad_gradient_is_found_where_the_loss_is_finite(use_ranks):
     use_ranks(2)
     x, y = rows(16)
@@ -111,6 +134,7 @@ def model_params(model, x):
     return jax.tree.map(np.array, model.state.params)
 
 
+@pytest.mark.long
 def test_large_finite_gradients_are_taken(use_ranks):
     use_ranks(2)
     x, y = rows(16)
@@ -122,7 +146,7 @@ def test_large_finite_gradients_are_taken(use_ranks):
     assert np.isfinite(leaves(model.state.params)[0]).all()
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("num_steps", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_rollback_returns_to_the_epochs_beginning_and_goes_on_behind(use_ranks, num_steps):
     use_ranks(2)
     x, y = rows(80)
@@ -139,6 +163,7 @@ def test_rollback_returns_to_the_epochs_beginning_and_goes_on_behind(use_ranks, 
         assert int(model.state.step) == 0
 
 
+@pytest.mark.long
 def test_rollback_ends_where_it_does_not_help(use_ranks):
     use_ranks(2)
     x, y = rows(16)
@@ -147,6 +172,7 @@ def test_rollback_ends_where_it_does_not_help(use_ranks):
         fit(x, y, on_nan="rollback", epochs=9)
 
 
+@pytest.mark.long
 def test_skipping_ends_where_every_step_is_skipped(use_ranks):
     use_ranks(2)
     x, y = rows(8 * 30)
@@ -155,6 +181,7 @@ def test_skipping_ends_where_every_step_is_skipped(use_ranks):
         fit(x, y, on_nan="skip", epochs=9)
 
 
+@pytest.mark.long
 def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
     use_ranks(2)
     x, y = rows(48)
@@ -167,6 +194,7 @@ def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
     assert float(models[1].state.opt_state.scale) < 2.0**126
 
 
+@pytest.mark.long
 def test_no_collective_is_added(use_ranks):
     use_ranks(2)
     for kind in ("plain", "accumulated", "sharded"):
@@ -184,3 +212,45 @@ def test_no_collective_is_added(use_ranks):
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="on_nan must be None, 'raise', 'skip' or 'rollback'"):
         tnt.Model(Net()).compile("sgd", loss="mse", on_nan="ignore")
+
+
+@pytest.mark.multiprocess
+def test_two_processes_decide_alike(tmp_path):
+    helpers = str(SCRIPTS.parent / "helpers")
+    done = launch(2, SCRIPTS / "train_bad_numbers.py", tmp_path, PYTHONPATH=helpers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
+    assert first == second
+    assert first["skip"] == first["without"]
+    assert "Step 3 of epoch 1 is not finite" in first["raise"][1]
+    assert "in row 6 of the global batch of 8" in first["raise"][1]
+
+
+@pytest.mark.long
+def test_no_position_behind_a_bad_step_is_saved(use_ranks, tmp_path):
+    use_ranks(2)
+    x, y = rows(80)
+    x[NAN_ROW] = np.nan
+    backup = tnt.callbacks.BackupAndRestore(tmp_path, save_freq=4)
+    with pytest.raises(FloatingPointError, match="Step 3 of epoch 1"):
+        fit(x, y, on_nan="raise", callbacks=[backup])
+    assert not list(tmp_path.glob("tnt_jax_backup*"))
+
+
+def test_a_loss_far_above_those_before_is_told_once(caplog):
+    spikes = LossSpikes()
+    losses = 2 + 0.1 * np.random.default_rng(0).normal(size=64)
+    for step, loss in enumerate([*losses, 2.4, np.nan, 9.0, 8.0, 2.0, 7.5], start=1):
+        spikes.see(float(loss), step)
+    told = [record.message for record in caplog.records]
+    assert [text.split(" of epoch")[0] for text in told] == [
+        "The loss of step 67", "The loss of step 70",
+    ]  # fmt: skip
+    assert f"is 9, far above the median {np.median(losses):.4g} of the 64 losses" in told[0]
+
+
+def test_losses_that_hardly_change_have_no_spikes(caplog):
+    spikes = LossSpikes()
+    for step in range(200):
+        spikes.see(1.0 + 0.1 * (step % 2), step)
+    assert not caplog.records

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed import exits, timeline
+from tnt_jax.distributed import exits, goodput, timeline
 from tnt_jax.distributed.host_memory import keep_freed_memory
 from tnt_jax.distributed.joining import join_job
 from tnt_jax.distributed.rendezvous import meet
@@ -100,6 +100,11 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     configure_logging(settings, rank=runtime.local_ranks[0], is_master=jax.process_index() == 0)
     if settings.timeline is not None:
         timeline.start(settings.timeline, jax.process_index())
+    goodput.open_account(
+        path=settings.goodput,
+        launched_at=settings.launched_at,
+        is_master=jax.process_index() == 0,
+    )
     if jax.process_count() > 1:
         patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
         start_watching(patience, exits.end_job)

@@ -13,7 +13,7 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.distributed import collectives, goodput, runtime, stall
 from tnt_jax.distributed.preemption import Points, Preempted
 from tnt_jax.distributed.shared_stop import SharedStop, shared_stop
 from tnt_jax.job import Slot
@@ -112,7 +112,8 @@ class FitLoop:
             in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
         )
         watches = may_stop_within_epoch(hooks.callbacks)
-        with self._core.fitting(), shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches) as stop:
+        stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
+        with self._core.fitting(), goodput.training(), stopping as stop:
             self._run_epochs(plan, hooks, stop)
         assert self._progress.history is not None
         return self._progress.history
@@ -147,6 +148,7 @@ class FitLoop:
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
+        goodput.account().begin_training(int(self._core.trainer.require_state().step))
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         progress.enter_epoch(*start)
         divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
@@ -254,7 +256,7 @@ class FitLoop:
     def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
         assert plan.validation is not None
-        with stall.calling("validation"):
+        with stall.calling("validation"), goodput.phase("validating"):
             found = self._evaluator.evaluate_source(
                 plan.validation, plan.arguments.validation_steps, hooks, self._points
             )
@@ -344,8 +346,11 @@ class _EpochSteps:
         while True:
             start = time.perf_counter()
             item = next(items, None)
-            if self._threaded and "training" in _started.get() and not self._hooks.is_busy():
-                self.input_wait_s += time.perf_counter() - start
+            if not self._hooks.is_busy():
+                waited_s = time.perf_counter() - start
+                goodput.account().move(waited_s, "data")
+                if self._threaded and "training" in _started.get():
+                    self.input_wait_s += waited_s
             self._is_stopped = self._points.stops_here()
             if item is None or self._is_stopped:
                 return

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from tnt_jax.distributed import stall, timeline
+from tnt_jax.distributed import goodput, stall, timeline
 from tnt_jax.distributed.runtime import init, is_master_rank
 from tnt_jax.distributed.shared_stop import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
@@ -68,7 +68,7 @@ class PhaseHooks:
         read: Callable[[Any], dict[str, float]],
         stop: SharedStop | None = None,
     ) -> None:
-        self._phase, self._start_ns = phase, 0
+        self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
         self._program: stall.Phase = "step"
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
@@ -83,7 +83,7 @@ class PhaseHooks:
         self._here.step = index + 1
         self._callbacks.call_batch(self._begin, index, {})
         self._here.enter(self._program)
-        self._start_ns = time.perf_counter_ns()
+        self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether training ends with it."""
@@ -97,9 +97,10 @@ class PhaseHooks:
             self._progress.batches_done = index + 1
             self._progress.rows_done += num_rows
             self._progress.training_sums = sums
+            goodput.note_steps(index + 1 - self._first, self._start_ns)
         if self._has_end:
             self._callbacks.call_batch(
-                self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
+                self._end, index, {} if sums is None else LazyLogs(lambda: self._read_after(sums))
             )
         return self._stop is not None and self._stop.after_program(self._progress.stop_training)
 
@@ -107,6 +108,11 @@ class PhaseHooks:
     def is_over(self) -> bool:
         """Whether training has ended within the epoch."""
         return self._stop is not None and self._stop.is_over
+
+    def _read_after(self, sums: Any) -> dict[str, float]:
+        # A callback that reads its logs waits for the devices, which compute.
+        with goodput.phase("computing" if self._phase == "train" else "validating"):
+            return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
         """Records whether the next step has to be compiled first.

@@ -164,26 +164,37 @@ def make_train_step(
         state: TrainState, sums: Any, measured: Packed, same: Any, rows: jax.Array
     ) -> tuple[TrainState, Any]:
         grads, (loss, losses, increments), averaged = measured.unpack()
-        if accumulation_steps == 1:
-            params, opt_state = update(grads, state.params, state.opt_state)
-            accumulated = None
-        else:
-            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
         model_state = _join_state(state.model_state, averaged, same)
-        new_state = replace(
-            state,
-            step=state.step + 1,
-            params=params,
-            model_state=model_state,
-            opt_state=opt_state,
-            accumulated=accumulated,
-        )
-        new_sums = add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
+        def take() -> tuple[TrainState, Any]:
+            if accumulation_steps == 1:
+                params, opt_state = update(grads, state.params, state.opt_state)
+                accumulated = None
+            else:
+                params, opt_state, accumulated = accumulate(
+                    state, grads, update, accumulation_steps
+                )
+            new_state = replace(
+                state,
+                step=state.step + 1,
+                params=params,
+                model_state=model_state,
+                opt_state=opt_state,
+                accumulated=accumulated,
+            )
+            return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+
         if on_nan is None:
-            return new_state, new_sums
-        checked = grads if accumulated is None else with_step(state.accumulated, grads)
-        is_finite = is_finite_step(state, model_state, loss, checked)
-        return take_or_leave(on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss)
+            return take()
+        checked = grads if accumulation_steps == 1 else with_step(state.accumulated, grads)
+        return take_or_leave(
+            on_nan,
+            is_finite_step(state, model_state, loss, checked),
+            (state, sums),
+            take,
+            loss=loss,
+            platform=ranks.mesh.devices.flat[0].platform,
+        )
 
     return _TrainStep(
         BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=(0,))

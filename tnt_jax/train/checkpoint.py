@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed import collectives
+from tnt_jax.distributed.goodput import counted
 from tnt_jax.distributed.runtime import barrier, is_master_rank
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_arrays import read_shapes
@@ -128,6 +129,7 @@ class Checkpoints:
         except OSError as error:
             self._report(Outcome("failed", str(error)))
 
+    @counted("saving")
     def save(
         self,
         state: TrainState,
@@ -203,6 +205,7 @@ class Checkpoints:
             raise self._missing()
         return read_shapes(self._folder(number) / "state")
 
+    @counted("restarting")
     def read(self, number: int | None = None) -> Saved:
         """Returns a checkpoint, in full on every process, if it is what was saved.
 
@@ -256,6 +259,7 @@ class Checkpoints:
             )
         return None
 
+    @counted("saving")
     def wait(self) -> None:
         """Waits until everything is written.
 
@@ -272,6 +276,7 @@ class Checkpoints:
         """Whether the last checkpoint was written, the same on all processes; ask after `wait`."""
         return self._last.result == "written"
 
+    @counted("saving")
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs write to the directory.
 

@@ -6,6 +6,9 @@ residual, no accumulated gradient, no sum of the logs, and no count of steps, so
 on as if its batch had not been in the data.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -78,9 +81,11 @@ def take_or_leave(
     on_nan: OnNaN,
     is_finite: jax.Array,
     before: tuple[TrainState, Any],
-    after: tuple[TrainState, Any],
+    finish: Callable[[], tuple[TrainState, Any]],
     *,
     loss: jax.Array,
+    platform: str,
+    in_parts: bool = False,
 ) -> tuple[TrainState, Any]:
     """Returns state and sums after a step that is taken if it is finite, and left if not.
 
@@ -91,17 +96,45 @@ def take_or_leave(
         on_nan: What follows a step that is not finite.
         is_finite: Whether the step is finite, the same on every rank.
         before: State and sums before the step.
-        after: State and sums after the step; the sums without counts.
+        finish: Makes the update; returns state and sums after the step, the sums without counts.
         loss: Loss of the step.
+        platform: Platform of the devices.
+        in_parts: Whether each rank updates a part of the arrays alone.
     """
-    (state, sums), (new_state, new_sums) = before, after
+    state, sums = before
     in_a_row, _, skipped = sums[CHECKED]
     if on_nan != "skip":
         is_finite &= in_a_row == 0
     in_a_row = jnp.where(is_finite, 0.0, in_a_row + 1)
     checked = jnp.stack([in_a_row, loss.astype(jnp.float32), skipped + ~is_finite])
-    kept_sums = {name: sums[name] for name in new_sums}
-    taken = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old), (new_state, new_sums), (state, kept_sums)
-    )
-    return taken[0], taken[1] | {CHECKED: checked}
+    old = state, {name: value for name, value in sums.items() if name != CHECKED}
+    new_state, new_sums = finish()
+    pick = _branch if platform == "cpu" else _select
+    if in_parts:
+        new_state, new_sums = pick(is_finite, (new_state, new_sums), old)
+    else:
+        new_rest, old_rest = (_without_update(*pair) for pair in ((new_state, new_sums), old))
+        step, model_state, new_sums = pick(is_finite, new_rest, old_rest)
+        new_state = replace(new_state, step=state.step, model_state=state.model_state)
+        new_state = replace(
+            _select(is_finite, new_state, state), step=step, model_state=model_state
+        )
+    return new_state, new_sums | {CHECKED: checked}
+
+
+def _without_update(state: TrainState, sums: Any) -> Any:
+    """Returns what an optimizer does not change: count of steps, model state, and sums."""
+    return state.step, state.model_state, sums
+
+
+def _select(is_finite: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(partial(jnp.where, is_finite), new, old)
+
+
+def _branch(is_finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns one of two trees of arrays that exist.
+
+    A choice of each element would be compiled into the loop that makes it, which XLA's CPU compiler
+    may then round otherwise. A copy is made, and on other devices the host has to wait.
+    """
+    return jax.lax.cond(is_finite, lambda: new, lambda: old)

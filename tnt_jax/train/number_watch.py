@@ -153,9 +153,9 @@ class NumberWatch:
             else (f"One of the steps {first} to {started.index}")
         )
         logger.warning(
-            "%s of epoch %d was skipped: loss or gradients are not finite%s. The logs count such "
+            "%s%s was skipped: loss or gradients are not finite%s. The logs count such "
             "steps as skipped_steps.",
-            where, stall.here().epoch, f" (loss {loss})" if self._in_a_row == 1 else "",
+            where, _of_epoch(), f" (loss {loss})" if self._in_a_row == 1 else "",
         )  # fmt: skip
 
     def _go_back(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
@@ -168,9 +168,9 @@ class NumberWatch:
         self._running.clear()
         jax.block_until_ready(state)
         logger.warning(
-            "Step %d of epoch %d is not finite: training goes back to the state after step %d and "
+            "Step %d%s is not finite: training goes back to the state after step %d and "
             "on with step %d.",
-            _first_left(started, self._in_a_row), stall.here().epoch, copy.index, newest + 1,
+            _first_left(started, self._in_a_row), _of_epoch(), copy.index, newest + 1,
         )  # fmt: skip
         self._in_a_row = 0
         skipped = copy.skipped + newest - copy.index
@@ -184,7 +184,7 @@ class NumberWatch:
         self._in_a_row = self._num_rollbacks = 0
         group = started.group
         position = step - (started.index - group.num_steps) - 1
-        text = f"{why}Step {step} of epoch {stall.here().epoch} is not finite"
+        text = f"{why}Step {step}{_of_epoch()} is not finite"
         advice = (
             "The weights are those before it. Look at these rows, lower the learning rate, or "
             'compile(on_nan="skip") to leave such steps out.'
@@ -198,6 +198,12 @@ class NumberWatch:
 
     def _counts(self, in_a_row: int, *, skipped: int = 0) -> Any:
         return _jax.replicate(first_counts(in_a_row, skipped=skipped), self._mesh)
+
+
+def _of_epoch() -> str:
+    """Returns " of epoch 3", or nothing outside an epoch, as in `train_on_batch`."""
+    epoch = stall.here().epoch
+    return f" of epoch {epoch}" if epoch else ""
 
 
 def _first_left(started: _Started, in_a_row: int) -> int:

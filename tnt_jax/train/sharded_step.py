@@ -122,18 +122,32 @@ def _sharded_step(
         grads, model_state, new_sums, (is_finite, loss) = mapped(
             replace(state, opt_state=scale_alone(state.opt_state)), sums, batch
         )
-        params, opt_state = update_shards(optimizer, grads, state.params, state.opt_state, mesh)
-        new_state = replace(
-            state, step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state
-        )
-        if on_nan is None:
+
+        def finish() -> tuple[TrainState, Any]:
+            params, opt_state = update_shards(optimizer, grads, state.params, state.opt_state, mesh)
+            new_state = replace(
+                state,
+                step=state.step + 1,
+                params=params,
+                model_state=model_state,
+                opt_state=opt_state,
+            )
             return new_state, new_sums
-        new_state, new_sums = take_or_leave(
-            on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss
+
+        if on_nan is None:
+            return finish()
+        new_state, taken_sums = take_or_leave(
+            on_nan,
+            is_finite,
+            (state, sums),
+            finish,
+            loss=loss,
+            platform=mesh.devices.flat[0].platform,
+            in_parts=True,
         )
         # The state of the optimizer stays in parts.
-        in_parts = shardings(new_state.opt_state, mesh)
-        opt_state = jax.lax.with_sharding_constraint(new_state.opt_state, in_parts)
-        return replace(new_state, opt_state=opt_state), new_sums
+        parts_of_state = shardings(new_state.opt_state, mesh)
+        opt_state = jax.lax.with_sharding_constraint(new_state.opt_state, parts_of_state)
+        return replace(new_state, opt_state=opt_state), taken_sums
 
     return step

@@ -179,7 +179,7 @@ def _train_step(
         # Sums by XLA, which precede the exchange of gradients on every process.
         earlier = (rows, average.unchanged)
         total_of = partial(sum_gradients, reduction=reduction, order=local.order, update=state.step)
-        accumulated, grads, unfit = None, None, 0
+        grads, unfit = None, 0
         if accumulation_steps == 1:
             summed = total_of(
                 local.grads,
@@ -188,9 +188,10 @@ def _train_step(
                 residual=state.residual,
                 after=earlier,
             )
-            numbers, totals = summed.first, summed.others
-            grads = summed.grads
-            params, (opt_state, residual) = update(summed, state.params, state.opt_state)
+            numbers, totals, grads = summed.first, summed.others, summed.grads
+
+            def update_state() -> tuple[Any, Any, Any]:
+                return *update(summed, state.params, state.opt_state), None
         else:
             numbers, unfit = sums_of_numbers(
                 local, state, mesh, checked=on_nan and with_step(state.accumulated, local.grads)
@@ -202,27 +203,37 @@ def _train_step(
                 summed = total_of(means, residual=residual, after=(numbers, totals, earlier))
                 return update(summed, params, opt_state)
 
-            before = replace(state, opt_state=(state.opt_state, state.residual))
-            params, (opt_state, residual), accumulated = accumulate(
-                before, local.grads, reduce_and_update, accumulation_steps
-            )
-        new_state = replace(
-            state,
-            step=state.step + 1,
-            params=params,
-            model_state=average.result(totals),
-            opt_state=opt_state,
-            accumulated=accumulated,
-            residual=residual,
-        )
+            def update_state() -> tuple[Any, Any, Any]:
+                before = replace(state, opt_state=(state.opt_state, state.residual))
+                return accumulate(before, local.grads, reduce_and_update, accumulation_steps)
+
+        model_state = average.result(totals)
         loss, losses, increments = numbers
-        new_sums = add_sums(sums, loss, losses, increments, rows)
+
+        def finish() -> tuple[TrainState, Any]:
+            params, (opt_state, residual), accumulated = update_state()
+            new_state = replace(
+                state,
+                step=state.step + 1,
+                params=params,
+                model_state=model_state,
+                opt_state=opt_state,
+                accumulated=accumulated,
+                residual=residual,
+            )
+            return new_state, add_sums(sums, loss, losses, increments, rows)
+
         if on_nan is None:
-            return new_state, new_sums
-        is_finite = is_finite_step(
-            state, new_state.model_state, loss, grads, found=jnp.equal(unfit, 0)
+            return finish()
+        is_finite = is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0))
+        return take_or_leave(
+            on_nan,
+            is_finite,
+            (state, sums),
+            finish,
+            loss=loss,
+            platform=mesh.devices.flat[0].platform,
         )
-        return take_or_leave(on_nan, is_finite, (state, sums), (new_state, new_sums), loss=loss)
 
     return step
 
@@ -244,7 +255,10 @@ def sums_of_numbers(
     if checked is None:
         return psum(local.numbers), 0
     unfit = ~can_be_summed(state, checked, mesh.size)
-    return psum((local.numbers, _jax.make_varying(unfit.astype(jnp.float32))))
+    loss, *others = local.numbers
+    # In one array with the loss: a sum of its own would be one more collective.
+    pair, *others = psum((_jax.make_varying(jnp.stack([loss, unfit])), *others))
+    return (pair[0], *others), pair[1]
 
 
 def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:

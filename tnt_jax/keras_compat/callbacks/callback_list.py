@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tnt_jax.distributed import stall, timeline
+from tnt_jax.distributed import goodput, stall, timeline
 from tnt_jax.distributed.runtime import get_process_count, init, is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.history import History
@@ -91,7 +91,11 @@ class CallbackList:
             function = (replace(scoped, scope="per_process") if restores else scoped).bind(hook)
             if function is not None:
                 name = f"{type(scoped.callback).__name__}.{hook}"
-                with stall.in_phase("callback", name), timeline.span(name, "callback"):
+                with (
+                    stall.in_phase("callback", name),
+                    goodput.phase("callbacks"),
+                    timeline.span(name, "callback"),
+                ):
                     function(*args)
             if restores:
                 self._model.resumption.adopt_master_state()
@@ -110,12 +114,15 @@ class CallbackList:
 
     def call_batch(self, hook: str, batch: int, logs: Mapping[str, float] | None) -> None:
         """Calls one batch hook, such as `on_train_batch_end`, of the callbacks that have it."""
-        for name, function in self._batch_hooks[hook]:
-            outer = self._here.enter("callback", name)
-            try:
-                function(batch, logs)
-            finally:
-                self._here.enter(*outer)
+        if not self._batch_hooks[hook]:
+            return
+        with goodput.phase("callbacks"):
+            for name, function in self._batch_hooks[hook]:
+                outer = self._here.enter("callback", name)
+                try:
+                    function(batch, logs)
+                finally:
+                    self._here.enter(*outer)
 
     def has_batch_hook(self, hook: str) -> bool:
         """Returns whether any callback has this batch hook."""

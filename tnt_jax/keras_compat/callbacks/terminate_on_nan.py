@@ -11,7 +11,8 @@ class TerminateOnNaN(Callback):
 
     All ranks stop at the same step.
 
-    It reads the loss of every step, so the host waits for each one.
+    It reads the loss of every step, so the host waits for each one, and sees it when the weights
+    have changed already. `compile(on_nan="raise")` ends training before, without waiting.
 
     Args:
         raise_error: Whether to raise an error instead of ending training; `on_train_end` then does

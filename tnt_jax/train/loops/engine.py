@@ -1,5 +1,6 @@
 """The host side of a distributed step: compilation, device arrays and steps in flight."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.distributed import stall
+from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.gradients import EpochExchange
 from tnt_jax.distributed.reduction import choose_reduction
 from tnt_jax.distributed.runtime import Runtime
@@ -57,6 +58,7 @@ class Engine:
     ) -> tuple[Any, Any]:
         """Runs the program of one step, or of stacked ones; returns state and metrics."""
         self._check_arguments(batch, key, stacked=stacked)
+        start_ns = time.perf_counter_ns()
         state, words = self._placement.place(state), self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
@@ -68,6 +70,9 @@ class Engine:
             self._metrics.replace(totals)
             self._next = batch.step + (batch.num_steps or 1), number
             self._running.add(number)
+        kind = "train step" if self._program.trains else "test step"
+        last = batch.index + (batch.num_steps or 1)
+        timeline.add(kind, "step", start_ns, epoch=batch.epoch + 1, step=last)
         return state, metrics
 
     def _begin(self, batch: DistributedBatch) -> None:

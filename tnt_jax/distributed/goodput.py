@@ -1,0 +1,306 @@
+"""Where the time of a run goes: how much of it computes, and what the rest is spent on.
+
+The thread that trains is always in one phase, and the clock, that of the timeline, is read when the
+phase changes:
+
+    with goodput.phase("saving"):
+        ...
+
+With `TNT_GOODPUT=FILE` the master keeps the account in a file, one line of JSON a run, so that the
+times of a run that was started again add up.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import jax
+
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Phase = Literal[
+    "computing", "data", "saving", "compiling", "validating", "callbacks", "starting",
+    "restarting", "lost", "other",
+]  # fmt: skip
+_PHASES: tuple[Phase, ...] = Phase.__args__  # pyright: ignore[reportAttributeAccessIssue]
+# Nanoseconds between two writes of the file while steps run.
+_WRITE_NS = 5_000_000_000
+
+
+class Account:
+    """The time of a thread, by phase.
+
+    Args:
+        started_s: Seconds since 1970 when the job was started; None for this moment.
+        earlier: What `notes` returned last in an earlier start of the same run, or None.
+
+    Attributes:
+        thread: The thread whose time is counted: the one that makes the account, and then the one
+            that trains.
+    """
+
+    def __init__(
+        self, *, started_s: float | None = None, earlier: Mapping[str, Any] | None = None
+    ) -> None:
+        self.thread = threading.get_ident()
+        self._phase: Phase = "other"
+        self._since_ns = time.perf_counter_ns()
+        self._spent_ns = dict.fromkeys(_PHASES, 0)
+        # Start and length of programs that were compiled: outer ones contain inner ones.
+        self._compiled: list[tuple[int, int]] = []
+        self._earlier_step, self._num_restarts, self._lost_steps = 0, 0, 0
+        self._num_steps, self._step = 0, 0
+        now_s = time.time()
+        if earlier is None:
+            self._spent_ns["starting"] = _as_ns(0 if started_s is None else now_s - started_s)
+        else:
+            self._take_over(earlier)
+            self._spent_ns["restarting"] += _as_ns(now_s - earlier["until"])
+
+    def _take_over(self, earlier: Mapping[str, Any]) -> None:
+        for name in _PHASES:
+            self._spent_ns[name] = _as_ns(earlier[f"{name}_s"])
+        self._num_restarts, self._lost_steps = earlier["restarts"] + 1, earlier["lost_steps"]
+        self._num_steps, self._earlier_step = earlier["steps"], earlier["step"]
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the current thread is the one whose time is counted."""
+        return threading.get_ident() == self.thread
+
+    def switch(self, phase: Phase) -> Phase:
+        """Begins a phase, and returns the one that ends."""
+        now_ns = time.perf_counter_ns()
+        before = self._phase
+        self._spent_ns[before] += now_ns - self._since_ns
+        self._phase, self._since_ns = phase, now_ns
+        return before
+
+    def move(self, seconds: float, phase: Phase) -> None:
+        """Counts seconds that have just passed under another phase than the one that runs."""
+        self._spent_ns[phase] += _as_ns(seconds)
+        self._spent_ns[self._phase] -= _as_ns(seconds)
+
+    def add_compilation(self, duration_s: float) -> None:
+        """Counts a compilation that has just ended; what it contains was counted already."""
+        duration_ns, inner_ns = _as_ns(duration_s), 0
+        start_ns = time.perf_counter_ns() - duration_ns
+        while self._compiled and self._compiled[-1][0] >= start_ns:
+            inner_ns += self._compiled.pop()[1]
+        self._compiled.append((start_ns, duration_ns))
+        self.move(max(duration_ns - inner_ns, 0) / 1e9, "compiling")
+
+    def begin_training(self, step: int) -> None:
+        """Notes the step from which training goes on; steps after it that are redone were lost."""
+        lost = max(self._earlier_step - step, 0)
+        if lost and self._num_steps:
+            lost_ns = self._spent_ns["computing"] * min(lost / self._num_steps, 1)
+            self._spent_ns["computing"] -= round(lost_ns)
+            self._spent_ns["lost"] += round(lost_ns)
+            self._lost_steps += lost
+        self._earlier_step, self._step = 0, step
+
+    def add_steps(self, count: int) -> None:
+        """Counts training steps that were started."""
+        self._num_steps += count
+        self._step += count
+
+    def report(self) -> dict[str, float]:
+        """Returns seconds by phase, which add up to `total_s`, and the part that computes."""
+        self.switch(self._phase)
+        seconds = {f"{name}_s": ns / 1e9 for name, ns in self._spent_ns.items()}
+        total = sum(seconds.values())
+        return {name: round(value, 3) for name, value in seconds.items()} | {
+            "total_s": round(total, 3),
+            "goodput": round(seconds["computing_s"] / total, 4) if total else 0.0,
+            "steps": self._num_steps,
+            "lost_steps": self._lost_steps,
+            "restarts": self._num_restarts,
+        }
+
+    def notes(self, *, is_finished: bool) -> dict[str, Any]:
+        """Returns the report with what a later start of the same run needs."""
+        more = {"step": self._step, "until": round(time.time(), 3), "finished": is_finished}
+        return self.report() | more
+
+
+class AccountFile:
+    """A file of accounts, one line of JSON a run, of which the last is that of this run.
+
+    Args:
+        path: The file; its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written_ns = 0
+        self._lines: list[str] = []
+        self.earlier: dict[str, Any] | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = path.read_text().splitlines() if path.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            logger.warning("The account of the time in %s could not be read: %s", path, error)
+        if self._lines and (last := _unfinished(self._lines[-1])) is not None:
+            self.earlier = last
+            self._lines.pop()
+
+    def is_due(self, now_ns: int) -> bool:
+        """Returns whether the last write is a while ago."""
+        return now_ns - self._written_ns > _WRITE_NS
+
+    def write(self, notes: Mapping[str, Any]) -> None:
+        """Replaces the line of this run; a file that cannot be written costs a warning."""
+        self._written_ns = time.perf_counter_ns()
+        new = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
+        try:
+            new.write_text("\n".join([*self._lines, json.dumps(notes)]) + "\n")
+            new.replace(self._path)
+        except OSError as error:
+            logger.warning("The account of the time could not be written: %s", error)
+
+
+def _unfinished(line: str) -> dict[str, Any] | None:
+    """Returns the notes of a run that has not ended; None for any other line."""
+    try:
+        notes = json.loads(line)
+    except ValueError:
+        return None
+    numbers = [f"{name}_s" for name in _PHASES] + [
+        "until",
+        "restarts",
+        "lost_steps",
+        "steps",
+        "step",
+    ]
+    is_ours = isinstance(notes, dict) and all(
+        isinstance(notes.get(name), int | float) for name in numbers
+    )
+    return notes if is_ours and notes.get("finished") is False else None
+
+
+class _Books:
+    """The account of a job and its file."""
+
+    def __init__(self) -> None:
+        self.account = Account()
+        self.file: AccountFile | None = None
+        self.is_open = False
+
+
+def _close(books: _Books) -> None:
+    if books.is_open:
+        jax.monitoring.unregister_event_duration_listener(_note_duration)
+
+
+_books = Slot(_Books, close=_close)
+
+
+def goodput() -> dict[str, float]:
+    """Returns where the time of this job went so far, in this process and in starts before it.
+
+    Returns:
+        Seconds `computing_s`, waiting for `data_s`, `saving_s`, `compiling_s`, `validating_s`, in
+        `callbacks_s`, `starting_s`, `restarting_s`, computing steps again that were `lost_s`, and
+        `other_s`. They add up to `total_s`; `goodput` is the part that computes. Further `steps`,
+        `lost_steps` and `restarts`.
+    """
+    return _books.get().account.report()
+
+
+def open_account(*, path: str | None, launched_at: float | None, is_master: bool) -> None:
+    """Begins the account of the job.
+
+    Args:
+        path: File to keep it in, or None.
+        launched_at: Seconds since 1970 when the launcher was started, or None.
+        is_master: Whether this process writes the file.
+    """
+    books = _books.get()
+    books.is_open = True
+    books.file = AccountFile(Path(path)) if path and is_master else None
+    earlier = None if books.file is None else books.file.earlier
+    books.account = Account(started_s=launched_at, earlier=earlier)
+    jax.monitoring.register_event_duration_secs_listener(_note_duration)
+
+
+def account() -> Account:
+    """Returns the account of the job."""
+    return _books.get().account
+
+
+def note_steps(count: int, now_ns: int) -> None:
+    """Counts training steps, and writes the file if that is a while ago.
+
+    Args:
+        count: Steps that were started.
+        now_ns: Time of `time.perf_counter_ns`.
+    """
+    books = _books.get()
+    books.account.add_steps(count)
+    if books.file is not None and books.file.is_due(now_ns):
+        books.file.write(books.account.notes(is_finished=False))
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Counts the block as computing; logs and writes the account when it ends."""
+    books = _books.get()
+    before = books.account.switch("computing")
+    books.account.thread = threading.get_ident()
+    is_finished = False
+    try:
+        yield
+        is_finished = True
+    finally:
+        books.account.switch(before)
+        logger.info("Goodput: %s", json.dumps(books.account.report()))
+        if books.file is not None:
+            books.file.write(books.account.notes(is_finished=is_finished))
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Counts the block under a phase, if the thread is the one that trains."""
+    own = account()
+    if not own.is_own_thread:
+        yield
+        return
+    before = own.switch(name)
+    try:
+        yield
+    finally:
+        own.switch(before)
+
+
+def counted(name: Phase) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Returns a decorator for functions whose time counts under a phase."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with phase(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _note_duration(event: str, duration_secs: float, **_: Any) -> None:
+    own = account()
+    if event.startswith("/jax/core/compile/") and own.is_own_thread:
+        own.add_compilation(duration_secs)
+
+
+def _as_ns(seconds: float) -> int:
+    return max(round(seconds * 1e9), 0)
