@@ -327,7 +327,8 @@ class Trainer:
         """
         assert self._train_step is not None, "compile() comes first."
         group = DeviceBatches(self.put(batch), 0)
-        return self._train_step.lower(self._built(), self._zero_sums(group), group.batch)  # pyright: ignore[reportFunctionMemberAccess]
+        lower = self._train_step.lower  # pyright: ignore[reportFunctionMemberAccess]
+        return lower(self._built(), self._zero_sums(group), group.batch)
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."

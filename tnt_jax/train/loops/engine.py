@@ -57,7 +57,8 @@ class Engine:
     ) -> tuple[Any, Any]:
         """Runs the program of one step, or of stacked ones; returns state and metrics."""
         self._check_arguments(batch, key, stacked=stacked)
-        state, words = self._placement.place(state), self._key_words(key)
+        state = self._placement.place(state)
+        words = self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
         program = self._compiled.get(stacked) or self._compile(state, batch, words)
