@@ -243,7 +243,8 @@ OPTIMIZERS = [
     keras.optimizers.Adafactor(),
     keras.optimizers.Muon(),
     keras.optimizers.Ftrl(0.1),
-    keras.optimizers.ScheduleFreeAdamW(0.01),
+    # The oldest Keras has none.
+    *(make(0.01) for make in [getattr(keras.optimizers, "ScheduleFreeAdamW", None)] if make),
     keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
     keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)),
 ]

@@ -23,7 +23,7 @@ def expected(num_processes):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "num_processes",
-    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)],
 )
 def test_predictions_of_unequal_shards_are_their_rows_shard_after_shard(num_processes, tmp_path):
     result = launch(num_processes, SCRIPTS / "predict_shards.py", tmp_path)

@@ -74,9 +74,11 @@ def from_local_parts(
     # Private arguments. Checked with JAX 0.10.0 and 0.10.2. The public
     # make_array_from_single_device_arrays would replace them, but looks at every part again, which
     # takes longer than to start the programs of a small model.
-    whole = type(parts[0])(avals[kind], sharding, list(parts), committed=True, _skip_checks=True)  # type: ignore[call-arg]
+    make: Any = type(parts[0])
+    whole = make(avals[kind], sharding, list(parts), committed=True, _skip_checks=True)
     # To take it apart again takes as long.
-    known, key = _known_parts.get(), id(whole)
+    known = _known_parts.get()
+    key = id(whole)
     known[key] = ref(whole, lambda _: known.pop(key, None)), parts
     return whole
 

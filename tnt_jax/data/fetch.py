@@ -81,7 +81,8 @@ class Recipe:
             and self.transform is None
             and hasattr(self.dataset, "__getitems__")
         ):
-            examples = [as_tuple(example) for example in self.dataset.__getitems__(indices)]  # type: ignore[attr-defined]
+            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            examples = [as_tuple(example) for example in fetched]
             return Chunk(stack_examples(examples), np.ones(len(indices), bool), [])
         examples, failures = [], []
         is_good = np.ones(len(indices), bool)

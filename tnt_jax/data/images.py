@@ -246,7 +246,8 @@ def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
         )
     paths = [str(file) for file, _ in files]
     labels = tf.constant([label for _, label in files], tf.int32)
-    return tf.data.Dataset.from_tensor_slices({"name": tf.constant(paths), "label": labels})  # pyright: ignore[reportArgumentType]
+    images = {"name": tf.constant(paths), "label": labels}
+    return tf.data.Dataset.from_tensor_slices(images)  # pyright: ignore[reportArgumentType]
 
 
 def _jpeg_files(folder: Path) -> list[Path]:

@@ -33,7 +33,8 @@ def adasum(tree: Any, axis_name: str) -> Any:
             f"Adasum combines ranks in pairs and needs a power of two of them, but {axis_name!r} "
             f'has {num_ranks}. Use op="average", or fewer ranks.'
         )
-    rank, distance = jax.lax.axis_index(axis_name), 1
+    rank = jax.lax.axis_index(axis_name)
+    distance = 1
     while distance < num_ranks:
         pairs = [(source, source ^ distance) for source in range(num_ranks)]
         combined = partial(_combined, is_lower=rank & distance == 0)

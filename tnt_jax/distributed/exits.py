@@ -42,7 +42,8 @@ def introduce(process: int, num_processes: int) -> None:
 
 def _hook_in(own: Membership) -> Callable[[], None]:
     """Lets a membership see how the interpreter ends, and returns what undoes that."""
-    report, leave = sys.excepthook, sys.exit
+    report = sys.excepthook
+    leave = sys.exit
 
     def report_exception(kind: Any, error: Any, trace: Any) -> None:
         own.report_exception(report, kind, error, trace)

@@ -132,7 +132,8 @@ def bring(
             if is_ragged:
                 check_rows(call, paths, leaves)
     except Exception as raised:  # Raised below, so that the other processes do not wait.
-        error, paths, leaves = raised, [], []
+        error = raised
+        paths, leaves = [], []
     structure = jax.tree.structure(tree)
     types = [type_of(leaf, is_ragged) for leaf in leaves]
     description = [
@@ -304,7 +305,8 @@ def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> lis
 def sent_from(brought: Brought, root: int) -> list[np.ndarray]:
     """Returns the arrays of process `root`."""
     if brought.small is not None:
-        data, alignment = brought.small[brought.members.index(root)], 1
+        data = brought.small[brought.members.index(root)]
+        alignment = 1
     else:
         data = broadcast_bytes(brought.leaves, brought.members, root, brought.total)
         alignment = ALIGNMENT

@@ -101,7 +101,8 @@ def _exchanged(
 ) -> list[Any]:
     """Returns the objects of the senders, on every process."""
     with exclusive(call):
-        problem, data = None, b""
+        problem = None
+        data = b""
         try:
             if jax.process_index() in senders:
                 data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -112,7 +113,8 @@ def _exchanged(
         )
         ends = np.cumsum([shapes[0][0] for shapes in brought.shapes])
         pieces = np.split(collected(brought)[0], ends)
-        problem, objects = None, []
+        problem = None
+        objects = []
         try:
             objects = [pickle.loads(pieces[members.index(sender)].data) for sender in senders]
         except Exception as error:  # A class that is not there, on one process alone perhaps.

@@ -212,7 +212,8 @@ def _check_local(grads: Any, options: _Options) -> None:
     Gradients must not have been reduced over the axis, and its ranks must be those of the process
     set.
     """
-    num_ranks, axis_name = jax.lax.axis_size(options.axis_name), options.axis_name
+    axis_name = options.axis_name
+    num_ranks = jax.lax.axis_size(axis_name)
     if options.process_set is not None and options.process_set.size != num_ranks:
         raise ValueError(
             f"The axis {axis_name!r} has {num_ranks} ranks, but the process set "
@@ -236,7 +237,8 @@ def _check_local(grads: Any, options: _Options) -> None:
 
 def _reduced(grads: Any, options: _Options) -> Any:
     """Returns the reduction of gradients over the axis, in the buckets of the platform."""
-    num_ranks, axis_name = jax.lax.axis_size(options.axis_name), options.axis_name
+    axis_name = options.axis_name
+    num_ranks = jax.lax.axis_size(axis_name)
     if options.op == "adasum":
         return adasum(grads, axis_name)
     if num_ranks == 1:

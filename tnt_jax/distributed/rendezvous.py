@@ -182,8 +182,10 @@ def _exchange(
     together: tuple[int, ...], number: int, call: str, own: str, timeout_s: float | None
 ) -> str | None:
     """Returns the list of what all have said, in JSON; None if they have not come in time."""
-    first, process = together[0], jax.process_index()
-    folder, client = _folder(together, number), _jax.coordination_client()
+    first = together[0]
+    process = jax.process_index()
+    folder = _folder(together, number)
+    client = _jax.coordination_client()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     has_said: list[bool] = []
 
@@ -231,7 +233,8 @@ def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> No
         number: Number of their meeting.
         call: What it came for.
     """
-    process, everybody = jax.process_index(), tuple(range(jax.process_count()))
+    process = jax.process_index()
+    everybody = tuple(range(jax.process_count()))
     for key, _ in _jax.coordination_client().key_value_dir_get(_KEY):
         name, next_number, other = key.removeprefix(f"{_KEY}/").split("/")
         elsewhere = everybody if name == "all" else tuple(map(int, name.split("-")))

@@ -112,7 +112,8 @@ def reduce_scatter(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None 
             dimension, or `op` is unknown.
         OverflowError: On every process, if a sum or product of integers has more than 64 bits.
     """
-    members, call = members_of(process_set), f"reduce_scatter (op={op})"
+    members = members_of(process_set)
+    call = f"reduce_scatter (op={op})"
     numbers = check_numbers("reduce_scatter")
 
     def check(name: str, array: np.ndarray) -> None:

@@ -26,7 +26,8 @@ def join(*, process_set: ProcessSet | None = None) -> int:
         RuntimeError: On every process, if one that has not joined makes another call that needs all
             processes.
     """
-    members, num_calls = members_of(process_set), 0
+    members = members_of(process_set)
+    num_calls = 0
     with exclusive("join"):
         while True:
             texts = meet("join", json.dumps({"joined": num_calls}), members=members, role="joins")

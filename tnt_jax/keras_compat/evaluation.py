@@ -101,7 +101,8 @@ class Predictor:
     def predict(self, data: DataArguments, steps: int | None, callbacks: CallbackArguments) -> Any:
         """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
         check_prediction_methods(self._core.module)
-        compilation, trainer = self._core.compilation, self._core.trainer
+        compilation = self._core.compilation
+        trainer = self._core.trainer
         compare_starts("Model.predict", self._core, data, steps=steps)
         stream, item = self._intake.open("Model.predict", data, steps=steps)
         first = to_batch(item)

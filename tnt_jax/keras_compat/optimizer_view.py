@@ -66,7 +66,8 @@ class OptimizerView:
         self._optimizer = optimizer
         self._trainer = trainer
         self._start = start
-        self.name, self.use_ema = optimizer.name, optimizer.use_ema
+        self.name = optimizer.name
+        self.use_ema = optimizer.use_ema
 
     @property
     def learning_rate(self) -> Rate:

@@ -80,7 +80,8 @@ def read_h5(path: Path | IO[bytes]) -> dict[str, np.ndarray]:
     import h5py
 
     with h5py.File(path, "r") as file:
-        return dict(_arrays_below(file, _GROUP, "")) if _GROUP in file.keys() else {}  # noqa: SIM118 (`in file` follows links)
+        # `in file` would follow links.
+        return dict(_arrays_below(file, _GROUP, "")) if _GROUP in file.keys() else {}  # noqa: SIM118
 
 
 def _arrays_below(group: Any, key: str, prefix: str) -> Iterator[tuple[str, np.ndarray]]:

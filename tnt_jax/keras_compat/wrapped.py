@@ -48,7 +48,8 @@ def take_over_changes(trainer: Trainer, inputs: Any) -> None:
         trainer: Trainer of the model.
         inputs: Inputs of the data at hand.
     """
-    adapter, state = trainer.adapter, trainer.state
+    adapter = trainer.adapter
+    state = trainer.state
     if not adapter.holds_variables or trainer.owner is not None or state is None:
         return
     if not collectives.broadcast(np.int8(adapter.has_changed())):

@@ -216,30 +216,39 @@ def plan_processes(
                 launched_at=launch.launched_at,
                 restart_count=launch.restart_count,
             )
+            pinning = _pinning(host, local_rank, count, options)
             processes.append(
-                Process(
-                    rank=rank,
-                    local_rank=local_rank,
-                    host=host.name,
-                    command=(
-                        *_pinning(host, local_rank, count, options),
-                        *script_command(options, launch.cwd),
-                    ),
-                    cwd=launch.cwd,
-                    environment={
-                        **(carried_environment(launch.environ) if host.is_remote else {}),
-                        **environment,
-                    },
-                    exports=options.exports,
-                    shown=_shown(rank, options),
-                    log_file=_log_file(rank, options, launch),
-                    terminals=tuple(
-                        name for name in launch.terminals if _is_shown_alone(rank, name, options)
-                    ),
-                    columns=launch.columns,
-                )
+                _process(host, rank, local_rank, pinning, environment, options, launch)
             )
     return processes
+
+
+def _process(
+    host: Host,
+    rank: int,
+    local_rank: int,
+    pinning: Sequence[str],
+    environment: Mapping[str, str],
+    options: Options,
+    launch: Launch,
+) -> Process:
+    """Returns a process of the job with the variables that are its own."""
+    return Process(
+        rank=rank,
+        local_rank=local_rank,
+        host=host.name,
+        command=(*pinning, *script_command(options, launch.cwd)),
+        cwd=launch.cwd,
+        environment={
+            **(carried_environment(launch.environ) if host.is_remote else {}),
+            **environment,
+        },
+        exports=options.exports,
+        shown=_shown(rank, options),
+        log_file=_log_file(rank, options, launch),
+        terminals=tuple(name for name in launch.terminals if _is_shown_alone(rank, name, options)),
+        columns=launch.columns,
+    )
 
 
 def _processes_on(host: Host, num_devices: int, options: Options) -> int:

@@ -47,7 +47,8 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
         if is_one
         else make_predict_step(trainer.adapter.apply, trainer.runtime.mesh)
     )
-    traced = fast.trace(state.params, state.model_state, trainer.put(batch.inputs))  # pyright: ignore[reportFunctionMemberAccess]
+    inputs = trainer.put(batch.inputs)
+    traced = fast.trace(state.params, state.model_state, inputs)  # pyright: ignore
     activations = [activation or "" for activation in _jax.last_activations(traced)]
     return traced.out_info, jax.tree.unflatten(jax.tree.structure(traced.out_info), activations)
 

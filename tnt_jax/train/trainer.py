@@ -350,7 +350,8 @@ class Trainer:
         group = DeviceBatches(self.put(batch), 0)
         sums = self._zero_sums(group)
         sums = sums if self._watch is None else self._watch.with_counts(sums)
-        return self._train_step.lower(self._built(), sums, group.batch)  # pyright: ignore[reportFunctionMemberAccess]
+        lower = self._train_step.lower  # pyright: ignore[reportFunctionMemberAccess]
+        return lower(self._built(), sums, group.batch)
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."

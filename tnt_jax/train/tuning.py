@@ -80,7 +80,8 @@ def list_candidates(
             launcher's option.
         accumulation_steps: Steps whose mean gradient makes one update.
     """
-    platform, num_ranks = trainer.runtime.platform, trainer.runtime.num_ranks
+    platform = trainer.runtime.platform
+    num_ranks = trainer.runtime.num_ranks
     total_kb = sum(x.nbytes for x in jax.tree.leaves(trainer.require_state().params)) / 1024
     # All thresholds above the whole ask for one bucket.
     sizes = [

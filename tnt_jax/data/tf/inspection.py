@@ -68,7 +68,8 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
         keeps_all = keeps_all and type(stage).__name__ in _KEEPS_EVERY_EXAMPLE
         stage = _tensorflow.inputs(stage)[0]
     if type(stage).__name__ in BATCHES:
-        size, drop = int(read(stage, "batch_size")), bool(read(stage, "drop_remainder"))
+        size = int(read(stage, "batch_size"))
+        drop = bool(read(stage, "drop_remainder"))
         examples = int(_tensorflow.inputs(stage)[0].cardinality()) if keeps_all else -1
         if drop and examples >= 0:
             examples = examples // size * size

@@ -171,7 +171,8 @@ class Splitter:
             )
 
     def _local_batch(self, dataset: Any) -> Any:
-        size, drop = int(read(dataset, "batch_size")), bool(read(dataset, "drop_remainder"))
+        size = int(read(dataset, "batch_size"))
+        drop = bool(read(dataset, "drop_remainder"))
         if type(dataset).__name__ == "_PaddedBatchDataset" and not _has_fixed_rows(
             dataset.element_spec
         ):

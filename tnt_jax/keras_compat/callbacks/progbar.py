@@ -99,7 +99,8 @@ class ProgbarLogger(Callback):
     def _begin(self, title: str, total: int | None) -> None:
         self._steps = self._rows = 0
         self._start = self._shown = time.perf_counter()
-        self._train_s, self._before = 0.0, None
+        self._train_s = 0.0
+        self._before = None
         if self._verbose == 1 and sys.stdout.isatty():
             layout = _BAR_FORMAT if total else _OPEN_FORMAT
             self._show_warning, warnings.showwarning = (

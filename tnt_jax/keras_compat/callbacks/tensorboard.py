@@ -119,7 +119,8 @@ class TensorBoard(Callback):
                 self._write("train", f"batch_{name}", value, step)
             if self.write_steps_per_second:
                 # Reading the logs has waited for the step.
-                now, (moment, first) = time.perf_counter(), self._last_write
+                now = time.perf_counter()
+                moment, first = self._last_write
                 self._write(
                     "train",
                     "batch_steps_per_second",

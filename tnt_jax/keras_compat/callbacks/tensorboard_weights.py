@@ -111,8 +111,8 @@ def write_keras_graph(writer: Any, module: Any) -> None:
         is_keras(module, "models.Model") and type(module).__name__ in ("Functional", "Sequential")
     ):
         return
-    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
-    from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+    from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore
 
     try:
         text = module.to_json()

@@ -30,7 +30,7 @@ _ALIASES: dict[str, Callable[..., Loss]] = {
     "mse": regression.MeanSquaredError,
     "msle": regression.MeanSquaredLogarithmicError,
 }
-_FUNCTIONS = tuple(cls().fn for cls in _CLASSES.values())  # pyright: ignore[reportAttributeAccessIssue]
+_FUNCTIONS = tuple(cls().fn for cls in _CLASSES.values())  # pyright: ignore
 
 
 @overload

@@ -88,4 +88,6 @@ class Tversky(LossFunctionWrapper):
         dtype: Any = None,
     ) -> None:
         super().__init__(tversky, reduction, name, dtype, alpha=alpha, beta=beta, axis=axis)
-        self.alpha, self.beta, self.axis = alpha, beta, axis  # pyright: ignore[reportAttributeAccessIssue]
+        self.alpha = alpha
+        self.beta = beta
+        self.axis = axis  # pyright: ignore[reportAttributeAccessIssue]

@@ -26,7 +26,9 @@ class Mean(Metric):
         super().__init__(dtype, name)
         self._declare(_TOTAL_AND_COUNT)
 
-    def increments(self, values: Any, weight: ArrayLike | None = None) -> dict[str, jax.Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, values: Any, weight: ArrayLike | None = None
+    ) -> dict[str, jax.Array]:
         """Returns the weighted sum of values [rows, ...] and the sum of the weights.
 
         A scalar is one row.
@@ -37,7 +39,9 @@ class Mean(Metric):
         """Returns total / count, 0 if the count is 0."""
         return quotient(sums, self.dtype)
 
-    def update_state(self, values: Any, sample_weight: ArrayLike | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, values: Any, sample_weight: ArrayLike | None = None
+    ) -> None:
         """Adds values [rows, ...] to the state."""
         self._add(self.increments(values, weight_of_real_rows(sample_weight, values)))
 
@@ -49,7 +53,9 @@ class Sum(Metric):
         super().__init__(dtype, name)
         self._declare({"total": ()})
 
-    def increments(self, values: Any, weight: ArrayLike | None = None) -> dict[str, jax.Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, values: Any, weight: ArrayLike | None = None
+    ) -> dict[str, jax.Array]:
         """Returns the weighted sum of values [rows, ...]."""
         values = jnp.atleast_1d(in_dtype(values, self.dtype))
         values, weight = align(values, weight, jnp.sum)
@@ -59,7 +65,9 @@ class Sum(Metric):
         """Returns the sum."""
         return jnp.asarray(sums["total"]).astype(self.dtype)
 
-    def update_state(self, values: Any, sample_weight: ArrayLike | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, values: Any, sample_weight: ArrayLike | None = None
+    ) -> None:
         """Adds values [rows, ...] to the state."""
         self._add(self.increments(values, weight_of_real_rows(sample_weight, values)))
 

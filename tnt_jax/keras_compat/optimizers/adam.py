@@ -178,7 +178,8 @@ class Nadam(Optimizer):
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
-        product, following = shared["u_product"], self._u(step + 1)
+        product = shared["u_product"]
+        following = self._u(step + 1)
         momentum = following * moments["momentum"] / (1 - product * following) + (
             1 - self._u(step)
         ) * grad / (1 - product)

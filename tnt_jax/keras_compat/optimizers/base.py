@@ -244,9 +244,9 @@ class Optimizer(Recorded):
             ) -> tuple[Any, OptimizerState]:
                 return self._update(grads, state, params, learning_rate)
 
-            return optax.GradientTransformation(self._init, update)  # pyright: ignore[reportArgumentType]
+            return optax.GradientTransformation(self._init, update)  # pyright: ignore
 
-        injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore[reportArgumentType]
+        injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore
         rate = self._rate_of_update if callable(self.learning_rate) else self.learning_rate
         transformation: Any = injected(learning_rate=rate)
         return (

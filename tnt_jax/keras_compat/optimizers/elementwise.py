@@ -100,7 +100,8 @@ class RMSprop(Optimizer):
         shared: Slots,
     ) -> tuple[jax.Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
-        rho, slots = self.rho, dict(slots)
+        rho = self.rho
+        slots = dict(slots)
         slots["velocity"] = variance = rho * slots["velocity"] + (1 - rho) * jnp.square(grad)
         if self.centered:
             slots["average_gradient"] = rho * slots["average_gradient"] + (1 - rho) * grad

@@ -86,7 +86,7 @@ class KerasOptimizer(Optimizer):
                 them from weight decay.
         """
         rule = _Rule(self.keras_optimizer, self.learning_rate, variables)
-        transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore[reportArgumentType]
+        transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore
         return (
             transformation
             if self.loss_scale_factor is None

@@ -135,7 +135,8 @@ class PolynomialDecay(LearningRateSchedule):
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
-        step, length = jnp.asarray(step, jnp.float32), jnp.float32(self.decay_steps)
+        step = jnp.asarray(step, jnp.float32)
+        length = jnp.float32(self.decay_steps)
         if self.cycle:
             length = length * jnp.maximum(1, jnp.ceil(step / length))
         remaining = 1 - jnp.minimum(step, length) / length

@@ -73,8 +73,10 @@ class GradualWarmup(LearningRateSchedule):
     ) -> None:
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}.")
-        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
-        self.initial_learning_rate, self.name = initial_learning_rate, name
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.initial_learning_rate = initial_learning_rate
+        self.name = name
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -124,8 +126,12 @@ class WarmupSteps(LearningRateSchedule):
                 f"There must be one multiplier more than boundaries, and boundaries must rise, "
                 f"but they are {multipliers} and {boundaries}."
             )
-        self.peak, self.steps_per_epoch, self.warmup_epochs = peak, steps_per_epoch, warmup_epochs
-        self.boundaries, self.multipliers, self.name = list(boundaries), list(multipliers), name
+        self.peak = peak
+        self.steps_per_epoch = steps_per_epoch
+        self.warmup_epochs = warmup_epochs
+        self.boundaries = list(boundaries)
+        self.multipliers = list(multipliers)
+        self.name = name
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -152,7 +158,10 @@ class InverseSquareRoot(LearningRateSchedule):
     def __init__(
         self, factor: float, *, width: int, warmup_steps: int, name: str = "InverseSquareRoot"
     ) -> None:
-        self.factor, self.width, self.warmup_steps, self.name = factor, width, warmup_steps, name
+        self.factor = factor
+        self.width = width
+        self.warmup_steps = warmup_steps
+        self.name = name
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`, counted from 0."""

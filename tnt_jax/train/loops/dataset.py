@@ -56,9 +56,11 @@ class DistributedDataset:
     """
 
     def __init__(self, stream: EpochStream, mesh: Mesh) -> None:
-        self._stream, self._mesh = stream, mesh
+        self._stream = stream
+        self._mesh = mesh
         self._position = _Position()
-        self._is_within, self._is_sought = False, False
+        self._is_within = False
+        self._is_sought = False
 
     def __len__(self) -> int:
         """Returns the batches of an epoch.
@@ -105,7 +107,8 @@ class DistributedDataset:
                 f"{dict(position)}. Pass what dataset.position returned."
             )
         self._position = _Position(**{name: int(value) for name, value in position.items()})
-        self._is_within, self._is_sought = False, True
+        self._is_within = False
+        self._is_sought = True
 
     def __iter__(self) -> Iterator[DistributedBatch]:
         """Begins the next epoch, or goes on where `seek` says."""
@@ -130,7 +133,8 @@ class DistributedDataset:
     def _epoch(self, size: int | None, *, stacked: bool) -> Iterator[DistributedBatch]:
         if self._is_within:  # An epoch that was left early.
             self._end_epoch()
-        start, self._is_within = self._position, True
+        start = self._position
+        self._is_within = True
         if self._is_sought or start.epoch:
             self._stream.seek(start.epoch, start.batch, first_epoch=0)
             self._is_sought = False

@@ -59,7 +59,8 @@ class Engine:
         """Runs the program of one step, or of stacked ones; returns state and metrics."""
         self._check_arguments(batch, key, stacked=stacked)
         start_ns = time.perf_counter_ns()
-        state, words = self._placement.place(state), self._key_words(key)
+        state = self._placement.place(state)
+        words = self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
         with stall.in_phase("steps" if stacked else "step"):

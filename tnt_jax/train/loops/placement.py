@@ -22,7 +22,8 @@ class Placement:
     """
 
     def __init__(self, name: str, mesh: Mesh) -> None:
-        self._name, self._mesh = name, mesh
+        self._name = name
+        self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec())
         # By identity, with which a step of a small model is found in place fastest.
         self._known: dict[int, Any] = {}
@@ -35,7 +36,8 @@ class Placement:
             ValueError: If an earlier step was given it; on every process, if processes come with
                 different states.
         """
-        known, leaves = self._known, jax.tree.leaves(state)
+        known = self._known
+        leaves = jax.tree.leaves(state)
         if leaves and isinstance(leaves[0], Tracer):
             raise TypeError(
                 f"{self._name} is a program of its own and cannot be traced: call it outside of "

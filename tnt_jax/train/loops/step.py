@@ -154,7 +154,8 @@ class _EngineOfJob:
     """
 
     def __init__(self, step: Callable, **options: bool) -> None:
-        self._step, self._options = step, options
+        self._step = step
+        self._options = options
         self._engine: Engine | None = None
 
     def get(self) -> Engine:
