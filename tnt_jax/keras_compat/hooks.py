@@ -87,9 +87,14 @@ class PhaseHooks:
             self._progress.epoch_sums = sums
         if self._has_end:
             self._callbacks.call_batch(
-                self._end, index, {} if sums is None else LazyLogs(lambda: self._read(sums))
+                self._end, index, {} if sums is None else LazyLogs(lambda: self._logs(sums))
             )
         return self._stops and self._progress.stop_training
+
+    def _logs(self, sums: Any) -> dict[str, float]:
+        """Returns the logs, for which the step must have run: a callback waits for the devices."""
+        with stall.in_phase("step"):
+            return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
         """Records whether the next step has to be compiled first.
@@ -99,6 +104,8 @@ class PhaseHooks:
         kind = (group.num_steps, *(x.shape for x in jax.tree.leaves(group.batch)))
         self._progress.is_compiling = kind not in known
         self._program = "step" if group.num_steps == 1 else "steps"
+        if self._progress.is_compiling:
+            self._program = "compile"
         known.add(kind)
 
     def is_busy(self) -> bool:

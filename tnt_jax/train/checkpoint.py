@@ -33,6 +33,7 @@ import numpy as np
 
 from tnt_jax.distributed import collectives
 from tnt_jax.distributed.runtime import barrier, init, is_master_rank
+from tnt_jax.distributed.stall import in_phase
 from tnt_jax.job import Slot
 from tnt_jax.train.checkpoint_folders import MARK, OwnFolders
 from tnt_jax.train.state import TrainState
@@ -120,6 +121,7 @@ class Checkpoints:
         self._is_clean = False
         self._lazy_manager: ocp.CheckpointManager | None = None
 
+    @in_phase("save")
     def save(
         self,
         state: TrainState,
@@ -192,6 +194,7 @@ class Checkpoints:
             for path, leaf in state_arrays(tree).items()
         }
 
+    @in_phase("save")
     def read(self, number: int | None = None) -> Saved:
         """Returns a checkpoint, in full on every process.
 
@@ -213,6 +216,7 @@ class Checkpoints:
         position = None if about["position"] is None else Position(*about["position"])
         return Saved(number, self._read_tree("state", number), extra, position, about["notes"])
 
+    @in_phase("save")
     def wait(self) -> None:
         """Waits until everything is written.
 
