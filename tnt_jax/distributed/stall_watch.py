@@ -254,8 +254,8 @@ def _note(text: str) -> Note:
     if not text:
         return Note()
     values: dict[str, Any] = json.loads(text)["note"]
-    lists = {name: tuple(values[name]) for name in ("calls", "members")}
-    return Note(**values | lists)
+    values["calls"], values["members"] = tuple(values["calls"]), tuple(values["members"])
+    return Note(**values)
 
 
 def _end_watch(watch: _Watch | None) -> None:
