@@ -6,6 +6,7 @@ import pytest
 from faulty_jobs import STOP, run_faulty
 
 import tnt_jax as tnt
+from tnt_jax.distributed.slow_ranks import SlowRanks, find_slow
 from tnt_jax.distributed.stall import Note
 from tnt_jax.distributed.stall_causes import Seen, find_cause
 from tnt_jax.settings import STALLED_EXIT_CODE
@@ -112,3 +113,78 @@ def test_a_process_that_is_stopped_is_named_and_killed(tmp_path):
     assert ended.codes == [STALLED_EXIT_CODE]
     assert re.search(r"Process 1 has not posted for \d+ s: it is stopped", ended.output)
     assert ended.seconds < 30
+
+
+# `test_a_process_that_is_stuck_in_a_callback_...` shows nearly the same.
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_processes", "where", "who", "mode", "by", "place"),
+    [
+        (2, "data", 1, "fit", "launcher", "reading data"),
+        (2, "data", 1, "loop", "hand", "in its own loop, epoch 1, step 1, reading data"),
+        (2, "callback", 0, "evaluate", "launcher", "in Act.on_test_batch_begin"),
+        (2, "data", 1, "predict", "launcher", "in Model.predict, step 1, reading data"),
+        (2, "validation", 0, "fit", "hand", r"in validation \(called in Model.fit\)"),
+        (3, "epoch end", 0, "fit", "launcher", "in Act.on_epoch_end"),
+        (2, "callback", 1, "loop", "launcher", "in the body of its loop"),
+    ],
+)
+def test_a_process_is_named_wherever_it_is_stuck(
+    tmp_path, num_processes, where, who, mode, by, place
+):
+    ended = run_faulty(
+        tmp_path, num_processes, SLEEP, where, who, mode=mode, by=by, TNT_STALL_TIMEOUT="4"
+    )
+    check(ended, who, place)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long  # As above, with process 0, whose service then answers nobody.
+def test_a_stopped_process_0_is_named_by_the_others(tmp_path):
+    ended = run_faulty(tmp_path, 2, STOP, "callback", 0, by="hand", TNT_STALL_TIMEOUT="4")
+    assert ended.codes == [STALLED_EXIT_CODE]
+    assert "Process 0, which coordinates the job, has not answered process 1" in ended.output
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long  # The judgement of a note with the phase "compile" is tested above.
+def test_a_compilation_is_not_taken_for_a_stall(tmp_path):
+    ended = run_faulty(
+        tmp_path, 2, "time.sleep(10); os._exit(9)", "trace", 1, TNT_STALL_TIMEOUT="4"
+    )
+    assert ended.codes == [9], ended.output
+    assert ended.seconds > 10
+
+
+FAST = {"data": 1.0, "callback": 0.5, "step": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("spent", "expected"),
+    [
+        ([FAST, FAST | {"data": 25.0}], (1, "data")),
+        ([FAST | {"callback": 30.0}, FAST, FAST], (0, "callback")),
+        ([FAST, FAST | {"step": 50.0}, FAST], (1, "step")),
+        # It is slower, but by less than half, or by less than a fifth of all time.
+        ([FAST, FAST | {"step": 28.0}], None),
+        ([FAST, FAST | {"data": 8.0}], None),
+        # Another waits for the devices of the slow one, without knowing it.
+        ([FAST | {"step": 45.0}, FAST | {"data": 40.0, "step": 6.0}], (1, "data")),
+        ([FAST | {"loop": 24.0}, FAST | {"step": 44.0}], None),
+    ],
+)
+def test_a_slow_process_is_named_with_what_it_spends_its_time_on(spent, expected):
+    assert find_slow(spent, 60.0) == expected
+
+
+def test_a_slow_process_is_named_once_and_not_while_programs_are_compiled():
+    slow, told = SlowRanks(60.0), []
+    for minute in range(5):
+        seconds = dict.fromkeys(("data", "callback", "save", "step", "steps", "loop"), 0.0)
+        told.append(slow.look(61.0 * minute, [seconds, seconds | {"data": 40.0 * minute}]))
+    assert [text is not None for text in told] == [False, False, True, False, False]
+    assert told[2] == (
+        "Process 1 is slower than the others, which wait for it: of the last 61 s it spent 40.0 s "
+        "reading data, the others 0.0 s at the median."
+    )

@@ -216,7 +216,7 @@ class Membership:
 
         JAX calls it from a thread of its own, before it aborts the process.
         """
-        if os.getpid() != self._pid or self._is_leaving or _jax.coordinator_listens():
+        if os.getpid() != self._pid or _jax.coordinator_listens():
             return
         if not self._is_ending:
             self._is_ending = True

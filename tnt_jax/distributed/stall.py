@@ -162,6 +162,7 @@ class Here:
     def note(self) -> Note:
         """A copy that can be sent."""
         with self._lock:
+            self._count()
             return Note(
                 self.meetings, self.calls, self.epoch, self.step, self.phase, self.what,
                 self.limit_s, self.num_waits, self._wait(), self.members, has_left=self.has_left,
@@ -170,7 +171,8 @@ class Here:
     def _count(self) -> None:
         """Adds the time since the last change to the phase, unless the process waited."""
         now_ns = time.perf_counter_ns()
-        if not self.waits or not self._wait():
+        # Most often nothing waits, or no thread reads ahead.
+        if not self.waits or (self.readers and not self._wait()):
             self.own_ns[self.phase] += now_ns - self._since_ns
         self._since_ns = now_ns
 

@@ -119,7 +119,8 @@ def _stuck(process: int, notes: Sequence[Note], timeout_s: float, all_wait: bool
     which = f"TNT_STALL_TIMEOUT is {timeout_s:g} s" + (
         f", {limit:g} s there" if limit != timeout_s else ""
     )
-    text = f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {own}."
+    place = str(own) if _is_in_call(own) else "in code of its script, outside of calls and loops"
+    text = f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}."
     if all_wait and len(notes) > 1:
         others = ", ".join(
             f"process {number} ({note})" for number, note in enumerate(notes) if number != process

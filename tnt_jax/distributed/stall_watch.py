@@ -18,6 +18,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed import stacks
+from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
 from tnt_jax.distributed.stall_causes import Cause, Seen, describe_stall, find_cause, limit_s
 from tnt_jax.job import Slot
@@ -98,6 +99,7 @@ class _Watch:
         self._answered_at = time.monotonic()
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
+        self._slow_ranks = SlowRanks(patience.warning_s)
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -170,7 +172,8 @@ class _Watch:
 
     def _post(self, note: Note) -> None:
         self._num_posts += 1
-        text = json.dumps(asdict(note) | {"posts": self._num_posts})
+        own_s = {phase: ns / 1e9 for phase, ns in self._here.own_ns.items()}
+        text = json.dumps({"posts": self._num_posts, "note": asdict(note), "own_s": own_s})
         self._client.key_value_set(f"{_NOTES}/{self._process}", text, allow_overwrite=True)
 
     def _post_stack(self, note: Note, stuck_s: float) -> None:
@@ -206,6 +209,11 @@ class _Watch:
             if cause is not None:
                 self._end_job(self._completed(cause), True)
         self._warn([each.note for each in seen])
+        if self._process == 0:
+            texts = [self._seen.get(process, ("", 0.0))[0] for process in range(len(seen))]
+            times = [json.loads(text)["own_s"] if text else {} for text in texts]
+            if (slow := self._slow_ranks.look(self._clock.now_s(), times)) is not None:
+                logger.warning("%s", slow)
 
     def _completed(self, cause: Cause) -> Cause:
         """Returns a cause with what the user needs to know."""
@@ -245,8 +253,7 @@ class _Watch:
 def _note(text: str) -> Note:
     if not text:
         return Note()
-    values: dict[str, Any] = json.loads(text)
-    del values["posts"]
+    values: dict[str, Any] = json.loads(text)["note"]
     values["calls"], values["members"] = tuple(values["calls"]), tuple(values["members"])
     return Note(**values)
 

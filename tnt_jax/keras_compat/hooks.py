@@ -100,7 +100,7 @@ class PhaseHooks:
             goodput.note_steps(index + 1 - self._first, self._start_ns)
         if self._has_end:
             self._callbacks.call_batch(
-                self._end, index, {} if sums is None else LazyLogs(lambda: self._read_after(sums))
+                self._end, index, {} if sums is None else LazyLogs(lambda: self._logs(sums))
             )
         return self._stop is not None and self._stop.after_program(self._progress.stop_training)
 
@@ -109,9 +109,10 @@ class PhaseHooks:
         """Whether training has ended within the epoch."""
         return self._stop is not None and self._stop.is_over
 
-    def _read_after(self, sums: Any) -> dict[str, float]:
-        # A callback that reads its logs waits for the devices, which compute.
-        with goodput.phase("computing" if self._phase == "train" else "validating"):
+    def _logs(self, sums: Any) -> dict[str, float]:
+        """Returns the logs, for which the step must have run: a callback waits for the devices."""
+        spent: goodput.Phase = "computing" if self._phase == "train" else "validating"
+        with stall.in_phase("step"), goodput.phase(spent):
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
@@ -122,6 +123,8 @@ class PhaseHooks:
         kind = (group.num_steps, *(x.shape for x in jax.tree.leaves(group.batch)))
         self._progress.is_compiling = kind not in known
         self._program = "step" if group.num_steps == 1 else "steps"
+        if self._progress.is_compiling:
+            self._program = "compile"
         known.add(kind)
 
     def is_busy(self) -> bool:

@@ -31,6 +31,7 @@ import numpy as np
 from tnt_jax.distributed import collectives
 from tnt_jax.distributed.goodput import counted
 from tnt_jax.distributed.runtime import barrier, is_master_rank
+from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_arrays import read_shapes
 from tnt_jax.train.checkpoint_files import Content, DamagedCheckpointError, read_checkpoint
@@ -129,6 +130,7 @@ class Checkpoints:
         except OSError as error:
             self._report(Outcome("failed", str(error)))
 
+    @in_phase("save")
     @counted("saving")
     def save(
         self,
@@ -205,6 +207,7 @@ class Checkpoints:
             raise self._missing()
         return read_shapes(self._folder(number) / "state")
 
+    @in_phase("save")
     @counted("restarting")
     def read(self, number: int | None = None) -> Saved:
         """Returns a checkpoint, in full on every process, if it is what was saved.
@@ -227,6 +230,8 @@ class Checkpoints:
             raise self._missing()
         return saved
 
+    @in_phase("save")
+    @counted("restarting")
     def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
         """Returns the newest checkpoint that every process can read, in full on every process.
 
@@ -259,6 +264,7 @@ class Checkpoints:
             )
         return None
 
+    @in_phase("save")
     @counted("saving")
     def wait(self) -> None:
         """Waits until everything is written.

@@ -63,7 +63,8 @@ class Engine:
         words = self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
-        with stall.in_phase("steps" if stacked else "step"):
+        phase: stall.Phase = "steps" if stacked else "step"
+        with stall.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words)
             carried = self._metrics.totals(), number
             state, carried, metrics = program(state, carried, batch.arrays, words)
