@@ -5,7 +5,20 @@ import os
 import sys
 from dataclasses import dataclass
 
+import jax
+
 from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
+
+# What the errors of collectives say whose peer has gone.
+_SIGNS_OF_LOSS = (
+    "gloo",
+    "connection",
+    "lost a neighbour",
+    "nccl",
+    "socket closed",
+    "unavailable",
+    "disconnected",
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,18 @@ def gist(error: BaseException) -> str:
 def flush() -> None:
     """Writes out what was printed, before the process ends without leaving Python."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # Nobody reads it any more, or it was closed.
+        # Nobody reads it any more, or it was closed.
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Returns whether an error is that of a collective whose peer has gone."""
+    is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError))
+    return is_of_collective and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
+
+
+def say(first: str, *others: str) -> None:
+    """Prints why this process ends."""
+    print("\n".join([f"[tnt_jax] ERROR: {first}", *others]), file=sys.stderr)
+    flush()

@@ -9,8 +9,6 @@ results, goes on to its own end.
 import contextlib
 import json
 import os
-import select
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,8 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed import roll_call
-from tnt_jax.distributed.departures import Departure, flush, gist, machine
+from tnt_jax.distributed.departures import Departure, flush, gist, machine, say, tells_of_loss
+from tnt_jax.distributed.local_peers import LocalPeers
 from tnt_jax.distributed.stall import here
 from tnt_jax.distributed.stall_causes import Cause
 from tnt_jax.distributed.waiting import describe_wait
@@ -46,16 +45,6 @@ _REPORT_S = 60.0
 # The service knows that a process has disconnected before that process does, which may be waiting
 # for a core. The end of the service would abort it until then.
 _DISCONNECTION_GRACE_S = 1.0
-# What the errors of collectives say whose peer has gone.
-_SIGNS_OF_LOSS = (
-    "gloo",
-    "connection",
-    "lost a neighbour",
-    "nccl",
-    "socket closed",
-    "unavailable",
-    "disconnected",
-)
 
 
 @dataclass
@@ -76,10 +65,11 @@ class Membership:
     _exit_text: str = "the end of its script"
     _is_leaving: bool = False
     _is_ending: bool = False
+    # The exit code, once it is decided.
+    _final_code: int | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _peers: dict[int, int] = field(default_factory=dict)
+    _peers: LocalPeers = field(default_factory=LocalPeers)
     _thread: threading.Thread | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # Watching the others.
 
@@ -91,10 +81,7 @@ class Membership:
         """Begins to look for processes that leave; every process must have introduced itself."""
         for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine()}"):
             if (process := int(key.rpartition("/")[2])) != self.process:
-                # It has left already, or the system has no such call: then closed connections are
-                # all that tells.
-                with contextlib.suppress(OSError):
-                    self._peers[os.pidfd_open(int(pid))] = process
+                self._peers.add(process, int(pid))
         self._thread = threading.Thread(target=self._watch, name="tnt_jax-leaving", daemon=True)
         self._thread.start()
 
@@ -121,15 +108,7 @@ class Membership:
 
     def _report_lost(self) -> None:
         """Reports as lost the processes of this machine that ended without saying so."""
-        ready = select.poll()
-        for descriptor in list(self._peers):
-            ready.register(descriptor, select.POLLIN)
-        for descriptor, _ in ready.poll(0):
-            with self._lock:
-                process = self._peers.pop(descriptor, None)
-            if process is None:
-                continue  # Another thread has seen it.
-            os.close(descriptor)
+        for process in self._peers.take_ended():
             if process not in (departure.process for departure in self._departures()):
                 how = "a call of os._exit, a signal or a crash"
                 self._announce(Departure(process, None, how, is_lost=True))
@@ -147,8 +126,7 @@ class Membership:
         A failure is preferred. While this process waits among some processes alone, an orderly end
         of another is no cause.
         """
-        if self._peers:
-            self._report_lost()
+        self._report_lost()
         causes = [
             item
             for item in self._departures()
@@ -203,9 +181,10 @@ class Membership:
     def _tell_stalled(self, stalled: Departure) -> None:
         """Says why the job ends; the first process and the cause say all that is known."""
         self._is_ending = True
+        self._final_code = STALLED_EXIT_CODE
         is_brief = self.process not in (0, stalled.process)
         first, *others = stalled.how.splitlines()
-        self._say(
+        say(
             f"{first} The job ends: process {self.process} ends with exit code "
             f"{STALLED_EXIT_CODE}.",
             *([] if is_brief else others),
@@ -218,19 +197,16 @@ class Membership:
         """
         if os.getpid() != self._pid or _jax.coordinator_listens():
             return
+        if self._final_code is not None:
+            os._exit(self._final_code)
         if not self._is_ending:
             self._is_ending = True
-            self._say(
+            say(
                 "Process 0 has ended without leaving the job (a call of os._exit, a signal or a "
                 f"crash). Process {self.process} cannot go on without it, and ends with exit code "
                 f"{LOST_EXIT_CODE}."
             )
         os._exit(LOST_EXIT_CODE)
-
-    @staticmethod
-    def _say(first: str, *others: str) -> None:
-        print("\n".join([f"[tnt_jax] ERROR: {first}", *others]), file=sys.stderr)
-        flush()
 
     # Leaving.
 
@@ -261,6 +237,7 @@ class Membership:
     def leave(self, departure: Departure) -> None:
         """Announces that this process leaves, gives the others time to note it, and disconnects."""
         self._is_leaving = True
+        self._final_code = departure.code or 0
         self._announce(departure)
         self.stop_watching()
         failed = bool(departure.code)
@@ -309,15 +286,14 @@ class Membership:
         self._is_leaving = True
         report(kind, error, trace)
         flush()
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self._final_code = code = 130 if isinstance(error, KeyboardInterrupt) else 1
         self._announce(Departure(self.process, code, gist(error)))
         self._disconnect()
         os._exit(code)
 
     def _cause_of(self, error: BaseException) -> Departure | None:
         """Returns the departure that an error of a collective follows from, if any."""
-        is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError))
-        if not is_of_collective or not any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
+        if not tells_of_loss(error):
             return None
         roll_call.call(self.client, self.process)
         self._wake_others()
@@ -336,14 +312,14 @@ class Membership:
         """Returns the processes that are not seen, do not answer and have not left."""
         left = {departure.process for departure in self._departures()}
         silent = roll_call.missing(self.client, self.num_processes)
-        return silent - left - set(self._peers.values())
+        return silent - left - self._peers.running()
 
     def _end(self, cause: Departure, consequence: str) -> None:
         """Ends this process, which cannot go on without the one that left."""
         self._is_ending = True
-        code = cause.code_of_others
+        self._final_code = code = cause.code_of_others
         left = "has ended without leaving the job" if cause.is_lost else "has left the job"
-        self._say(
+        say(
             f"Process {cause.process} {left} ({cause.how}). {consequence}, and ends with exit code "
             f"{code}."
         )
@@ -370,9 +346,8 @@ class Membership:
             time.sleep(_CONSEQUENCE_DELAY_S)
 
     def _announce(self, departure: Departure) -> None:
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # Another process has said so, or the service has ended.
+        # Another process has said so, or the service has ended.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.key_value_set(f"{_LEFT}/{departure.process}", json.dumps(asdict(departure)))
         self._wake_others()
 
