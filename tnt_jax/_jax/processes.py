@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+# What a process calls before it aborts may take so long before the system ends it.
+_LONGEST_LAST_CALL_S = 10
+
 
 def backends_are_initialized() -> bool:
     """Returns whether JAX has already opened its devices, after which no job can be joined."""
@@ -92,7 +95,11 @@ def before_abort(function: Callable[[], None]) -> Callable[[], None]:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handle(_: int) -> None:
+        # An abort within malloc holds its lock, for which the function may wait.
+        process.signal(signal.SIGALRM, signal.SIG_DFL)
+        process.alarm(_LONGEST_LAST_CALL_S)
         function()
+        process.alarm(0)
         process.signal(signal.SIGABRT, before)
         signal.raise_signal(signal.SIGABRT)
 

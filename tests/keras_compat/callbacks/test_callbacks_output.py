@@ -271,8 +271,7 @@ def test_keras_model_checkpoint_saves_whole_linen_models(tmp_path):
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [
-        ({}, [15, 20]),
-        ({"max_to_keep": 1}, [20]),
+        ({}, [20]),
         ({"max_to_keep": 3}, [10, 15, 20]),
         ({"max_to_keep": None}, [5, 10, 15, 20]),
     ],

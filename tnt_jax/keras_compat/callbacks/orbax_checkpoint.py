@@ -42,7 +42,7 @@ class OrbaxCheckpoint(ModelCheckpoint):
         mode: Mode = "auto",
         save_freq: SaveFreq = "epoch",
         initial_value_threshold: float | None = None,
-        max_to_keep: int | None = 2,
+        max_to_keep: int | None = 1,
         save_on_background: bool = True,
         save_weights_only: bool = False,
     ) -> None:
