@@ -13,7 +13,7 @@ from reference_trainer import Net, make_data
 from rings import make_rings
 
 import tnt_jax as tnt
-from tnt_jax.distributed import gradients, reduction
+from tnt_jax.distributed import cpu_ring
 from tnt_jax.distributed.cpu_ring import reducer as overlap
 from tnt_jax.keras_compat import core as core_module
 
@@ -29,7 +29,7 @@ def by_ring(use_ranks, monkeypatch):
     def switch():
         (ring,) = make_rings(1)
         reducer = overlap.RingReducer(ring, NUM_RANKS)
-        for module in (gradients, overlap, reduction):
+        for module in (cpu_ring, overlap):
             monkeypatch.setattr(module, "connect", lambda: reducer)
         choose = core_module.choose_reduction
         monkeypatch.setattr(

@@ -41,6 +41,8 @@ from tnt_jax.train.trainer import Trainer
 # With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
 # are then timed.
 _WARM_STEPS, _TIMED_STEPS = 4, 12
+# Shorter waits for data are not counted: to ask the devices whether they are busy takes time, too.
+_SHORTEST_WAIT_S = 1e-4
 # What this process has warned of, and started, already in its job.
 _warned = Slot[set[str]](set)
 _started = Slot[set[str]](set)
@@ -346,8 +348,8 @@ class _EpochSteps:
         while True:
             start = time.perf_counter()
             item = next(items, None)
-            if not self._hooks.is_busy():
-                waited_s = time.perf_counter() - start
+            waited_s = time.perf_counter() - start
+            if waited_s > _SHORTEST_WAIT_S and not self._hooks.is_busy():
                 goodput.account().move(waited_s, "data")
                 if self._threaded and "training" in _started.get():
                     self.input_wait_s += waited_s
