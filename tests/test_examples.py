@@ -123,6 +123,7 @@ def test_text_classification_learns_in_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_course_training_writes_its_history_in_two_processes(tmp_path):
     write_idx(tmp_path)
     screen = succeed(

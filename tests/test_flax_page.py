@@ -45,7 +45,11 @@ def test_a_port_has_at_most_ten_changed_lines_in_its_training_part(name):
 @pytest.mark.skipif("TNT_JAX_DATA" not in os.environ, reason="needs the data sets in TNT_JAX_DATA")
 @pytest.mark.parametrize(
     ("name", "num_examples"),
-    [("mnist", 64), ("vae", 256), pytest.param("lm1b", 128, marks=pytest.mark.long)],
+    [
+        ("mnist", 64),
+        pytest.param("vae", 256, marks=pytest.mark.long),
+        pytest.param("lm1b", 128, marks=pytest.mark.long),
+    ],
 )
 def test_an_example_of_flax_learns_alike_on_one_device_and_on_four(
     name, num_examples, use_ranks, monkeypatch

@@ -29,6 +29,7 @@ OF_THE_PROCESS = {
     "distributed.rendezvous._is_ending",
     "distributed.rendezvous._waiting_threads",
     "keras_compat.known_names.table",
+    "keras_compat.start_check._installed",
     "keras_compat.known_names._names_by_id",
     "launch.questions._listening",
     "_jax.compiler._without_ynn_convolutions",

@@ -21,6 +21,7 @@ def test_all_variables_are_read():
     assert read_settings(environ) == Settings(
         "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, 0,
         checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
+        goodput="runs/a/goodput.jsonl",
     )  # fmt: skip
 
 

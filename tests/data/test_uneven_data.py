@@ -15,7 +15,7 @@ from tnt_jax.data.sources import HostBatch
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ring", "xla"])
+@pytest.mark.parametrize("way", ["ring", pytest.param("xla", marks=pytest.mark.long)])
 def test_what_differs_between_processes_is_one_error_on_all(way):
     result = launch(
         2, SCRIPTS / "uneven_data.py", way, flags=["--output-on-all-devices"], timeout_s=200

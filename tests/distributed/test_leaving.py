@@ -108,7 +108,8 @@ LEAVING = [
 @pytest.mark.parametrize(
     ("num_processes", "what", "where", "who", "code", "says"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 2 or case[3] == 0 else [])
+        # Those of three processes, and those that read data, differ little from the others.
+        pytest.param(*case, marks=[pytest.mark.long] if case[0] > 2 or case[2] == "data" else [])
         for case in LEAVING
     ],
 )
@@ -165,7 +166,7 @@ def test_process_0_ends_after_the_others_have_read_that_they_are_disconnected(tm
 @pytest.mark.parametrize(
     ("what", "who", "codes"),
     [
-        ("time.sleep(10)", 0, [0, 0]),
+        pytest.param("time.sleep(10)", 0, [0, 0], marks=pytest.mark.long),
         pytest.param("time.sleep(6)", 1, [0, 0], marks=pytest.mark.long),
         ("sys.exit(3)", 1, [0, 3]),
     ],

@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-def same(first, second):
+def has_same_bits(first, second):
     pairs = zip(leaves(first), leaves(second), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
@@ -49,7 +49,7 @@ def test_without_bad_numbers_the_bits_are_those_without_on_nan(use_ranks, kind, 
     use_ranks(num_ranks)
     x, y = rows(40)
     states = [fit(x, y, on_nan=on_nan, **KINDS[kind])[0].state for on_nan in (None, "skip")]
-    assert same(*states)
+    assert has_same_bits(*states)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -60,7 +60,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(use_ranks, kind):
     model, history = fit(x, y, on_nan="skip", **KINDS[kind])
     without = np.delete(x, range(16, 24), 0), np.delete(y, range(16, 24), 0)
     expected, logs = fit(*without, on_nan="skip", **KINDS[kind])
-    assert same(model.state, expected.state)
+    assert has_same_bits(model.state, expected.state)
     assert history.pop("skipped_steps") == [1, 1]
     assert logs.pop("skipped_steps") == [0, 0]
     assert history == logs
@@ -91,7 +91,7 @@ def test_raise_names_the_step_and_its_rows_and_keeps_the_weights_before_it(use_r
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert "in row 3 of the global batch of 8" in str(caught.value)
     assert "gradient of " in str(caught.value)
-    assert same(model.state, expected.state)
+    assert has_same_bits(model.state, expected.state)
 
 
 @pytest.mark.long
@@ -158,7 +158,7 @@ def test_rollback_returns_to_the_epochs_beginning_and_goes_on_behind(use_ranks, 
     if first < 80:
         expected, logs = fit(x[first:], y[first:], on_nan="rollback", epochs=1)
         assert history["loss"] == logs["loss"]
-        assert same(model.state, expected.state)
+        assert has_same_bits(model.state, expected.state)
     else:
         assert int(model.state.step) == 0
 
@@ -190,7 +190,7 @@ def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
         return tnt.optimizers.LossScaleOptimizer(tnt.optimizers.SGD(0.01), initial_scale=2.0**126)
 
     models = [fit(x, y, on_nan=on_nan, optimizer=kind)[0] for on_nan in (None, "skip")]
-    assert same(*(model.state for model in models))
+    assert has_same_bits(*(model.state for model in models))
     assert float(models[1].state.opt_state.scale) < 2.0**126
 
 

@@ -118,9 +118,17 @@ def test_job_that_fails_at_once_uses_up_its_restarts_and_says_little(script, tmp
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_signal_before_a_restart_ends_the_launcher_at_once(start, script, signum, code):
-    launcher = start("--max-restarts", 9, script("sys.exit(1)"))
+@pytest.mark.parametrize(
+    ("signum", "code", "is_ignored"),
+    [(signal.SIGINT, 130, False), (signal.SIGINT, 130, True), (signal.SIGTERM, 75, False)],
+)
+def test_signal_before_a_restart_ends_the_launcher_at_once(start, script, signum, code, is_ignored):
+    # A shell without job control starts what follows `&` with SIGINT ignored.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        launcher = start("--max-restarts", 9, script("sys.exit(1)"))
+    finally:
+        signal.signal(signal.SIGINT, previous)
     for line in launcher.stderr:
         if "Restart 2 of 9 follows in 2 s" in line:
             break
@@ -153,9 +161,11 @@ def test_job_that_the_launcher_was_told_to_end_is_not_restarted(start, script, s
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_rank_that_was_told_to_end_alone_is_restarted(start, script):
     text = PATIENT + "while restart == 0: time.sleep(0.1)\n"
-    launcher = start("--max-restarts", 3, script(text))
+    # The launcher expects the other rank to save its state, too, and gives it this long.
+    launcher = start("--max-restarts", 3, "--grace-period", 2, script(text))
     rank, restart, pid = launcher.stdout.readline().split()
     assert (rank, restart) == ("0", "0")
     os.kill(int(pid), signal.SIGTERM)

@@ -1,6 +1,8 @@
-"""Damages files as disks do."""
+"""Damages files as disks do, and changes checkpoints as attackers do."""
 
 import numpy as np
+
+from tnt_jax.train.checkpoint_checksums import FOLDER, damaged_files, write_file_checksums
 
 
 def files_below(folder):
@@ -30,3 +32,10 @@ def random_flips(folder, *, count, seed):
         restore = flip_bit(path, rng)
         yield path
         restore()
+
+
+def rewrite_file_checksums(folder):
+    """Makes a checkpoint valid again whose files have been changed, as an attacker can."""
+    (folder / FOLDER / "files.json").unlink()
+    write_file_checksums(folder)
+    assert damaged_files(folder) == []

@@ -7,6 +7,7 @@ started.
 """
 
 import collections
+import importlib
 import json
 import linecache
 import random
@@ -219,6 +220,9 @@ def main():
 
     for description in valid:
         load(json.loads(json.dumps(description)))
+    # What the package imports on first use is no doing of a description.
+    importlib.import_module("tnt_jax.reproducible.options")
+    importlib.import_module("tnt_jax.reproducible.steps")
     sys.addaudithook(hook)
     outcomes = collections.Counter()
     for _ in range(int(sys.argv[2])):

@@ -16,6 +16,18 @@ from tnt_jax.train.checkpoint import Position
 ONE = RankSlice(1)
 
 
+@pytest.fixture
+def no_global_seed():
+    """Forgets the seed that a test of another file may have given to TensorFlow, and that of this
+    test after it.
+    """
+    import tensorflow as tf
+
+    tf.random.set_seed(None)
+    yield
+    tf.random.set_seed(None)
+
+
 def arrays(size, *, num_rows=96, seed=3, shuffle=True):
     return ArraySource(
         np.arange(num_rows), global_batch_size=size, rank_slice=ONE, shuffle=shuffle, seed=seed
@@ -118,7 +130,7 @@ def test_the_seed_is_free_where_nothing_is_shuffled(make):
     assert entered(make(8, seed=5, shuffle=False), noted(make(8, shuffle=False), 24)) == 3
 
 
-def test_a_shuffle_without_a_seed_has_that_of_set_seed(use_ranks):
+def test_a_shuffle_without_a_seed_has_that_of_set_seed(use_ranks, no_global_seed):
     saved = noted(batched(8, seed=None), 24)
     assert entered(batched(8, seed=None), saved) == 3
     tnt.set_seed(7)

@@ -13,7 +13,7 @@ def arguments(**changes):
         "class_weight": None, "initial_epoch": 0, "epochs": 6, "steps_per_epoch": None,
         "validation_split": 0.0, "validation_data": None, "validation_steps": None,
         "validation_batch_size": None, "validation_micro_batch_size": None, "validation_freq": 1,
-        "distribute_validation": True,
+        "distribute_validation": True, "checkpoint_directory": None,
     }  # fmt: skip
     return FitArguments(**given | changes)
 

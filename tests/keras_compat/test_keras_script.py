@@ -78,6 +78,7 @@ def assert_same_outcome(text, folder, expected_text, expected_folder):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_keras_script_gives_the_same_numbers_and_files(
     changed, two_ranks, tmp_path, monkeypatch, capsys
 ):

@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import optax
 import pytest
+from damage import rewrite_file_checksums
 from keras_beside import data
 
 import tnt_jax as tnt
@@ -139,6 +140,7 @@ def test_a_hostile_directory_runs_nothing(tmp_path, evil, index, where):
         pairs = (notes["config"]["options"] if where == "options" else notes["compile"])["dict"]
         pairs[0][1] = planted
     notes_file.write_text(json.dumps(about))
+    rewrite_file_checksums(notes_file.parents[1])
     with pytest.raises(ValueError, match=REFUSALS):
         tnt.models.load_model(tmp_path / "run")
     assert not evil()

@@ -1,11 +1,17 @@
 """Where `fit` begins after callbacks have spoken: once, and with the sums that were there."""
 
+from types import SimpleNamespace
+
 import flax.linen as nn
-import jax
 import numpy as np
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.sources import ArraySource
+from tnt_jax.data.stream import EpochStream
+from tnt_jax.keras_compat.data_position import describe_position
+from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
 from tnt_jax.train.checkpoint import Position
 
@@ -15,26 +21,35 @@ Y = X.sum(axis=1, keepdims=True)
 
 @pytest.mark.parametrize(("by_keras", "epoch"), [(None, 3), (5, 5)])
 def test_fit_begins_at_its_argument_unless_keras_says_otherwise_once(by_keras, epoch):
-    resumption = Resumption(core=None)
+    resumption = Resumption(core=None, progress=Progress())
     resumption.initial_epoch = by_keras
-    assert resumption.take(3, None) == Start(epoch, 0, None)
-    assert resumption.take(3, None) == Start(3, 0, None)
+    assert resumption.take(3, None) == Start(epoch, 0, 0, None)
+    assert resumption.take(3, None) == Start(3, 0, 0, None)
 
 
 def test_a_position_counts_once_and_before_every_other_word():
-    resumption = Resumption(core=None)
+    core = SimpleNamespace(
+        trainer=SimpleNamespace(require_state=lambda: SimpleNamespace(step=14)),
+        require_compiled=lambda: SimpleNamespace(accumulation_steps=1),
+    )
+    source = ArraySource(X, global_batch_size=4, rank_slice=RankSlice(1), shuffle=False, seed=0)
+    stream = EpochStream(source)
+    resumption = Resumption(core, Progress())
+    resumption.begin(stream, 0)
     resumption.initial_epoch = 1
-    resumption.resume_at(Position(4, 2), [])
-    assert resumption.take(0, None) == Start(4, 2, None)
-    assert resumption.take(0, None) == Start(0, 0, None)
+    noted = describe_position(stream, 0, 8)
+    assert resumption.resume_at(Position(4, 2), noted, []) == Position(4, 2)
+    assert resumption.take(0, None) == Start(4, 2, 8, None)
+    assert resumption.take(0, None) == Start(0, 0, 0, None)
 
 
 class Interrupted(tnt.callbacks.Callback):
-    """Keeps the sums and the weights after two batches of the first epoch."""
+    """Keeps the position, its sums and the weights after two batches of the first epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1:
-            self.sums = [np.asarray(leaf) for leaf in jax.tree.leaves(self.model.epoch_sums)]
+            self.position, self.data, sums = self.model.resumption.reached()
+            self.sums = [np.asarray(leaf) for leaf in sums]
             self.weights = self.model.get_weights()
             self.model.stop_training = True
 
@@ -46,7 +61,8 @@ class Resuming(tnt.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.model.set_weights(self.interrupted.weights)
-        self.model.resumption.resume_at(Position(0, 2), self.interrupted.sums)
+        run = self.interrupted
+        self.model.resumption.resume_at(run.position, run.data, run.sums)
 
 
 def losses(*callbacks):
@@ -60,5 +76,7 @@ def test_the_logs_of_a_resumed_epoch_count_the_batches_before(use_ranks):
     use_ranks(2)
     interrupted = Interrupted()
     losses(interrupted)
+    assert interrupted.position == Position(0, 2)
+    assert interrupted.data["rows"] == 8
     # Gradient descent has no other state, so the run must go on as if nothing had happened.
     assert losses(Resuming(interrupted)) == losses()

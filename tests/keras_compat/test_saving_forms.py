@@ -37,6 +37,7 @@ def test_every_form_goes_on_from_every_format(use_ranks, tmp_path, form):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_form_goes_on_in_another_process(use_ranks, tmp_path):
     use_ranks(1)
     make_layers()

@@ -291,6 +291,7 @@ def test_every_public_name_of_a_keras_model_is_ours_or_left_out():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_every_process_gets_the_numbers_of_one(tmp_path):
     result = launch(2, SCRIPTS / "train_single_batches.py", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -133,6 +133,7 @@ def copied_from_keras(keras_model, variables, stage_sizes):
     return {"params": params, "batch_stats": stats}
 
 
+@pytest.mark.long
 def test_resnet50_v1_equals_keras_applications():
     keras = pytest.importorskip("keras")
     rng = np.random.default_rng(0)
@@ -208,6 +209,7 @@ def test_cifar_resnet_equals_numpy():
     [pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "resnet50")]
     + ["resnet20"],
 )
+@pytest.mark.long
 def test_residual_branches_start_as_nothing(name):
     module = getattr(models, name)(num_classes=3)
     variables = jax.jit(partial(module.init, train=False))(
@@ -286,6 +288,7 @@ def test_stride_sits_on_the_3x3_convolution():
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet20", "ResNetSmall"])
+@pytest.mark.long
 def test_kernel_penalty_is_the_sum_of_squared_kernels(name):
     module = getattr(models, name)(num_classes=3, kernel_l2=1e-4)
     images = jnp.zeros((2, 32, 32, 3))

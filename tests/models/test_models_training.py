@@ -69,11 +69,16 @@ CASES = {
     ),
 }
 
+LONG = ("transformer",)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long) if "resnet" in name else name for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in LONG or "resnet" in name else name
+        for name in CASES
+    ],
 )
 def test_four_ranks_train_as_one(name):
     module, loss, data, size = CASES[name]

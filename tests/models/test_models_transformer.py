@@ -152,6 +152,7 @@ def test_forward_pass_equals_numpy(variables, logits):
     assert logits.dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_more_padding_of_the_sources_changes_nothing(variables, logits):
     padded = np.pad(SOURCES, ((0, 0), (0, 3)))
     np.testing.assert_allclose(
@@ -227,6 +228,7 @@ def test_the_plain_formula_of_training_equals_the_kernel():
     np.testing.assert_allclose(plain, kernel, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_every_dropout_acts_in_training(variables, logits):
     for name in ("dropout", "attention_dropout", "relu_dropout"):
         module = small(**{"dropout": 0.0, "attention_dropout": 0.0, "relu_dropout": 0.0, name: 0.5})
@@ -243,6 +245,7 @@ def test_every_dropout_acts_in_training(variables, logits):
     )
 
 
+@pytest.mark.long
 def test_bfloat16_keeps_parameters_and_logits_in_float32(variables, logits):
     module = small(dtype=jnp.bfloat16)
     fresh = jax.eval_shape(lambda: module.init(jax.random.key(0), SOURCES, TARGETS, train=False))

@@ -70,6 +70,7 @@ def test_a_model_that_holds_its_variables(make):
     [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.long), optax.adam(0.01)],
     ids=["momentum", "adam"],
 )
+@pytest.mark.long
 def test_a_residual_network(optimizer):
     def run():
         # Batches of 9 rows on 4 virtual ranks: the last one holds padding alone.

@@ -103,7 +103,7 @@ ACTIONS = {
 }
 
 
-KEPT = {"checkpoint": 2, "weights checkpoint": 2, "backup": 0}
+KEPT = {"checkpoint": 2, "weights checkpoint": 2, "backup": 0, "kept backup": 2}
 
 
 @pytest.mark.parametrize("action", ACTIONS)

@@ -89,6 +89,7 @@ class Convolving(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
 
 
+@pytest.mark.long
 def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
     use_ranks(2)
     expected, expected_history = fit(Convolving(), "sgd", 51)

@@ -13,7 +13,7 @@ from processes import launch
 
 import tnt_jax as tnt
 from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.keras_compat.tune_script import TrialsDone
+from tnt_jax.keras_compat.trials_done import TrialsDone
 from tnt_jax.train.tuning import Candidate, Trial, advise, list_candidates
 
 SCRIPT = """

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -81,12 +82,11 @@ class FitLoop:
         # Where the running `fit` may end.
         self._points = Points()
 
-    def run(
-        self, data: DataArguments, arguments: FitArguments, callbacks: CallbackArguments
-    ) -> History:
-        """Trains as `Model.fit` says, and returns the history, which one of the callbacks keeps."""
+    @contextmanager
+    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+        """Lets a signal end the `fit` in the block, if a callback can save its state."""
         with ending_on_request(callbacks.unwrapped) as self._points:
-            return self.fit(self.prepare(data, arguments), callbacks)
+            yield
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
@@ -106,7 +106,7 @@ class FitLoop:
         return Plan(stream, first, weighting, None, arguments)
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
-        """Carries out the plan, and returns the history."""
+        """Carries out the plan; returns the history, which one of the callbacks keeps."""
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
         plan = replace(plan, validation=self._open_validation(plan))
@@ -216,9 +216,10 @@ class FitLoop:
             first_step=steps.index + 1,
         )
         start_s = time.perf_counter()
-        if compilation.steps_per_execution is None:
+        had_ended = steps.sums is not None and self._was_asked_to_end()
+        if compilation.steps_per_execution is None and not had_ended:
             self._time_steps(steps, hooks, batches, available=stream.num_steps)
-        if not hooks.is_over:
+        if not (had_ended or hooks.is_over):
             steps.run(batches, num_steps=compilation.steps_per_execution or 1)
         if steps.sums is None:
             raise ValueError(
@@ -230,6 +231,14 @@ class FitLoop:
         logs = self._core.training_logs(steps.sums)
         _report_loss(epoch, logs["loss"])
         return logs
+
+    def _was_asked_to_end(self) -> bool:
+        """Returns whether the run that is resumed within an epoch had been asked to end there."""
+        progress = self._progress
+        progress.stop_training = collectives.any_process(
+            progress.stop_training, where="start of the resumed epoch"
+        )
+        return progress.stop_training
 
     def _time_steps(
         self,

@@ -241,7 +241,9 @@ class Model:
             tnt_distribute_validation_dataset, directory,
         )  # fmt: skip
         given = with_backup(callbacks, directory)
-        return self._fit_loop.run(data, arguments, CallbackArguments(given, verbose, self))
+        calls = CallbackArguments(given, verbose, self)
+        with self._fit_loop.ending_on_request(calls):
+            return self._fit_loop.fit(self._fit_loop.prepare(data, arguments), calls)
 
     @called("Model.evaluate")
     def evaluate(

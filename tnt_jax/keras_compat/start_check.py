@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.dispatch import is_arrays
+from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.opening import facts_of
 from tnt_jax.data.sources import Source
 from tnt_jax.distributed.comparison import compare

@@ -9,7 +9,7 @@ from typing import NoReturn
 from tnt_jax.keras_compat.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit_plan import Plan
 from tnt_jax.keras_compat.hooks import CallbackArguments
-from tnt_jax.keras_compat.tune_script import TrialsDone
+from tnt_jax.keras_compat.trials_done import TrialsDone
 from tnt_jax.settings import read_settings
 
 _STEPS = "TNT_TUNE_STEPS"

@@ -12,12 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-
-class TrialsDone(BaseException):
-    """Ends the script after the trials: its further lines count on a trained model.
-
-    Not an `Exception`, so that the script's own handlers of errors let it pass.
-    """
+from tnt_jax.keras_compat.trials_done import TrialsDone
 
 
 def run(words: Sequence[str]) -> None:
@@ -38,7 +33,4 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The script takes the name `__main__`: what ends it must be the class that `fit` imports.
-    from tnt_jax.keras_compat import tune_script
-
-    tune_script.run(sys.argv[1:])
+    run(sys.argv[1:])

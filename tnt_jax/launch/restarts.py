@@ -152,7 +152,8 @@ def _announce(attempt: Attempt, max_restarts: int, because: str, delay_s: float)
 def _raising_on_signals() -> Iterator[None]:
     """Ends the launcher at a signal that comes while no session handles signals.
 
-    Ctrl-C raises KeyboardInterrupt, as always.
+    Ctrl-C raises KeyboardInterrupt, also where the launcher was started with SIGINT ignored:
+    sessions handle it there, too.
     """
 
     def end(signum: int, frame: FrameType | None) -> None:
@@ -160,6 +161,7 @@ def _raising_on_signals() -> Iterator[None]:
 
     taken = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
     previous = {signum: signal.signal(signum, end) for signum in taken}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
