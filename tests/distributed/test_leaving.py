@@ -3,6 +3,7 @@ by the launcher.
 """
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ import pytest
 from processes import environment, free_address, launch
 
 import tnt_jax as tnt
+from tnt_jax import _jax
+from tnt_jax.distributed.leaving import Membership
 from tnt_jax.distributed.waiting import describe_wait
 from tnt_jax.settings import LOST_EXIT_CODE
 
@@ -245,6 +248,35 @@ def test_only_calls_of_ours_count_as_waiting_for_others(use_ranks):
     waits = [wait for wait in waits_during(lambda: model.predict(x, verbose=0)) if wait is not None]
     assert len(waits) > 5
     assert all(wait.startswith("predict (test_leaving.py, line ") for wait in waits)
+
+
+@pytest.mark.parametrize(("decided", "code"), [(None, LOST_EXIT_CODE), (3, 3), (0, 0)])
+def test_a_process_whose_end_is_decided_keeps_its_code_when_the_coordinator_has_gone(
+    monkeypatch, decided, code
+):
+    def end(found):
+        raise SystemExit(found)
+
+    monkeypatch.setattr(_jax, "coordinator_listens", lambda: False)
+    monkeypatch.setattr("os._exit", end)
+    own = Membership(client=None, process=1, num_processes=2)
+    own._final_code = decided
+    with pytest.raises(SystemExit) as ended:
+        own.end_without_coordinator()
+    assert ended.value.code == code
+
+
+def test_an_abort_whose_last_call_hangs_is_ended_by_the_system(tmp_path):
+    script = tmp_path / "abort.py"
+    script.write_text(
+        "import os, threading\n"
+        "from tnt_jax._jax import processes\n"
+        "processes._LONGEST_LAST_CALL_S = 1\n"
+        "undo = processes.before_abort(threading.Event().wait)\n"
+        "os.abort()\n"
+    )
+    result = subprocess.run([sys.executable, script], env=environment(), timeout=60, check=False)
+    assert result.returncode == -signal.SIGALRM
 
 
 @pytest.mark.multiprocess
