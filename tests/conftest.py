@@ -69,6 +69,20 @@ def use_ranks():
     tnt.shutdown()
 
 
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """Starts a Ray cluster of one node with 4 CPUs, for all tests of this process that use it.
+
+    A test connects to `ray_cluster.address` and disconnects at its end. One that adds nodes removes
+    them; one that kills the first starts a cluster of its own, with `ray_cluster_of`.
+    """
+    pytest.importorskip("ray", reason="needs the extra ray")
+    from ray_clusters import ray_cluster_of
+
+    with ray_cluster_of() as cluster:
+        yield cluster
+
+
 @pytest.fixture
 def two_ranks(use_ranks):
     """Makes the first two devices the job, for this test."""

@@ -98,6 +98,13 @@ def test_launching_uses_the_standard_library_alone(module):
     assert outside <= sys.stdlib_module_names
 
 
+def test_one_room_alone_imports_ray():
+    # It does so by name, on first use, in `require.py`.
+    assert [
+        module for module in MODULES if "ray" in {n.split(".")[0] for n in imports(module)}
+    ] == []
+
+
 def run(code):
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
@@ -107,7 +114,7 @@ def run(code):
 
 
 def test_importing_is_cheap_and_touches_nothing():
-    heavy = "('jax', 'flax', 'optax', 'numpy', 'tensorflow', 'tensorflow_datasets', 'keras', 'orbax', 'torch')"
+    heavy = "('jax', 'flax', 'optax', 'numpy', 'tensorflow', 'tensorflow_datasets', 'keras', 'orbax', 'torch', 'ray')"
     assert run(f"import sys, tnt_jax; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
@@ -118,7 +125,7 @@ import flax.linen as nn
 model = tnt.Model(nn.Dense(3))
 model.compile("adam", loss="mse", metrics=["mae"])
 from jax._src import xla_bridge
-optional = ("tensorflow", "tensorflow_datasets", "keras", "orbax", "torch")
+optional = ("tensorflow", "tensorflow_datasets", "keras", "orbax", "torch", "ray")
 print([m for m in optional if m in sys.modules], xla_bridge.backends_are_initialized())
 """
     assert run(code) == "[] False"

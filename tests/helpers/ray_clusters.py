@@ -1,0 +1,40 @@
+"""Real Ray clusters on this machine, each with ports and a folder of its own."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def ray_cluster_of(*, num_cpus=4, **head_node_args):
+    """Starts a cluster of one node, in which this process is no driver; yields the `Cluster`.
+
+    `add_node` and `remove_node` of what is yielded change it; `address` is for `ray.init` and
+    `RAY_ADDRESS`.
+    """
+    # Sockets are in this folder, and their paths must be shorter than 108 characters. Ray also notes
+    # there which cluster runs on this machine.
+    folder = tempfile.mkdtemp(prefix="tnt-ray-", dir="/tmp")
+    os.makedirs(f"{folder}/ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": num_cpus,
+                "object_store_memory": 200_000_000,
+                "include_dashboard": False,
+                **head_node_args,
+            },
+        )
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
