@@ -1,0 +1,126 @@
+"""The site's own pages: links between files of the repository, the API reference, notebooks."""
+
+import json
+from functools import reduce
+
+import check
+import notebooks
+import pytest
+import reference
+import repository
+from pages import ROOT
+
+import tnt_jax
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "expected"),
+    [
+        ("README.md", "docs/flax.md#inputs", "flax.md#inputs"),
+        ("docs/flax.md", "loops.md", "loops.md"),
+        ("docs/flax.md", "../examples/svhn", "source/examples/svhn/index.md"),
+        ("docs/flax.md", "../examples/README.md#svhn", "examples.md#svhn"),
+        ("examples/README.md", "digits.py", "source/examples/digits.py.md"),
+        ("benchmarks/README.md", "results/scaling.png", "pictures/benchmarks/results/scaling.png"),
+        ("README.md", "#licence", "#licence"),
+        ("README.md", "https://arxiv.org", "https://arxiv.org"),
+    ],
+)
+def test_a_link_of_the_repository_leads_to_its_page(source, link, expected):
+    text = f"A [link]({link}).\n\n```python\nf[0](README.md)\n```\n"
+    written = repository.rewrite_links(text, source=source, page=repository.page_of(source))
+    assert written == text.replace(f"({link})", f"({expected})")
+
+
+def test_a_page_further_down_leads_up():
+    text = repository.rewrite_links(
+        "[a](../README.md)", source="examples/svhn/README.md", page="source/examples/svhn.md"
+    )
+    assert text == "[a](../../examples.md)"
+
+
+def test_a_link_to_nothing_is_an_error():
+    with pytest.raises(FileNotFoundError, match=r"links to docs/none\.md"):
+        repository.rewrite_links("[a](none.md)", source="docs/flax.md", page="flax.md")
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [  # As GitHub makes them.
+        ("What `fit` accepts", "what-fit-accepts"),
+        ("Less communication, less memory", "less-communication-less-memory"),
+        ("cifar10/train.py", "cifar10trainpy"),
+        ("tf.data & files", "tfdata--files"),
+        ("tnt_jax", "tnt_jax"),
+    ],
+)
+def test_anchors_are_those_of_github(heading, anchor):
+    assert repository.slug(heading) == anchor
+
+
+@pytest.mark.parametrize("namespace", reference.NAMESPACES)
+def test_the_reference_has_every_public_name(namespace):
+    page = reference.pages()[f"api/{namespace.replace('.', '_')}.md"]
+    names = set(reduce(getattr, namespace.split(".")[1:], tnt_jax).__all__)
+    if namespace == "tnt_jax":
+        names -= {known.removeprefix("tnt_jax.") for known in reference.NAMESPACES}
+    if namespace == "tnt_jax.models":  # These are on the page of `tnt_jax`.
+        names -= {"clone_model", "load_model", "model_from_config", "model_from_json", "save_model"}
+    shown = f"{namespace.replace('tnt_jax', 'tnt', 1)}."
+    assert {name for name in names if f"heading: {shown}{name}\n" not in page} == set()
+
+
+def test_the_reference_of_a_model_has_what_its_parts_implement():
+    entries = dict(reference.delegated())
+    assert entries["save"] == "keras_compat.saver.Saver.save"
+    assert entries["variables"] == "keras_compat.inspector.Inspector.variables"
+    assert entries["view"].endswith(".view")
+    assert not [name for name in entries if name.startswith("_")]
+
+
+def write_notebook(path, output):
+    cells = [
+        {"cell_type": "markdown", "source": ["# A title\n", "Text."]},
+        {"cell_type": "code", "source": ["print(1)\n", "2"], "outputs": [output]},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    return path
+
+
+def test_a_notebook_becomes_text_code_and_outputs(tmp_path):
+    output = {"output_type": "stream", "name": "stdout", "text": ["1\n"]}
+    text = notebooks.markdown(write_notebook(tmp_path / "a.ipynb", output))
+    assert text.startswith("# A title\nText.\n\n[Download this notebook](a.ipynb)")
+    assert text.endswith("````python\nprint(1)\n2\n````\n\n````text\n1\n````")
+    picture = {"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "x"}}
+    text = notebooks.markdown(write_notebook(tmp_path / "a.ipynb", picture))
+    assert text.endswith("(data:image/png;base64,AAAA)")
+
+
+def test_a_notebook_with_an_error_is_no_page(tmp_path):
+    error = {"output_type": "error", "ename": "ValueError", "evalue": "wrong"}
+    with pytest.raises(ValueError, match="holds an error: ValueError: wrong"):
+        notebooks.markdown(write_notebook(tmp_path / "a.ipynb", error))
+
+
+def test_the_check_of_the_site_finds_what_is_wrong(tmp_path):
+    (tmp_path / "search").mkdir()
+    index = {"docs": [{"location": "a.html"}, {"location": "a.html#top"}]}
+    (tmp_path / "search" / "search_index.json").write_text(json.dumps(index))
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"></h1><a href="#top"></a><a href="b.html#here"></a><a href="c.html"></a>'
+        '<a href="b.html#gone"></a><a href="https://x.org"></a><script src="a.js"></script>'
+    )
+    (tmp_path / "b.html").write_text(
+        '<p id="here"></p><script src="https://x.org/a.js"></script><a href="a.html#top"></a>'
+    )
+    assert sorted(check.problems(tmp_path)) == [
+        "a.html links to b.html#gone, but that page has no such anchor",
+        "a.html links to c.html, which is not there",
+        "b.html is not found by the search",
+        "b.html loads https://x.org/a.js from elsewhere",
+    ]
+
+
+def test_pages_of_the_repository_are_there():
+    assert all((ROOT / path).exists() for path in repository.PAGES)

@@ -1,0 +1,49 @@
+"""What MkDocs calls while it builds the site.
+
+It gets pages from the repository, from docstrings and from notebooks.
+"""
+
+from typing import Any
+
+import notebooks
+import reference
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from repository import PICTURES, ROOT, reachable, rewrite_links, slug, text_of
+
+# The path in the repository of each page that is made of one of its files.
+_sources: dict[str, str] = {}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Makes anchors as GitHub does."""
+    config.mdx_configs["toc"]["slugify"] = slug
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are not Markdown in `docs/`."""
+    for file in files.documentation_pages():
+        _sources[file.src_uri] = f"docs/{file.src_uri}"
+    for path in (ROOT / "docs").rglob("*.ipynb"):
+        source = path.relative_to(ROOT).as_posix()
+        page = source.removeprefix("docs/").replace(".ipynb", ".md")
+        files.remove(files.src_uris[source.removeprefix("docs/")])
+        files.append(File.generated(config, page, content=notebooks.markdown(path)))
+        _sources[page] = source
+    for page, text in reference.pages().items():
+        files.append(File.generated(config, page, content=text))
+    for source, page in reachable(_sources.values()).items():
+        if (ROOT / source).suffix in PICTURES:
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+        else:
+            files.append(File.generated(config, page, content=text_of(source)))
+            _sources[page] = source
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Leads links between files of the repository to their pages."""
+    uri = page.file.src_uri
+    return rewrite_links(markdown, source=_sources[uri], page=uri) if uri in _sources else markdown

@@ -1,0 +1,35 @@
+"""Notebooks as Markdown: cells with the outputs that were stored with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def markdown(path: Path) -> str:
+    """Returns a notebook as Markdown: its text, its code, and below each cell what it printed.
+
+    Pictures are embedded. Of an output in several forms the picture is shown, otherwise the text.
+    """
+    book = json.loads(path.read_text())
+    download = f"[Download this notebook]({path.name}){{ .md-button download }}"
+    cells = [_cell(cell) for cell in book["cells"]]
+    return "\n\n".join([cells[0], download, *cells[1:]])
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return text
+    shown = [_output(output) for output in cell["outputs"]]
+    return "\n\n".join([f"````python\n{text}\n````", *filter(None, shown)])
+
+
+def _output(output: dict[str, Any]) -> str:
+    if output["output_type"] == "stream":
+        return f"````text\n{''.join(output['text']).rstrip()}\n````"
+    if output["output_type"] == "error":
+        raise ValueError(f"A notebook holds an error: {output['ename']}: {output['evalue']}")
+    data = output["data"]
+    if "image/png" in data:
+        return f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})"
+    return f"````text\n{''.join(data['text/plain'])}\n````"
