@@ -256,3 +256,11 @@ def test_bleu_of_equal_texts_is_100_and_its_signature_is_printed():
     assert math.isclose(scores[1][1], 100)
     assert "case:lc" in scores[1][2]
     assert math.isclose(translation_data.bleu_scores(lines, lines)[0][1], 100)
+
+
+def test_optuna_search_tells_the_best_trial_and_its_accuracy(tmp_path):
+    pytest.importorskip("optuna", reason="needs the extra optuna")
+    command = ["optuna_search.py", "--trials", 2, "--epochs", 2]
+    shown = succeed(*command, "--storage", f"sqlite:///{tmp_path}/digits.db", num_processes=0)
+    assert re.search(r"trial \d was the best: {'learning_rate': 0\.\d+, 'units': \d+", shown)
+    assert re.search(r"validation accuracy: 0\.\d+, test accuracy: 0\.\d+", shown)

@@ -1,5 +1,6 @@
 from . import data as data
 from . import models as models
+from . import search as search
 from .distributed.collectives import all_gather as all_gather
 from .distributed.collectives import all_reduce as all_reduce
 from .distributed.collectives import broadcast as broadcast

@@ -21,6 +21,7 @@ NAMESPACES = {
     "tnt_jax.models": "Models",
     "tnt_jax.optimizers": "Optimizers",
     "tnt_jax.schedules": "Schedules",
+    "tnt_jax.search": "Search",
 }
 _FOLDERS = {"callbacks", "losses", "metrics", "optimizers", "schedules"}
 

@@ -11,6 +11,7 @@ from .learning_rate import LearningRateWarmup as LearningRateWarmup
 from .learning_rate import ReduceLROnPlateau as ReduceLROnPlateau
 from .logs import LazyLogs as LazyLogs
 from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from .optuna_pruning import OptunaPruning as OptunaPruning
 from .orbax_checkpoint import OrbaxCheckpoint as OrbaxCheckpoint
 from .plot_history import PlotHistory as PlotHistory
 from .progbar import ProgbarLogger as ProgbarLogger

@@ -23,7 +23,7 @@ Scope = Literal["all_processes", "main_process", "per_process"]
 # Callbacks that control training or return its result; every process must make their decisions.
 _DECIDING = (
     "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau", "LearningRateWarmup",
-    "TerminateOnNaN", "SwapEMAWeights",
+    "TerminateOnNaN", "SwapEMAWeights", "OptunaPruning",
     "BackupAndRestore", "History",
 )  # fmt: skip
 # Keras's own callbacks that write files or send data.

@@ -1,0 +1,2 @@
+from .shared_trial import SharedTrial as SharedTrial
+from .studies import optimize as optimize
