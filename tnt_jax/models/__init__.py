@@ -1,4 +1,4 @@
-"""Plain Flax Linen models: residual networks, a small CNN, a text classifier and the Transformer.
+"""Plain Flax Linen models: residual networks, a small CNN, a text classifier, and Transformers.
 
 Nothing here knows how it is trained; each file can be used without the rest of the package.
 
@@ -17,6 +17,7 @@ _get_module, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "attention": ["Attention"],
         "cnn": ["CNN"],
+        "decoder": ["DECODER_SIZES", "Decoder"],
         "decoding": ["Sequences", "beam_search", "greedy_search", "length_penalty"],
         "resnet": [
             "BasicBlock",
