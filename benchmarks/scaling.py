@@ -39,7 +39,7 @@ CONTENDERS = (
 # Who can drive several virtual devices in one process.
 ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
 KINDS = ("processes", "virtual devices")
-LIBRARIES = ("jax", "flax", "torch", "tensorflow", "tensorflow-cpu", "keras")
+LIBRARIES = ("jax", "flax", "torch", "tensorflow", "tensorflow-cpu", "keras", "ray")
 
 
 def parse_arguments() -> argparse.Namespace:

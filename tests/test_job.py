@@ -25,6 +25,7 @@ OF_THE_PROCESS = {
     "job._job",
     "job._lock",
     "adapters.replacing._lock",
+    "cluster.ray._address",
     "data.fetch._recipe_of_worker",
     "distributed.rendezvous._is_ending",
     "distributed.rendezvous._waiting_threads",

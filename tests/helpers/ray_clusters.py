@@ -22,6 +22,8 @@ def ray_cluster_of(*, num_cpus=4, **head_node_args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Its processes, which inherit this environment, have one device each.
+        patch.delenv("XLA_FLAGS", raising=False)
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(

@@ -1,4 +1,4 @@
-"""Detects from the environment which job a process belongs to, whatever started it."""
+"""Detects which job a process belongs to, whatever started it."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ from tnt_jax.cluster.devices import count_gpus
 from tnt_jax.cluster.job import GpuCounter, Job
 from tnt_jax.cluster.kubernetes import detect_kubernetes
 from tnt_jax.cluster.openmpi import detect_open_mpi
+from tnt_jax.cluster.ray import detect_ray_train
 from tnt_jax.cluster.slurm import detect_slurm
 from tnt_jax.cluster.tfconfig import detect_tf_config
 from tnt_jax.settings import read_settings
@@ -14,9 +15,10 @@ __all__ = ["Job", "detect_job"]
 
 
 def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpus) -> Job | None:
-    """Returns the job that the environment describes, or None for a process that trains alone.
+    """Returns the job that this process belongs to, or None for a process that trains alone.
 
-    The first of these that describes a job of several processes counts: `TNT_*` variables,
+    The first of these that describes a job of several processes counts: Ray Train, if this process
+    is one of its workers (they inherit the environment of whatever started Ray), `TNT_*` variables,
     `TF_CONFIG`, Open MPI (which may run inside SLURM), SLURM, Kubernetes. JAX's own
     `JAX_COORDINATOR_ADDRESS`, `JAX_COORDINATOR_PORT` and `JAX_LOCAL_DEVICE_IDS` override what Open
     MPI, SLURM and Kubernetes say.
@@ -31,7 +33,8 @@ def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpu
             cannot be trained on; the message names them.
     """
     return (
-        _detect_tnt(environ)
+        detect_ray_train()
+        or _detect_tnt(environ)
         or detect_tf_config(environ)
         or detect_open_mpi(environ, count_gpus)
         or detect_slurm(environ, count_gpus)

@@ -21,8 +21,8 @@ class Job:
         process_id: Number of this process, `0 <= process_id < num_processes`.
         local_device_ids: Indices, among the visible devices, of those that this process owns; None
             for all.
-        source: Where this comes from, for messages: "TNT_*", "TF_CONFIG", "Open MPI", "SLURM" or
-            "Kubernetes".
+        source: Where this comes from, for messages: "Ray Train", "TNT_*", "TF_CONFIG", "Open MPI",
+            "SLURM" or "Kubernetes".
     """
 
     coordinator_address: str

@@ -1,7 +1,6 @@
 """What a process says of its end, or another one of it; and the words for it."""
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass
 
@@ -49,12 +48,6 @@ class Departure:
         if self.is_lost:
             return LOST_EXIT_CODE
         return 1 if self.code is None else self.code
-
-
-def machine() -> str:
-    """Returns what processes have in common that can see one another's process ids."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def gist(error: BaseException) -> str:

@@ -6,6 +6,7 @@ A process can end with its script, by `sys.exit`, by an exception or by `tnt_jax
 import atexit
 import builtins
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed.leaving import Membership
 from tnt_jax.distributed.stall_causes import Cause
 from tnt_jax.job import Slot
+from tnt_jax.job import end_job as end_job_state
 
 
 def _leave(joined: tuple[Membership, Callable[[], None]] | None) -> None:
@@ -28,14 +30,15 @@ def _leave(joined: tuple[Membership, Callable[[], None]] | None) -> None:
 _membership = Slot[tuple[Membership, Callable[[], None]] | None](lambda: None, close=_leave)
 
 
-def introduce(process: int, num_processes: int) -> None:
+def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> None:
     """Makes the end of this process, whatever its cause, known to the job that it has just joined.
 
     Args:
         process: Number of this process.
         num_processes: Processes of the job.
+        disconnects: Whether it also closes JAX's connection when it leaves.
     """
-    own = Membership(_jax.coordination_client(), process, num_processes)
+    own = Membership(_jax.coordination_client(), process, num_processes, disconnects)
     own.introduce()
     _membership.set((own, _hook_in(own)))
 
@@ -87,6 +90,26 @@ def end_job(cause: Cause, service_answers: bool) -> None:
     """
     if (joined := _membership.get()) is not None:
         joined[0].end_job(cause, service_answers)
+
+
+def leave_after(thread: threading.Thread, what: str) -> None:
+    """Leaves the job when a thread has ended, in whose process other work goes on.
+
+    Args:
+        thread: The thread that trains.
+        what: Its end, in words.
+    """
+    if thread is threading.main_thread() or (joined := _membership.get()) is None:
+        return
+    membership = joined[0]
+
+    def leave() -> None:
+        thread.join()
+        # Its end may be an exception, which the others must not take for success.
+        membership.shut_down_by = (None, what)
+        end_job_state()
+
+    threading.Thread(target=leave, name="tnt_jax-end", daemon=True).start()
 
 
 def has_failed_peer() -> bool:

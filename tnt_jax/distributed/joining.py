@@ -15,6 +15,8 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
 from tnt_jax.distributed import exits
 from tnt_jax.log import logger
 from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
@@ -66,6 +68,9 @@ def _make_threads_for_virtual_devices() -> None:
 def _join(job: Job, settings: Settings) -> None:
     """Connects to the job's coordinator and checks that its hosts can reach one another."""
     if _jax.is_distributed():
+        if job.source == RAY_TRAIN:
+            # Ray has connected this process, and disconnects it.
+            _take_part(job, settings, disconnects=False)
         return
     member = f"{job.coordinator_address} {job.process_id}"
     _check_that_it_can_join(job, member)
@@ -73,14 +78,7 @@ def _join(job: Job, settings: Settings) -> None:
         # JAX's service catches SIGTERM and then waits to be polled: a process that nobody polls
         # could not be ended.
         jax.config.update("jax_enable_preemption_service", False)
-    # The launcher has seen that the hosts reach one another, and sees processes that fail; the
-    # others may be reading their data.
-    default_s = (
-        _FIRST_MEETING_S
-        if "TNT_JOB_ID" in os.environ
-        else default_init_timeout_s(job.num_processes)
-    )
-    timeout_s = settings.init_timeout_s or default_s
+    timeout_s = _first_meeting_s(job, settings)
     with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
         jax.distributed.initialize(
             coordinator_address=job.coordinator_address,
@@ -95,9 +93,25 @@ def _join(job: Job, settings: Settings) -> None:
             shutdown_timeout_seconds=0,
         )
     os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
-    exits.introduce(job.process_id, job.num_processes)
-    _check_host_names(job, timeout_s=timeout_s)
+    _take_part(job, settings)
+
+
+def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> None:
+    """Makes this process, which JAX has connected, one that the others know and that knows them."""
+    exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
+    _check_host_names(job, timeout_s=_first_meeting_s(job, settings))
     exits.watch()
+    if job.source == RAY_TRAIN:
+        exits.leave_after(threading.current_thread(), "the end of its training function")
+
+
+def _first_meeting_s(job: Job, settings: Settings) -> int:
+    """Returns the seconds that the processes have to come together."""
+    # The launcher has seen that the hosts reach one another, and sees processes that fail; the
+    # others may be reading their data.
+    is_launched = "TNT_JOB_ID" in os.environ
+    default_s = _FIRST_MEETING_S if is_launched else default_init_timeout_s(job.num_processes)
+    return settings.init_timeout_s or default_s
 
 
 def _check_that_it_can_join(job: Job, member: str) -> None:
@@ -177,7 +191,7 @@ def _check_host_names(job: Job, *, timeout_s: int) -> None:
     client = _jax.coordination_client()
     client.key_value_set(
         f"{_HOST_KEY}/{job.process_id}",
-        f"{_machine()} {socket.gethostname()} {own_address() or 'unresolved'}",
+        f"{machine_id('net')} {socket.gethostname()} {own_address() or 'unresolved'}",
     )
     keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
     hosts = sorted(
@@ -195,15 +209,6 @@ def _check_host_names(job: Job, *, timeout_s: int) -> None:
             "them. Give each host name its network address in /etc/hosts (Debian writes "
             "'127.0.1.1 NAME' there) or in DNS."
         )
-
-
-def _machine() -> str:
-    """Returns an identifier of the host: its boot and its network namespace.
-
-    The namespace tells apart hosts that share a kernel.
-    """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def own_address() -> str | None:

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.cluster.machine import machine_id
 from tnt_jax.distributed import roll_call
-from tnt_jax.distributed.departures import Departure, flush, gist, machine, say, tells_of_loss
+from tnt_jax.distributed.departures import Departure, flush, gist, say, tells_of_loss
 from tnt_jax.distributed.local_peers import LocalPeers
 from tnt_jax.distributed.stall import here
 from tnt_jax.distributed.stall_causes import Cause
@@ -55,11 +56,15 @@ class Membership:
         client: Client of the coordination service.
         process: Number of this process.
         num_processes: Processes of the job.
+        disconnects: Whether it, and not whoever made it, closes the connection to the service.
+        shut_down_by: Exit code that `shut_down` means, None if unknown, and what calls it.
     """
 
     client: Any
     process: int
     num_processes: int
+    disconnects: bool = True
+    shut_down_by: tuple[int | None, str] = (0, "tnt_jax.shutdown()")
     _pid: int = field(default_factory=os.getpid)
     _exit_code: int | None = None
     _exit_text: str = "the end of its script"
@@ -75,11 +80,11 @@ class Membership:
 
     def introduce(self) -> None:
         """Tells the other processes of this machine this one's process id."""
-        self.client.key_value_set(f"{_PIDS}/{machine()}/{self.process}", str(self._pid))
+        self.client.key_value_set(f"{_PIDS}/{machine_id('pid')}/{self.process}", str(self._pid))
 
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
-        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine()}"):
+        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine_id('pid')}"):
             if (process := int(key.rpartition("/")[2])) != self.process:
                 self._peers.add(process, int(pid))
         self._thread = threading.Thread(target=self._watch, name="tnt_jax-leaving", daemon=True)
@@ -213,7 +218,7 @@ class Membership:
     def shut_down(self) -> None:
         """Leaves the job before the end of the script; does nothing if the process has left."""
         if not self._is_leaving:
-            self.leave(Departure(self.process, 0, "tnt_jax.shutdown()"))
+            self.leave(Departure(self.process, *self.shut_down_by))
 
     def remember_exit(self, code: Any) -> None:
         """Takes note of the argument of `sys.exit`."""
@@ -240,6 +245,8 @@ class Membership:
         self._final_code = departure.code or 0
         self._announce(departure)
         self.stop_watching()
+        if not self.disconnects:
+            return
         failed = bool(departure.code)
         if self.process == 0:
             # The service runs in this process, and its end would end the others.

@@ -50,6 +50,13 @@ class ModelState:
         """Replaces the whole training state by one of the same structure."""
         self._core.trainer.set_state(state)
 
+    def gathered(self) -> TrainState:
+        """Returns the whole training state, with no array spread over processes.
+
+        All processes must call it.
+        """
+        return jax.tree.map(self._core.trainer.gather, self.state)
+
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one was started, before a save."""
         self._core.trainer.settle()

@@ -9,6 +9,7 @@ from tnt_jax.distributed.preemption import Points
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.log import logger
+from tnt_jax.on_ray.worker import role
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 
@@ -19,6 +20,10 @@ def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
     If a callback can save the state, signals to this process are requests from here on, and stay
     so if that callback keeps what it has saved when training is over.
     """
+    if role() is not None:
+        # Ray trains in a thread, which gets no signals, and ends its processes by itself.
+        yield Points()
+        return
     backups = [item for item in callbacks if isinstance(item, BackupAndRestore)]
     watch = preemption.start() if backups else None
     if watch is None or watch.is_training:

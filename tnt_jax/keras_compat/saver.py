@@ -18,6 +18,7 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives, runtime
 from tnt_jax.distributed.stall import called
 from tnt_jax.keras_compat import keras_files
+from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.describe import NotDescribable, describe
@@ -34,7 +35,8 @@ from tnt_jax.keras_compat.weight_files import (
     write_safetensors,
 )
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoint import STEP_PREFIX, Checkpoints
+from tnt_jax.train.checkpoint_folders import OwnFolders
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays, without_accumulated
 
@@ -223,7 +225,9 @@ class Saver:
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         if path.is_dir():
-            return Checkpoints(path, alone=current_scope() != "all_processes").read().arrays
+            prefix = BACKUP_PREFIX if _holds_backups(path) else STEP_PREFIX
+            alone = current_scope() != "all_processes"
+            return Checkpoints(path, alone=alone, prefix=prefix).read().arrays
         if path.name.endswith(SAFETENSORS_ENDING):
             names = {
                 name.replace("/", "."): name for name in state_arrays(self._state.require_built())
@@ -267,3 +271,9 @@ def _raise_in_scope(error: Exception | None, scope: Scope | None = None) -> None
         collectives.raise_on_all_processes(error)
     elif error is not None:
         raise error
+
+
+def _holds_backups(directory: Path) -> bool:
+    """Returns whether the checkpoints in a directory are those of a `BackupAndRestore` alone."""
+    checkpoints = OwnFolders(STEP_PREFIX).complete(directory)
+    return not checkpoints and newest_backup(directory) is not None

@@ -41,6 +41,8 @@ from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays, without_accumulated
 
 OnSaveError = Literal["warn", "raise"]
+STEP_PREFIX = "tnt_jax_step"
+"""What the names of the folders of checkpoints begin with, unless another prefix is chosen."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Checkpoints:
         max_to_keep: int | None = 2,
         on_save_error: OnSaveError = "warn",
         alone: bool = False,
-        prefix: str = "tnt_jax_step",
+        prefix: str = STEP_PREFIX,
     ) -> None:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1, but is {max_to_keep}.")
@@ -277,6 +279,10 @@ class Checkpoints:
         if outcome is not None:
             self._report(outcome)
 
+    def folder_name(self, number: int) -> str:
+        """Returns the name of a checkpoint's folder in the directory."""
+        return self._folders.build_name(number)
+
     @property
     def last_is_written(self) -> bool:
         """Whether the last checkpoint was written, the same on all processes; ask after `wait`."""
@@ -310,7 +316,7 @@ class Checkpoints:
         return writer_of(self.directory, self._folders, alone=self._alone)
 
     def _folder(self, number: int) -> Path:
-        return self.directory / self._folders.build_name(number)
+        return self.directory / self.folder_name(number)
 
     def _report(self, outcome: Outcome) -> None:
         """Raises or warns if a checkpoint was not written, unless the one before was not either."""

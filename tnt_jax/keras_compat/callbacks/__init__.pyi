@@ -15,6 +15,7 @@ from .optuna_pruning import OptunaPruning as OptunaPruning
 from .orbax_checkpoint import OrbaxCheckpoint as OrbaxCheckpoint
 from .plot_history import PlotHistory as PlotHistory
 from .progbar import ProgbarLogger as ProgbarLogger
+from .ray_report import RayReport as RayReport
 from .remote_monitor import RemoteMonitor as RemoteMonitor
 from .runtime_profiler import RuntimeProfiler as RuntimeProfiler
 from .scope import OnAllRanks as OnAllRanks

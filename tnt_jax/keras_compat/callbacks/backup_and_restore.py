@@ -14,7 +14,17 @@ from tnt_jax.keras_compat.callbacks.monitor import Monitor
 from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, saving_times
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint import Checkpoints, OnSaveError, Position, Saved
+from tnt_jax.train.checkpoint_folders import OwnFolders
 from tnt_jax.train.state_arrays import with_arrays
+
+BACKUP_PREFIX = "tnt_jax_backup"
+"""What the names of the folders of backups begin with."""
+
+
+def newest_backup(directory: Path) -> str | None:
+    """Returns the name of the newest complete backup in a directory that this process sees."""
+    _, path = max(OwnFolders(BACKUP_PREFIX).complete(directory), default=(0, None))
+    return None if path is None else path.name
 
 
 class BackupAndRestore(Callback):
@@ -44,6 +54,11 @@ class BackupAndRestore(Callback):
         on_save_error: `"warn"` to go on without a backup that cannot be written and to try again at
             the next one, `"raise"` to end training on all processes.
 
+    Attributes:
+        newest: Number of the last backup that this `fit` has begun to write, or None.
+        gathers: Whether process 0 writes all of it, so that the others need not see the directory.
+        where: Where backups are kept, for messages.
+
     Raises:
         ValueError: If an argument has no valid value, or the directory has no name.
     """
@@ -72,6 +87,9 @@ class BackupAndRestore(Callback):
         self.delete_checkpoint = delete_checkpoint
         self.max_to_keep = max(max_to_keep, 2) if double_checkpoint else max_to_keep
         self.on_save_error: OnSaveError = on_save_error
+        self.newest: int | None = None
+        self.gathers = False
+        self.where = str(self.backup_dir)
         self._times = saving_times(save_freq, alone=True)
         self._watch = None if keep_best is None else Monitor(keep_best)
         self._best: float | None = None
@@ -96,6 +114,7 @@ class BackupAndRestore(Callback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restores a backup, if there is one."""
         self._has_saved_now, self._ended_state, self._best = False, None, None
+        self.newest = None
         self._checkpoints = self._open()
         resumption = self.model.resumption
         alone = self.scope != "all_processes" or jax.process_count() == 1
@@ -150,13 +169,23 @@ class BackupAndRestore(Callback):
         self._has_saved_now = True
         return self._checkpoints.last_is_written
 
+    def written(self) -> str | None:
+        """Returns the name of the last backup's folder, once it is written.
+
+        None if there is none, or if it could not be written. All processes call it together.
+        """
+        self._checkpoints.wait()
+        if self.newest is None or not self._checkpoints.last_is_written:
+            return None
+        return self._checkpoints.folder_name(self.newest)
+
     def _open(self) -> Checkpoints:
         return Checkpoints(
             self.backup_dir,
             max_to_keep=self.max_to_keep,
             on_save_error=self.on_save_error,
             alone=self.scope != "all_processes",
-            prefix="tnt_jax_backup",
+            prefix=BACKUP_PREFIX,
         )
 
     def _resume(self, saved: Saved) -> None:
@@ -177,7 +206,7 @@ class BackupAndRestore(Callback):
                 position, saved.notes.get("data", {}), numbered(saved.extra, "sums")
             )
         except ValueError as error:
-            raise ValueError(f"{error} Or delete {self.backup_dir} to start over.") from None
+            raise ValueError(f"{error} Or delete {self.where} to start over.") from None
         self._times.start_at(position.batch)
         restore(self.siblings, saved.notes["callbacks"], saved.extra)
         self._ended_state = self.model.state if has_ended else None
@@ -185,13 +214,13 @@ class BackupAndRestore(Callback):
 
     def _report(self, position: Position, *, has_ended: bool) -> None:
         if has_ended:
-            text = f"Training had ended, as {self.backup_dir} says"
+            text = f"Training had ended, as {self.where} says"
         else:
             text = (
-                f"Training resumes from {self.backup_dir}, after batch {position.batch} of epoch "
+                f"Training resumes from {self.where}, after batch {position.batch} of epoch "
                 f"{position.epoch + 1}"
             )
-        text += f"; delete {self.backup_dir} to start over."
+        text += f"; delete {self.where} to start over."
         logger.info(text)
         if self.params.get("verbose"):
             print(text, flush=True)
@@ -215,8 +244,9 @@ class BackupAndRestore(Callback):
         reached = self.model.resumption.reached()
         states, arrays = collect(self.siblings)
         sums = {f"sums/{index}": leaf for index, leaf in enumerate(reached.sums)}
-        self._checkpoints.save(
-            self.model.state,
+        state = self.model.training_state.gathered() if self.gathers else self.model.state
+        self.newest = self._checkpoints.save(
+            state,
             position=reached.position,
             extra=arrays | sums,
             notes={

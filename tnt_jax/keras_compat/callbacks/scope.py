@@ -24,7 +24,7 @@ Scope = Literal["all_processes", "main_process", "per_process"]
 _DECIDING = (
     "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau", "LearningRateWarmup",
     "TerminateOnNaN", "SwapEMAWeights", "OptunaPruning",
-    "BackupAndRestore", "History",
+    "BackupAndRestore", "RayReport", "History",
 )  # fmt: skip
 # Keras's own callbacks that write files or send data.
 _KERAS_WRITERS = (

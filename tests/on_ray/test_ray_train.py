@@ -1,0 +1,90 @@
+"""Training in real workers of Ray Train; `benchmarks/ray_faults.py` disturbs more of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture
+def ray_faults(ray_cluster):
+    """Connects to the cluster; the module's functions travel to its workers as they are."""
+    import ray
+    import ray_faults
+
+    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.cloudpickle.register_pickle_by_value(ray_faults)
+    yield ray_faults
+    ray.cloudpickle.unregister_pickle_by_value(ray_faults)
+    ray.shutdown()
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    """Returns what two ranks outside of Ray make of the same training."""
+    code = (
+        "import json, sys, ray_faults; print(json.dumps(ray_faults.train({'folder': sys.argv[1]})))"
+    )
+    import json
+
+    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=True,
+        env={**environ, "PYTHONPATH": str(Path(__file__).parents[2] / "benchmarks")},
+    )  # fmt: skip
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_workers_train_together_and_a_killed_one_changes_no_bit(ray_faults, undisturbed, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    # In the second epoch, two steps after a checkpoint.
+    fault = {"kind": "worker", "rank": 1, "step": 14, "folder": str(folder)}
+    result = ray_faults.run(fault, storage=str(tmp_path / "storage"))
+    found = result.return_value
+    assert (folder / "fault").exists()
+    assert found["size"] == undisturbed["size"] == 2
+    assert found["updates"] == undisturbed["updates"] == 24
+    assert found["history"] == undisturbed["history"]
+    assert ray_faults.difference(found, undisturbed) == 0
+    assert result.metrics["loss"] == undisturbed["history"]["loss"][-1]
+    assert result.metrics["epoch"] == 2
+    with result.checkpoint.as_directory() as stored:
+        assert [path.name for path in Path(stored, "fit-1").iterdir()] == ["tnt_jax_backup_25"]
+    # Nothing of the run is left outside of Ray's storage.
+
+
+@pytest.mark.long
+def test_the_code_of_the_page_runs_and_its_weights_can_be_loaded(ray_faults, tmp_path):
+    import flax.linen as nn
+    import numpy as np
+    from pages import ROOT, blocks
+
+    import tnt_jax as tnt
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x)
+
+    x = np.random.default_rng(0).normal(size=(600, 4)).astype("f4")
+    model = tnt.Model(Net())
+    model.compile("adam", loss="mse")
+    model.build(x)
+    given = {"Net": Net, "x": x, "y": x.sum(1, keepdims=True), "model": model, "__name__": "page"}
+    first, *others = blocks(ROOT / "docs" / "ray.md", "py")
+    given["__name__"] = "__main__"
+    exec(first.replace("/shared/runs", str(tmp_path)), given)
+    result = given["result"]
+    assert result.metrics["epoch"] == 0, "That of the second fit."
+    for block in others:
+        exec(block, given)
+    loss = model.evaluate(x, given["y"], batch_size=256, verbose=0)
+    assert loss < 10
+    with result.checkpoint.as_directory() as stored:
+        assert sorted(path.name for path in Path(stored).glob("fit-*")) == ["fit-1", "fit-2"]

@@ -1,0 +1,150 @@
+"""Checkpoints in the storage of a Ray run, and reports of metrics.
+
+Ray takes a folder from one process, with the metrics of the moment, and copies it to its storage,
+which may be a bucket; when it starts the run again, it offers the last one. Process 0 therefore
+keeps the checkpoints of the job in a folder of its machine, which begins as a copy of what Ray
+offers, and reports links to it.
+
+    storage = open_storage()
+    ...  # Checkpoints are written below `storage.folder`.
+    storage.report({"loss": 0.1}, checkpoints=["fit-1/tnt_jax_backup_120"])
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import TrainWorker, broadcast, role, train_worker
+
+_PREFIX = "tnt_jax-ray"
+_MARK = "tnt_jax.txt"
+_TICK_S = 0.05
+
+
+class RayStorage:
+    """What this process reports to Ray, and where checkpoints lie before.
+
+    Attributes:
+        folder: Folder for the checkpoints; the same path on every process. Process 0 writes to it,
+            and the others see what Ray had stored when the job began.
+        name: Name of the run, for messages.
+        is_over: Whether the training function has ended, and the folder with it.
+    """
+
+    def __init__(self, folder: Path, worker: TrainWorker | None) -> None:
+        self.folder = folder
+        self.name = "the Ray Tune trial" if worker is None else f"the Ray Train run {worker.run}"
+        self._worker = worker
+        self._num_reports = 0
+        self._pending: Path | None = None
+        self._tick = threading.Event()
+        self.is_over = False
+        training = threading.current_thread()
+        threading.Thread(target=self._clear_after, args=(training,), daemon=True).start()
+
+    def report(self, metrics: Mapping[str, Any], *, checkpoints: Sequence[str] = ()) -> None:
+        """Reports metrics, and checkpoints as one of Ray's; all processes call it together.
+
+        Args:
+            metrics: Numbers by name.
+            checkpoints: Folders below `folder` that belong to the checkpoint; none for metrics
+                alone. What Ray stores is a copy, which is made in the background.
+        """
+        linked = self._link(checkpoints) if checkpoints and self._leads else None
+        ray_train = import_ray("RayReport", "ray.train")
+        checkpoint = None if linked is None else ray_train.Checkpoint.from_directory(linked)
+        if self._worker is None:
+            import_ray("RayReport", "ray.tune").report(dict(metrics), checkpoint=checkpoint)
+            self._remove(linked)
+            return
+        self._pending = linked
+        # Ray takes reports at intervals of seconds, and training does not wait for that.
+        ray_train.report(
+            dict(metrics),
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def wait(self) -> None:
+        """Waits until Ray has copied the last checkpoint of this process."""
+        while self._pending is not None and self._pending.exists():
+            self._tick.wait(_TICK_S)
+        self._pending = None
+
+    def _clear_after(self, training: threading.Thread) -> None:
+        """Removes the folder when the thread that trains has ended: by then Ray has its copies."""
+        training.join()
+        self.is_over = True
+        if self._worker is None or self._worker.local_rank == 0:
+            self._remove(self.folder)
+
+    @property
+    def _leads(self) -> bool:
+        return self._worker is None or self._worker.rank == 0
+
+    def _link(self, checkpoints: Sequence[str]) -> Path:
+        """Returns a folder with links to the files of checkpoints, which later ones replace."""
+        self._num_reports += 1
+        linked = self.folder / "reports" / str(self._num_reports)
+        for name in checkpoints:
+            shutil.copytree(self.folder / name, linked / name, copy_function=os.link)
+        (linked / _MARK).write_text("Checkpoints of tnt_jax, by the calls of fit.\n")
+        return linked
+
+    @staticmethod
+    def _remove(folder: Path | None) -> None:
+        # What is gone need not be removed.
+        with contextlib.suppress(FileNotFoundError):
+            if folder is not None:
+                shutil.rmtree(folder)
+
+
+def open_storage() -> RayStorage | None:
+    """Returns the storage of this process's Ray run; None if Ray has not started it.
+
+    All workers call it together.
+    """
+    worker = train_worker()
+    if worker is not None:
+        folder = _shared_folder(worker)
+        if worker.local_rank == 0:
+            _fill(folder, import_ray("RayReport", "ray.train").get_checkpoint())
+        # All wait until the folder of their node is there.
+        broadcast(None)
+        return RayStorage(folder, worker)
+    if role() == "trial":
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-"))
+        _fill(folder, import_ray("RayReport", "ray.tune").get_checkpoint())
+        return RayStorage(folder, None)
+    return None
+
+
+def _shared_folder(worker: TrainWorker) -> Path:
+    """Returns a new folder, of the same name on each node, and removes those of earlier starts."""
+    digest = hashlib.sha256(f"{os.getuid()} {worker.run}".encode()).hexdigest()[:12]
+    prefix = f"{_PREFIX}-{digest}-"
+    folder = Path(broadcast(tempfile.mkdtemp(prefix=prefix) if worker.rank == 0 else None))
+    if worker.local_rank == 0:
+        for left in glob.glob(f"{folder.parent}/{prefix}*"):
+            if left != str(folder):
+                shutil.rmtree(left)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _fill(folder: Path, checkpoint: Any) -> None:
+    """Copies what Ray has stored to a folder, if it comes from here."""
+    if checkpoint is None:
+        return
+    with checkpoint.as_directory() as stored:
+        if Path(stored, _MARK).is_file():
+            shutil.copytree(stored, folder, dirs_exist_ok=True)

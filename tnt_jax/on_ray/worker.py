@@ -1,0 +1,71 @@
+"""The place of this process in Ray: a worker of Ray Train, a trial of Ray Tune, or neither.
+
+Ray's own modules tell, where they are loaded: what Ray did not start never imports it for this.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tnt_jax.on_ray.require import import_ray
+
+
+@dataclass(frozen=True)
+class TrainWorker:
+    """A worker of a Ray Train run.
+
+    Attributes:
+        rank: Its number, `0 <= rank < size`.
+        size: Number of workers.
+        local_rank: Its number among those of its node.
+        run: Name of the run, which stays the same when Ray starts its workers again.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    run: str
+
+
+def train_worker() -> TrainWorker | None:
+    """Returns the worker of Ray Train in whose process this is called, or None."""
+    if role() != "worker":
+        return None
+    context = sys.modules["ray.train"].get_context()
+    return TrainWorker(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_experiment_name(),
+    )
+
+
+def role() -> Literal["worker", "trial"] | None:
+    """Returns whether this process is a worker of Ray Train or a trial of Ray Tune, or None."""
+    # A worker, or a trial, has loaded these modules; Ray offers no question that raises nothing.
+    train: Any = sys.modules.get("ray.train")
+    # Two threads may import at once.
+    if train is not None and hasattr(train, "get_context") and _is_worker(train):
+        return "worker"
+    tune = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
+    return "trial" if tune is not None and tune._in_tune_session() else None
+
+
+def _is_worker(train: Any) -> bool:
+    try:
+        context = train.get_context()
+    except (RuntimeError, DeprecationWarning):
+        # The first outside of workers, the second, which Ray raises, in a trial of Ray Tune.
+        return False
+    # Ray Train before its second version describes a single worker everywhere.
+    return type(context).__module__.startswith("ray.train.v2.")
+
+
+def broadcast(value: Any) -> Any:
+    """Returns the value of worker 0, on all workers; waits until all of them have called it."""
+    return import_ray("Ray Train", "ray.train.collective").broadcast_from_rank_zero(value)
+
+
+def node_address() -> str:
+    """Returns the address at which the other nodes of the cluster reach this one."""
+    return import_ray("Ray Train").util.get_node_ip_address()
