@@ -31,7 +31,10 @@ def healthy(facts=None, **changes):
 
 
 def judged(*hosts, skew=(0.0, 0.1)):
-    named = {f"h{number}": host for number, host in enumerate(hosts)}
+    named = {
+        f"h{number}": dataclasses.replace(host, facts={**host.facts, "machine": f"m{number}"})
+        for number, host in enumerate(hosts)
+    }
     return judge(named, token="t", skews_s=dict.fromkeys(named, skew))
 
 

@@ -145,3 +145,34 @@ def test_version_and_help_need_no_script(capsys):
 def test_cleanup_needs_no_script():
     assert parse("--cleanup").cleanup == ""
     assert parse("--cleanup", "job-1", "--force").cleanup == "job-1"
+
+
+def test_ray_takes_the_number_of_processes_for_the_whole_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = parse("--ray", "-n", "8", "--min-devices", "4", "train.py")
+    assert (options.ray_address, options.ray_devices, options.min_devices) == ("auto", 8, 4)
+    assert options.devices_per_node is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert parse("--ray", "-n", "8", "train.py").ray_address == "10.0.0.1:6379"
+    assert parse("--ray", "-n", "8", "--ray-address", "b:1", "train.py").ray_address == "b:1"
+    assert parse("-n", "8", "train.py").ray_address is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--ray", "train.py"), "--ray needs -n, the number of processes"),
+        (("--ray", "-n", "2", "--hostfile", "h", "train.py"), "--hostfile cannot be used .* --ray"),
+        (("--ray", "-n", "2", "--min-hosts", "1", "train.py"), "--min-hosts .* --min-devices says"),
+        (("--ray", "-n", "2", "--cleanup"), "--cleanup cannot be used .* leaves nothing behind"),
+        (
+            ("--ray", "-n", "2", "--min-devices", "3", "train.py"),
+            r"--min-devices \(3\) must not be above -n \(2\)",
+        ),
+        (("-n", "2", "--min-devices", "1", "train.py"), "only valid together with --ray"),
+        (("--ray-address", "a:1", "train.py"), "only valid together with --ray"),
+    ],
+)
+def test_options_that_contradict_ray_are_refused(argv, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*argv)

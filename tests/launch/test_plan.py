@@ -13,6 +13,7 @@ from tnt_jax.launch.plan import Devices, Host, Launch, choose_devices, plan_proc
 
 FACTS = Facts(
     hostname="node1",
+    machine="m1",
     own_addresses=("10.0.0.1",),
     ssh_address=None,
     python="3.11.7",
@@ -35,7 +36,10 @@ LAUNCH = Launch("train-1", "node1:4711", "/work", {"PATH": "/bin"}, 12.5)
 def host(name="node1", *, gpus=0, slots=None, is_remote=False, **facts):
     gpus = tuple(str(number) for number in range(gpus))
     return Host(
-        name, dataclasses.replace(FACTS, hostname=name, gpus=gpus, **facts), slots, is_remote
+        name,
+        dataclasses.replace(FACTS, hostname=name, machine=name, gpus=gpus, **facts),
+        slots,
+        is_remote,
     )
 
 

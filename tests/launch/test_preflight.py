@@ -64,12 +64,17 @@ def test_another_patch_of_python_is_no_obstacle():
 def test_loopback_host_name_is_named_where_cpus_meet(addresses, is_trap):
     hosts = {
         "a": facts(own_addresses=("10.0.0.9",)),
-        "b": facts(hostname="b.org", own_addresses=addresses),
+        "b": facts(hostname="b.org", machine="b", own_addresses=addresses),
     }
     found = find_unreachable(hosts, "cpu")
     assert list(found) == (["b"] if is_trap else [])
     assert all("b.org its network address" in reason for reason in found.values())
     assert find_unreachable(hosts, "gpu") == {}
+
+
+def test_nodes_of_one_machine_reach_each_other_by_any_name():
+    trapped = facts(own_addresses=("127.0.1.1",))
+    assert find_unreachable({"a": trapped, "a#2": trapped}, "cpu") == {}
 
 
 @pytest.mark.parametrize(

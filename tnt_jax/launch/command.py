@@ -63,7 +63,8 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
     if options.cleanup is not None:
         return clean_up(options, environ)
     # A launcher started by a process of a job starts another job.
-    job = None if options.hostfile or "TNT_JOB_ID" in environ else detect_job(environ)
+    chooses_hosts = options.hostfile or options.ray_address
+    job = None if chooses_hosts or "TNT_JOB_ID" in environ else detect_job(environ)
     if job is None:
         return run_with_restarts(options, environ)
     refuse_restarts(job, options)

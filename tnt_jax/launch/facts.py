@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_jax.cluster.devices import count_cores, cpu_kind, list_gpus, numa_nodes
+from tnt_jax.cluster.machine import machine_id
 from tnt_jax.launch.cache import UnsafeFolder, cache_dir
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -44,6 +45,7 @@ class Facts:
 
     Attributes:
         hostname: The host's own name.
+        machine: Identifies the machine, or the container that has a network of its own.
         own_addresses: The addresses to which that name resolves on the host itself; empty if there
             are none.
         ssh_address: Address at which the launcher reached the host by ssh, or None.
@@ -63,6 +65,7 @@ class Facts:
     """
 
     hostname: str
+    machine: str
     own_addresses: tuple[str, ...]
     ssh_address: str | None
     python: str
@@ -108,6 +111,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         no_cache_because = str(error)
     facts = Facts(
         hostname=hostname,
+        machine=machine_id("net"),
         own_addresses=resolve(hostname),
         ssh_address=ssh_address(environ),
         python=".".join(map(str, sys.version_info[:3])),

@@ -2,12 +2,14 @@
 
 import logging
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tnt_jax.cluster.slurm import expand_nodes
 
+LOCALHOST = "localhost"
 _logger = logging.getLogger("tnt_jax.launch")
 _NAME = re.compile(r"[A-Za-z0-9_\[][\w.:@\]\[-]*")
 
@@ -20,12 +22,26 @@ class HostEntry:
         name: The name passed to ssh: a host name, an address, an alias of the ssh configuration, or
             user@host.
         slots: Devices to use there; None if the command line decides.
-        through: Program that starts processes there: "ssh" or "srun".
+        through: What starts processes there: "ssh", "srun" or "ray".
+        command: With "ray", the words of the command that connects to the supervisor there.
     """
 
     name: str
     slots: int | None = None
     through: str = "ssh"
+    command: tuple[str, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the launcher's own host, which needs no network."""
+        return self.through != "ray" and is_local(self.name)
+
+
+def is_local(name: str) -> bool:
+    """Returns whether a name means the launcher's own host."""
+    own = socket.gethostname()
+    # SLURM and many hostfiles leave out the domain.
+    return name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
 
 
 def read_hostfile(path: str) -> list[HostEntry]:

@@ -1,24 +1,14 @@
 """The command line of `tnt-jax`, read into one frozen, validated `Options`."""
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tnt_jax.settings import LOG_LEVELS, parse_save_freq
-
-_EPILOG = """\
-examples:
-  tnt-jax -- train.py --epochs 3                   every GPU of this host, or one CPU process
-  tnt-jax -n 2 --no-gpu -- train.py                two CPU processes
-  tnt-jax -n 2 -- -m package.train --epochs 3      a module instead of a script
-  tnt-jax --hostfile hosts -- train.py             every GPU of the hosts in the file, through ssh
-  tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
-  tnt-jax doctor --hostfile hosts                  find out why it does not work
-  tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
-"""
+from tnt_jax.launch.arguments import GRACE_PERIOD_S, MAX_RESTARTS, make_parser
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,9 @@ class Options:
         grace_period_s: Seconds that processes get to end by themselves after Ctrl-C or SIGTERM.
         max_restarts: How many times a job that failed is started again.
         min_hosts: Fewest hosts to start on, leaving out those that cannot take part; None for all.
+        ray_address: Address of the Ray cluster to run on; None for hosts.
+        ray_devices: Devices to use there.
+        min_devices: Fewest devices to start on there, if there is no room for all; None for all.
         dry_run: Whether to print the plan instead of running it.
         cleanup: Id of the job whose remains are ended, empty to list jobs; None to run a job.
         force: Whether `cleanup` uses SIGKILL.
@@ -86,9 +79,12 @@ class Options:
     ssh_args: tuple[str, ...] = ()
     log_dir: str | None = None
     port: int | None = None
-    grace_period_s: float = 30.0
-    max_restarts: int = 0
+    grace_period_s: float = GRACE_PERIOD_S
+    max_restarts: int = MAX_RESTARTS
     min_hosts: int | None = None
+    ray_address: str | None = None
+    ray_devices: int | None = None
+    min_devices: int | None = None
     dry_run: bool = False
     cleanup: str | None = None
     force: bool = False
@@ -110,7 +106,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """
     is_tuning = list(argv[:1]) == ["tune"]
     ours, script = _split(argv[1:] if is_tuning else argv)
-    parser = _parser(version, is_tuning=is_tuning)
+    parser = make_parser(version, is_tuning=is_tuning)
     given = parser.parse_args(ours)
     exports = tuple(_export(text) for texts in given.exports for text in texts)
     # If a script is named before the first `--`, this `--` belongs to its arguments.
@@ -122,7 +118,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         interpreter=(sys.executable,)
         if given.python_interpreter is None
         else tuple(shlex.split(given.python_interpreter)),
-        devices_per_node=given.num_processes or given.devices_per_node,
+        devices_per_node=None if given.ray else given.num_processes or given.devices_per_node,
         this_host_only=given.num_processes is not None and given.hostfile is None,
         processes_per_node=given.processes_per_node,
         use_gpus=not given.no_gpu,
@@ -145,6 +141,9 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         grace_period_s=given.grace_period,
         max_restarts=given.max_restarts,
         min_hosts=given.min_hosts,
+        ray_address=_ray_address(given) if given.ray else None,
+        ray_devices=given.num_processes if given.ray else None,
+        min_devices=given.min_devices,
         dry_run=given.dry_run,
         cleanup=given.cleanup,
         force=given.force,
@@ -164,6 +163,7 @@ def _check(given: argparse.Namespace, script: Sequence[str], *, is_tuning: bool)
         raise ValueError(
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
         )
+    _check_ray(given)
     if given.force and given.cleanup is None:
         raise ValueError("--force is only valid together with --cleanup.")
     if script[:1] == ["-m"] and (len(script) == 1 or given.python_interpreter == ""):
@@ -180,6 +180,38 @@ def _check(given: argparse.Namespace, script: Sequence[str], *, is_tuning: bool)
         raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")
 
 
+def _check_ray(given: argparse.Namespace) -> None:
+    if not given.ray:
+        if given.ray_address is not None or given.min_devices is not None:
+            raise ValueError("--ray-address and --min-devices are only valid together with --ray.")
+        return
+    if given.num_processes is None:
+        raise ValueError(
+            "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
+            "cluster has them: tnt-jax --ray -n 8 -- train.py"
+        )
+    others = {
+        "--hostfile": given.hostfile,
+        "--min-hosts": given.min_hosts,
+        "--devices-per-node": given.devices_per_node,
+        "--cleanup": given.cleanup,
+    }
+    wrong = [name for name, value in others.items() if value is not None]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} cannot be used together with --ray, which chooses the nodes and leaves "
+            "nothing behind; --min-devices says on how few devices to start."
+        )
+    if given.min_devices is not None and given.min_devices > given.num_processes:
+        raise ValueError(
+            f"--min-devices ({given.min_devices}) must not be above -n ({given.num_processes})."
+        )
+
+
+def _ray_address(given: argparse.Namespace) -> str:
+    return given.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+
+
 def _export(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -188,203 +220,3 @@ def _export(text: str) -> tuple[str, str]:
             "before it."
         )
     return name, value
-
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
-        return int(text)
-
-    return integer
-
-
-def _save_freq(text: str) -> str:
-    try:
-        parse_save_freq(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _parser(version: str, *, is_tuning: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tnt-jax",
-        usage=f"tnt-jax {'tune ' if is_tuning else ''}[options] -- script.py [arguments]",
-        description=(
-            "Times ways to sum the gradients of a script's first fit, instead of training, and "
-            "recommends options."
-            if is_tuning
-            else "Runs a training script in one process per device."
-        ),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=version)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    _add_placement(parser.add_argument_group("devices"))
-    _add_hosts(parser.add_argument_group("hosts"))
-    _add_output(parser.add_argument_group("output"))
-    _add_processes(parser.add_argument_group("processes"))
-    if is_tuning:
-        trials = parser.add_argument_group("trials")
-        trials.add_argument(
-            "--steps",
-            type=_at_least(1),
-            default=20,
-            metavar="N",
-            help="steps per setting in each of 5 rounds (default: %(default)s)",
-        )
-    return parser
-
-
-def _add_placement(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "-n",
-        dest="num_processes",
-        type=_at_least(1),
-        metavar="N",
-        help="devices to use on this host, one process each",
-    )
-    add(
-        "--devices-per-node",
-        "--n-per-node",
-        type=_at_least(1),
-        metavar="N",
-        help="devices to use on each host (default: all GPUs, or one CPU process)",
-    )
-    add(
-        "--processes-per-node",
-        type=_at_least(1),
-        metavar="N",
-        help="processes that share the devices of a host (default: one per device)",
-    )
-    add("--no-gpu", "--no-gpus", action="store_true", help="use CPUs only")
-    add(
-        "--pin-to-socket",
-        action="store_true",
-        help="bind each process to the processors of one socket, with numactl",
-    )
-    add("--pin-memory-to-socket", action="store_true", help="bind its memory to that socket, too")
-
-
-def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--hostfile", metavar="FILE", help="hosts to use, one per line: NAME [slots=N]")
-    add(
-        "--ssh-args",
-        default="",
-        metavar="ARGS",
-        help='arguments for ssh, for instance "-F my_config -p 2222"',
-    )
-    add(
-        "--port",
-        type=_at_least(1),
-        metavar="P",
-        help="port at which the processes meet (default: a free one)",
-    )
-    add(
-        "--min-hosts",
-        type=_at_least(1),
-        metavar="M",
-        help="start on the hosts that can take part, if these are at least M (default: all)",
-    )
-    add(
-        "--cleanup",
-        nargs="?",
-        const="",
-        metavar="JOB",
-        help="end the remains of a job on its hosts; without an id, list jobs",
-    )
-    add("--force", action="store_true", help="with --cleanup: kill without asking")
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--log-level",
-        type=str.upper,
-        choices=LOG_LEVELS,
-        help="log level of the library and of the launcher",
-    )
-    add(
-        "--log-on-all-devices",
-        action="store_true",
-        help="log on every process instead of the first alone",
-    )
-    add(
-        "--output-on-all-devices",
-        action="store_true",
-        help="show the output of every process, each line with its rank",
-    )
-    add(
-        "--log-dir",
-        metavar="DIR",
-        help="write the output of each process to a file in this directory, on its host",
-    )
-    add("--dry-run", action="store_true", help="show what would be started, start nothing")
-
-
-def _add_processes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "-x",
-        dest="exports",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set variables in every process; $OTHER in a value is expanded there",
-    )
-    add(
-        "--fusion-threshold",
-        type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
-        metavar="KiB",
-        help="size in KiB from which a gradient bucket is full; 0 sends each array separately, "
-        "xla leaves the choice to the compiler",
-    )
-    add(
-        "--timeline",
-        metavar="FILE",
-        help="write what each process's host does, for chrome://tracing: process 0 to FILE, "
-        "process 1 to FILE with .1 before its ending",
-    )
-    add(
-        "--checkpoint-dir",
-        metavar="DIR",
-        help="save checkpoints there in every fit, and go on from them when the job is started "
-        "again; all hosts must see it",
-    )
-    add(
-        "--checkpoint-every",
-        type=_save_freq,
-        metavar="N|S",
-        help="batches between two checkpoints, epoch, or a time such as 30s (default: 60s)",
-    )
-    add(
-        "--python-interpreter",
-        metavar="CMD",
-        help='command that runs the script; "" runs the script itself',
-    )
-    add(
-        "--no-compilation-cache",
-        action="store_true",
-        help="do not keep compiled programs for the next run",
-    )
-    add(
-        "--grace-period",
-        type=float,
-        default=Options.grace_period_s,
-        metavar="S",
-        help="seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
-    )
-    add(
-        "--max-restarts",
-        type=_at_least(0),
-        default=Options.max_restarts,
-        metavar="K",
-        help="start a job that failed again, at most K times; the script goes on from its own last "
-        "checkpoint",
-    )

@@ -1,6 +1,6 @@
 """Checks the facts of the hosts before a job starts: pure functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tnt_jax.launch.facts import Facts, is_loopback
 
@@ -82,13 +82,18 @@ def find_unreachable(facts: Mapping[str, Facts], device_kind: str) -> dict[str, 
     CPU collectives (Gloo) listen on the address of the host's own name and would hang. GPU
     collectives (NCCL) choose a network card instead.
     """
-    if device_kind != "cpu":
+    if device_kind != "cpu" or share_machine(facts.values()):
         return {}
     return {
         host: _loopback(found)
         for host, found in facts.items()
         if all(map(is_loopback, found.own_addresses))
     }
+
+
+def share_machine(facts: Iterable[Facts]) -> bool:
+    """Returns whether hosts are one machine, as several nodes of a Ray cluster can be."""
+    return len({found.machine for found in facts}) == 1
 
 
 def _loopback(facts: Facts) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 from tnt_jax.launch.hostfile import HostEntry
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.processtree import reap_orphans
+from tnt_jax.launch.ray_nodes import RayNodes
 from tnt_jax.launch.run import Attempt, Ending, job_hosts, new_job_id, run_attempt
 from tnt_jax.launch.screen import say
 from tnt_jax.launch.session import HostError
@@ -56,18 +57,26 @@ def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
     def run(attempt: Attempt) -> Ending:
         return run_attempt(attempt, options, environ)
 
-    def read_hosts() -> list[HostEntry]:
-        return job_hosts(options, environ)
+    with _hosts(options, environ) as read_hosts:
+        first = Attempt(new_job_id(options.script_name), read_hosts())
+        if not options.max_restarts:
+            return run_on_hosts_left(first, options.min_hosts, run).code
+        try:
+            with _raising_on_signals():
+                return _repeat(first, options, run, read_hosts)
+        except _Signalled:
+            say("Ended by a signal before a restart.")
+            return PREEMPTED_EXIT_CODE
 
-    first = Attempt(new_job_id(options.script_name), read_hosts())
-    if not options.max_restarts:
-        return run_on_hosts_left(first, options.min_hosts, run).code
-    try:
-        with _raising_on_signals():
-            return _repeat(first, options, run, read_hosts)
-    except _Signalled:
-        say("Ended by a signal before a restart.")
-        return PREEMPTED_EXIT_CODE
+
+@contextmanager
+def _hosts(options: Options, environ: Mapping[str, str]) -> Iterator[Callable[[], list[HostEntry]]]:
+    """Yields what returns the hosts for an attempt."""
+    if options.ray_address is None:
+        yield lambda: job_hosts(options, environ)
+        return
+    with RayNodes(options) as nodes:
+        yield nodes.take
 
 
 def _repeat(

@@ -6,7 +6,6 @@ import re
 import secrets
 import shlex
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from tnt_jax.cluster.job import Job
 from tnt_jax.launch.connection import Connection, srun_command, ssh_command, supervisor_command
 from tnt_jax.launch.environment import carried_environment
 from tnt_jax.launch.facts import Facts, Request
-from tnt_jax.launch.hostfile import HostEntry, allocated_hosts, read_hostfile
+from tnt_jax.launch.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
 from tnt_jax.launch.preflight import (
@@ -27,12 +26,12 @@ from tnt_jax.launch.preflight import (
     find_obstacles,
     find_remedy,
     find_unreachable,
+    share_machine,
 )
 from tnt_jax.launch.screen import say
 from tnt_jax.launch.session import HostError, Session
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
-LOCALHOST = "localhost"
 ASK_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
 _logger = logging.getLogger("tnt_jax.launch")
@@ -102,7 +101,7 @@ def run_attempt(
             end_earlier_attempts(session, attempt)
         phases.end("connecting to the hosts")
         hosts = [
-            Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name))
+            Host(entry.name, facts[entry.name], entry.slots, not entry.is_local)
             for entry in entries
         ]
         check(find_obstacles(facts))
@@ -191,21 +190,13 @@ def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
     return (not options.this_host_only and allocated_hosts(environ)) or [HostEntry(LOCALHOST)]
 
 
-def is_local(name: str) -> bool:
-    """Returns whether a name means the launcher's own host, which needs no network."""
-    own = socket.gethostname()
-    # SLURM and many hostfiles leave out the domain.
-    return name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
-
-
 def _connect(entry: HostEntry, options: Options) -> Connection:
-    if is_local(entry.name):
+    if entry.is_local:
         return Connection(entry.name, supervisor_command(), is_remote=False)
-    command = (
-        srun_command(entry.name)
-        if entry.through == "srun"
-        else ssh_command(entry.name, options.ssh_args)
-    )
+    if entry.through == "srun":
+        command = srun_command(entry.name)
+    else:
+        command = entry.command or ssh_command(entry.name, options.ssh_args)
     return Connection(entry.name, command, is_remote=True)
 
 
@@ -300,7 +291,7 @@ def find_coordinator_address(
         )
         raise HostError({first: reason}) from error
     address = "127.0.0.1"
-    if others:
+    if others and not share_machine(host.facts for host in hosts):
         check(find_unreachable({host.name: host.facts for host in hosts}, device_kind))
         candidates = hosts[0].facts.addresses(first)
         arguments = {"hosts": candidates, "port": port}

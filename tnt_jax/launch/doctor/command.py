@@ -19,8 +19,9 @@ from tnt_jax.launch.facts import Facts, Request
 from tnt_jax.launch.hostfile import HostEntry
 from tnt_jax.launch.options import Options
 from tnt_jax.launch.plan import Host
-from tnt_jax.launch.preflight import find_remedy
-from tnt_jax.launch.run import ASK_TIMEOUT_S, is_local, job_hosts, open_session, working_directory
+from tnt_jax.launch.preflight import find_remedy, share_machine
+from tnt_jax.launch.ray_nodes import RayNodes
+from tnt_jax.launch.run import ASK_TIMEOUT_S, job_hosts, open_session, working_directory
 from tnt_jax.launch.session import HostError, Session
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -38,11 +39,16 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         use_gpus=not given.no_gpu,
         exports=(("TNT_INIT_TIMEOUT_S", "60"),),
         hostfile=given.hostfile,
+        ray_address=_ray_address(given, environ),
         ssh_args=tuple(shlex.split(given.ssh_args)),
         port=given.port,
         output_on_all_devices=True,
     )
-    findings, links = examine_hosts(job_hosts(options, environ), options, environ)
+    if options.ray_address is None:
+        findings, links = examine_hosts(job_hosts(options, environ), options, environ)
+    else:
+        with RayNodes(options, every_node=True) as nodes:
+            findings, links = examine_hosts(nodes.take(), options, environ)
     failed = any(finding.status == FAILURE for finding in findings)
     if given.json:
         print(
@@ -60,6 +66,12 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return int(failed)
 
 
+def _ray_address(given: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
+    if given.ray and given.hostfile:
+        raise ValueError("Use either --hostfile or --ray.")
+    return given.ray_address or environ.get("RAY_ADDRESS") or "auto" if given.ray else None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tnt-jax doctor",
@@ -67,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts to examine (default: this one)")
+    parser.add_argument("--ray", action="store_true", help="examine the nodes of a Ray cluster")
+    parser.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="address of the cluster (default: RAY_ADDRESS, or that of this host)",
+    )
     parser.add_argument(
         "--ssh-args",
         default="",
@@ -92,7 +110,9 @@ def examine_hosts(
         skews_s = _read_clocks(session, [entry.name for entry in entries])
         token, hosts = _examine(session, environ)
         findings = [*unreachable, *judge(hosts, token=token, skews_s=skews_s)]
-        findings += judge_reachability(_connect_all_pairs(session, hosts))
+        facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
+        if not share_machine(facts.values()):
+            findings += judge_reachability(_connect_all_pairs(session, hosts))
         if any(finding.status == FAILURE for finding in findings):
             return [
                 *findings,
@@ -104,9 +124,8 @@ def examine_hosts(
                     "Resolve the failures first.",
                 ),
             ], []
-        facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
         job = [
-            Host(entry.name, facts[entry.name], entry.slots, not is_local(entry.name))
+            Host(entry.name, facts[entry.name], entry.slots, not entry.is_local)
             for entry in entries
         ]
         finding, links = measure_links(session, job, options, environ)

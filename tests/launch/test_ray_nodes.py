@@ -1,0 +1,222 @@
+"""`tnt-jax --ray` on a real cluster of Ray: where processes run, how they end, and what stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tnt_jax.launch.options import parse_options
+from tnt_jax.launch.processtree import processes_with
+from tnt_jax.launch.ray_nodes import RayNodes
+from tnt_jax.launch.session import HostError
+
+WAITS = """
+import os, signal, sys, time
+print("up", os.environ["TNT_PROCESS_ID"], os.environ["TNT_JOB_ID"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launcher(ray_cluster, tmp_path):
+    """Starts `tnt-jax --ray` with a script, on the tests' cluster; returns the running program."""
+    started = []
+
+    def start(script, *options):
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        words = ["--ray", "--ray-address", ray_cluster.address, "--no-gpu", *map(str, options)]
+        program = subprocess.Popen(
+            [sys.executable, "-m", "tnt_jax.launch", *words, "--", str(path)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        started.append(program)
+        return program
+
+    yield start
+    for program in started:
+        program.kill()
+        program.wait()
+
+
+def await_lines(program, count):
+    """Returns so many lines of a program's output, in their order, as words."""
+    return sorted(program.stdout.readline().split() for _ in range(count))
+
+
+def await_nothing_left(ray_cluster, job_id):
+    """Waits until no process of a job, no actor and no placement group is left; fails if one is."""
+    import ray
+
+    deadline = time.monotonic() + 40
+    with ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR"):
+        while left := what_is_left(ray, job_id):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+def what_is_left(ray, job_id):
+    found = ray._private.state.actors().values()
+    actors = [a for a in found if a["State"] != "DEAD" and a["ActorClassName"] == "Program"]
+    groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    processes = [pid for pid, job in processes_with("TNT_JOB_ID") if job == job_id]
+    return [*processes, *actors, *groups]
+
+
+@pytest.mark.multiprocess
+def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_cluster):
+    program = launcher(
+        "import os, sys\n"
+        "rank = os.environ['TNT_PROCESS_ID']\n"
+        "print('I am', rank, 'of', os.environ['TNT_NUM_PROCESSES'], flush=True)\n"
+        "if rank == '1': sys.exit('the cause')\n"
+        "sys.stdin.read()\n"
+        "import time; time.sleep(600)\n",
+        "-n", 3, "--output-on-all-devices",
+    )  # fmt: skip
+    out, err = program.communicate(timeout=90)
+    assert program.returncode == 1
+    assert sorted(out.splitlines()) == [f"[rank {r}] I am {r} of 3" for r in range(3)]
+    assert "failed with exit code 1" in err
+    assert "the cause" in err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "dies",
+    [
+        "launcher",
+        pytest.param("broker", marks=pytest.mark.long),
+        pytest.param("node", marks=pytest.mark.long),
+    ],
+)
+def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, dies):
+    program = launcher(WAITS, "-n", 2, "--output-on-all-devices")
+    lines = await_lines(program, 2)
+    assert [line[-2] for line in lines] == ["0", "1"]
+    job_id = lines[0][-1]
+    os.kill(victim(dies, program), signal.SIGKILL)
+    code = program.wait(60)
+    assert code == -signal.SIGKILL if dies == "launcher" else code not in (0, None)
+    await_nothing_left(ray_cluster, job_id)
+
+
+def victim(who, program):
+    """Returns the process id of a part of a running job."""
+    if who == "launcher":
+        return program.pid
+    wanted = {"broker": "on_ray.broker", "node": "ray::Program"}[who]
+    (found, *_) = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if wanted.encode() in read(path)
+    ]
+    return found
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # It has ended.
+        return b""
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_signal_reaches_the_processes_and_gives_them_time(launcher, ray_cluster):
+    program = launcher(
+        "import os, signal, sys, time\n"
+        "def end(*_): print('saved', flush=True); sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n",
+        "-n", 1,
+    )  # fmt: skip
+    assert program.stdout.readline() == "up\n"
+    program.terminate()
+    out, _ = program.communicate(timeout=60)
+    assert (out, program.returncode) == ("saved\n", 143), "128 and the signal, as on other hosts."
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_launcher_that_waits_for_room_says_so_and_can_be_ended(launcher, ray_cluster):
+    program = launcher(WAITS, "-n", 99)
+    said = program.stderr.readline()
+    assert "Waiting for room for 99 processes, each with 1 CPU; there is room for 4." in said
+    program.send_signal(signal.SIGINT)
+    program.communicate(timeout=30)
+    assert program.returncode == 130
+    await_nothing_left(ray_cluster, "none")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_lost_node_leads_to_a_restart_on_the_devices_that_are_left(launcher, ray_cluster):
+    node = ray_cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    script = (
+        "import os, sys, time\n"
+        "print('up', os.environ['TNT_NUM_PROCESSES'], os.environ.get('TNT_RESTART_COUNT', '0'), "
+        "flush=True)\n"
+        "if os.environ.get('TNT_RESTART_COUNT', '0') == '0': time.sleep(600)\n"
+    )
+    try:
+        options = ("-n", 6, "--min-devices", 3, "--max-restarts", 1, "--output-on-all-devices")
+        program = launcher(script, *options)
+        assert [line[-2:] for line in await_lines(program, 6)] == [["6", "0"]] * 6
+    finally:
+        ray_cluster.remove_node(node, allow_graceful=False)
+    out, err = program.communicate(timeout=180)
+    assert program.returncode == 0, err
+    assert [line.split()[-2:] for line in out.splitlines()] == [["4", "1"]] * 4
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_ranks_on_two_nodes_train_as_one_device(launcher, ray_cluster, tmp_path):
+    node = ray_cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    script = (
+        "import json, sys\n"
+        "import flax.linen as nn, numpy as np, tnt_jax as tnt\n"
+        "x = np.random.default_rng(0).normal(size=(45, 4)).astype('f4')\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile(tnt.optimizers.SGD(0.1), loss='mse')\n"
+        "history = model.fit(x, x.sum(1, keepdims=True), batch_size=10, epochs=2, verbose=0)\n"
+        "print(json.dumps([tnt.get_size(), history.history['loss']]), flush=True)\n"
+    )
+    try:
+        program = launcher(script, "-n", 5)
+        out, err = program.communicate(timeout=180)
+    finally:
+        ray_cluster.remove_node(node)
+    assert program.returncode == 0, err
+    alone = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True, text=True, check=True, timeout=120, env=one_device(),
+    )  # fmt: skip
+    (size, losses), (_, expected) = json.loads(out), json.loads(alone.stdout)
+    assert size == 5
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def one_device():
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
+def test_a_cluster_that_is_not_there_is_named_in_the_error():
+    pytest.importorskip("ray")
+    options = parse_options(
+        ["--ray", "-n", "2", "--ray-address", "127.0.0.1:1", "x.py"], version=""
+    )
+    with (
+        RayNodes(options) as nodes,
+        pytest.raises(HostError, match=r"No Ray cluster answers at 127\.0\.0\.1:1"),
+    ):
+        nodes.take()

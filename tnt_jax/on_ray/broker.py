@@ -1,0 +1,227 @@
+"""Holds the nodes of a Ray cluster for a job of the launcher, and connects the launcher to them.
+
+It runs as a program of its own, a driver of Ray, because Ray takes signals, threads and memory that
+the launcher needs for itself. It prints the nodes as one line of JSON, then serves a socket to
+which a `relay` connects for each node, until its standard input closes. Everything that it has made
+on the cluster, Ray removes when it ends, by whatever cause: a placement group with a bundle for
+each process, and an actor for each node.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tnt_jax.on_ray import node
+from tnt_jax.on_ray.bundles import Reservation, reserve, reserve_every_node
+from tnt_jax.on_ray.relay import HEADER
+from tnt_jax.on_ray.require import import_ray
+
+_CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S = 5.0, 60.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the launcher asks for.
+
+    Attributes:
+        address: Address of the cluster.
+        socket_path: Where the launcher's relays connect.
+        command: Words of the program to run on each node.
+        num_processes: Bundles; None for each node that is alive, without a reservation.
+        fewest: Bundles that are enough if there are no more; None for all of them.
+        use_gpus: Whether each bundle has a GPU, if the cluster has them.
+    """
+
+    address: str
+    socket_path: str
+    command: Sequence[str]
+    num_processes: int | None
+    fewest: int | None
+    use_gpus: bool
+
+
+def main() -> None:
+    """Serves the launcher, whose wish is the argument, in JSON."""
+    wish = Wish(**json.loads(sys.argv[1]))
+    # The last thread of this process, once the nodes are told.
+    threading.Thread(target=_end_with_launcher).start()
+    # What libraries print must not mix with the answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        ray = import_ray("tnt-jax --ray")
+        _connect(ray, wish.address, answers)
+        held = _reserve(ray, wish, lambda text: _answer(answers, waits=text))
+        doors = _open_doors(ray, held, wish.command)
+    except BaseException as error:  # The launcher tells its user, whatever it is.
+        _answer(answers, error=f"{error}".strip() or type(error).__name__)
+        os._exit(1)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(wish.socket_path)
+    server.listen(len(doors))
+    threading.Thread(target=_serve, args=(ray, server, doors), daemon=True).start()
+    _answer(answers, nodes=[asdict(each) for each in held.nodes])
+
+
+def _connect(ray: Any, address: str, answers: Any) -> None:
+    """Connects to the cluster, or raises or ends with an answer that says that there is none."""
+    host, _, port = address.rpartition(":")
+    missing = (
+        f"No Ray cluster answers at {address}. Start one with ray start --head, or name another "
+        "with --ray-address."
+    )
+    # Ray itself tries for minutes.
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"{missing} ({error})") from error
+
+    def give_up() -> None:
+        _answer(answers, error=missing)
+        os._exit(1)
+
+    timer = threading.Timer(_INIT_TIMEOUT_S, give_up)
+    timer.start()
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    timer.cancel()
+
+
+def _end_with_launcher() -> None:
+    """Ends this process with the launcher, or when that frees the nodes.
+
+    Ray then removes what belongs to this driver.
+    """
+    while os.read(0, 1 << 12):
+        continue
+    os._exit(0)
+
+
+def _answer(answers: Any, **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
+    answers.flush()
+
+
+def _reserve(ray: Any, wish: Wish, tell: Callable[[str], None]) -> Reservation:
+    if wish.num_processes is None:
+        return reserve_every_node(ray)
+    return reserve(ray, wish.num_processes, fewest=wish.fewest, use_gpus=wish.use_gpus, tell=tell)
+
+
+@dataclass(frozen=True)
+class _Door:
+    """A node, as the launcher enters it.
+
+    Attributes:
+        actor: The actor there.
+        command: Words of the program to run.
+        variables: Variables of its own.
+    """
+
+    actor: Any
+    command: Sequence[str]
+    variables: dict[str, str]
+
+
+def _open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Door]:
+    """Makes the actors on each node, and waits until they are there."""
+    ray.cloudpickle.register_pickle_by_value(node)
+    groups = {"input": 1, "output": 1, "errors": 1}
+    kind = ray.remote(concurrency_groups=groups, max_restarts=0)(node.Program)
+    actors = [[kind.options(**options).remote() for options in each] for each in held.actor_options]
+    visible = [ray.get([actor.visible_gpus.remote() for actor in each]) for each in actors]
+    # The GPUs of a node are given to as many actors as it has bundles. One of them uses them all;
+    # the others must not be collected as garbage.
+    held.keep.extend(actors)
+    variables = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if held.has_gpus else {} for gpus in visible
+    ]
+    return [_Door(each[0], command, own) for each, own in zip(actors, variables, strict=True)]
+
+
+def _serve(ray: Any, server: socket.socket, doors: Sequence[_Door]) -> None:
+    while True:
+        peer, _ = server.accept()
+        number = b""
+        while not number.endswith(b"\n"):
+            number += peer.recv(1)
+        channel = _Channel(ray, peer, doors[int(number)])
+        threading.Thread(target=channel.run, daemon=True).start()
+
+
+class _Channel:
+    """Carries the three streams of the program on one node."""
+
+    def __init__(self, ray: Any, peer: socket.socket, door: _Door) -> None:
+        self._ray = ray
+        self._peer = peer
+        self._door = door
+        self._actor = door.actor
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Runs the program, and carries its streams until it has ended or the node is lost."""
+        try:
+            code = self._run()
+        except Exception as error:  # The launcher tells its user, whatever it is.
+            self._send(b"e", f"Ray cannot use the node, or has lost it: {_gist(error)}\n".encode())
+            code = 1
+        self._send(b"x", str(code).encode())
+
+    def _run(self) -> int:
+        door = self._door
+        start = self._ray.get(self._actor.start.remote(list(door.command), door.variables))
+        threading.Thread(target=self._carry_input, args=(start,), daemon=True).start()
+        errors = threading.Thread(
+            target=self._carry, args=(b"e", "read_errors", "errors"), daemon=True
+        )
+        errors.start()
+        self._carry(b"o", "read_output", "output")
+        errors.join()
+        return self._ray.get(self._actor.wait.remote())
+
+    def _carry_input(self, start: int) -> None:
+        while True:
+            try:
+                data = self._peer.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            try:
+                write = self._actor.write.options(concurrency_group="input")
+                self._ray.get(write.remote(start, data))
+            except self._ray.exceptions.RayError:
+                return  # The other threads see it, too.
+            if not data:
+                return
+
+    def _carry(self, kind: bytes, method: str, group: str) -> None:
+        while True:
+            try:
+                read = getattr(self._actor, method).options(concurrency_group=group)
+                data = self._ray.get(read.remote())
+            except self._ray.exceptions.RayError:
+                return
+            if not data:
+                return
+            self._send(kind, data)
+
+    def _send(self, kind: bytes, data: bytes) -> None:
+        with self._lock:
+            try:
+                self._peer.sendall(HEADER.pack(kind, len(data)) + data)
+            except OSError:
+                return  # The launcher has gone.
+
+
+def _gist(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+if __name__ == "__main__":
+    main()

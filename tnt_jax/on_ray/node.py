@@ -1,0 +1,78 @@
+"""What runs on each node of a Ray cluster for the launcher: a program, and its three streams.
+
+Ray sends these classes to the node as they are, so that the node needs no tnt_jax for them, and
+makes them actors. An actor ends with the driver that made it. The program, whose standard input
+closes then, ends by itself.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+class Program:
+    """A program with its streams; an actor of which each stream has a thread of its own."""
+
+    def __init__(self) -> None:
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def visible_gpus(self) -> str:
+        """Returns the GPUs that Ray has given to this actor, as in `CUDA_VISIBLE_DEVICES`."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Starts the program, once the one before has ended; returns the number of the start.
+
+        Args:
+            command: Its words.
+            variables: Variables that replace those of the node's environment.
+        """
+        environment = {**os.environ, **variables}
+        if environment.get("OMP_NUM_THREADS") == "1":
+            # Ray gives an actor as many threads as CPUs; the launcher divides those of the host.
+            del environment["OMP_NUM_THREADS"]
+        self._popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._starts += 1
+        return self._starts
+
+    def write(self, start: int, data: bytes) -> None:
+        """Writes to the standard input of the program of that start; no data close it."""
+        if start != self._starts:
+            return
+        assert self._popen is not None
+        assert self._popen.stdin is not None
+        stdin = self._popen.stdin
+        try:
+            if data:
+                stdin.write(data)
+                stdin.flush()
+            else:
+                stdin.close()
+        except BrokenPipeError:
+            # The program has ended, which its other streams tell.
+            return
+
+    def read_output(self) -> bytes:
+        """Returns what it writes to its standard output; nothing at the end."""
+        assert self._popen is not None
+        assert self._popen.stdout is not None
+        return os.read(self._popen.stdout.fileno(), 1 << 16)
+
+    def read_errors(self) -> bytes:
+        """Returns what it writes to its standard error; nothing at the end."""
+        assert self._popen is not None
+        assert self._popen.stderr is not None
+        return os.read(self._popen.stderr.fileno(), 1 << 16)
+
+    def wait(self) -> int:
+        """Returns its exit code once it has ended."""
+        assert self._popen is not None
+        return self._popen.wait()
