@@ -18,15 +18,19 @@ from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_im
 
 from tnt_jax._jax.arrays import (
     DATA_AXIS,
+    FSDP_AXIS,
     abstract_data_mesh,
     all_gather_invariant,
     from_local_parts,
     is_varying,
     local_copy,
     local_parts,
+    local_ranks,
     make_data_mesh,
     make_varying,
+    num_ranks,
     put,
+    rank_axes,
     replicate,
     shard_map,
     shard_rows,
@@ -46,6 +50,7 @@ from tnt_jax._jax.processes import (
     skip_cleanup,
 )
 from tnt_jax._jax.programs import (
+    check_axes,
     check_local,
     communicates,
     computes_in_half,
@@ -58,6 +63,7 @@ from tnt_jax._jax.programs import (
 
 __all__ = [
     "DATA_AXIS",
+    "FSDP_AXIS",
     "ClosedJaxpr",
     "Literal",
     "Var",
@@ -68,6 +74,7 @@ __all__ = [
     "before_abort",
     "broadcast_one_to_all",
     "called_function",
+    "check_axes",
     "check_local",
     "communicates",
     "compiles",
@@ -89,11 +96,14 @@ __all__ = [
     "last_activations",
     "local_copy",
     "local_parts",
+    "local_ranks",
     "make_data_mesh",
     "make_varying",
     "mapped_axes",
+    "num_ranks",
     "process_allgather",
     "put",
+    "rank_axes",
     "replicate",
     "shard_map",
     "shard_rows",

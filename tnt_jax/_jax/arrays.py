@@ -1,5 +1,6 @@
 """Meshes, `shard_map`, and arrays on several devices."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -13,6 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from tnt_jax.job import Slot
 
 DATA_AXIS = "data"
+# Axis over whose devices the parameters are sharded; rows are split over it as well.
+FSDP_AXIS = "fsdp"
+_RANK_AXES = (DATA_AXIS, FSDP_AXIS)
 
 
 def make_data_mesh(devices: Sequence[Any]) -> Mesh:
@@ -27,19 +31,66 @@ def abstract_data_mesh(num_ranks: int) -> Any:
     return AbstractMesh((num_ranks,), (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
+def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
+    """Returns the axis, or axes, of a mesh over which the rows of a batch are split.
+
+    These are `data` and `fsdp`, without an axis of one device unless there is no other.
+
+    Args:
+        mesh: The mesh; by default the axes that the traced function is mapped over.
+    """
+    sizes = mapped_sizes() if mesh is None else mesh.shape
+    axes = tuple(name for name in _RANK_AXES if sizes.get(name, 1) > 1)
+    return axes if len(axes) > 1 else axes[0] if axes else DATA_AXIS
+
+
+def num_ranks(mesh: Any) -> int:
+    """Returns the number of parts that the rows of a batch are split into on a mesh."""
+    return math.prod(mesh.shape.get(name, 1) for name in _RANK_AXES)
+
+
+def local_ranks(mesh: Mesh) -> list[int]:
+    """Returns the ranks on a mesh of which this process has a device, in order."""
+    sizes = [mesh.shape[name] for name in mesh.axis_names if name in _RANK_AXES]
+    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in _RANK_AXES]
+    # A rank is spread over the devices of the axes that do not split the rows.
+    by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(
+        math.prod(sizes), -1
+    )
+    here = jax.process_index()
+    return [
+        rank
+        for rank, devices in enumerate(by_rank)
+        if any(device.process_index == here for device in devices)
+    ]
+
+
+def mapped_sizes() -> dict[Any, int]:
+    """Returns the sizes of the axes that the traced function is mapped over, by name."""
+    # Private. Checked with JAX 0.10.0 and 0.10.2. No public question exists.
+    from jax._src import core
+
+    return dict(core.get_axis_env().axis_sizes)
+
+
 def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on.
 
-    One rank alone is not checked: nothing can differ, and `psum` needs no collective to make that
-    known.
+    The compiler divides the work over the other axes of the mesh. One rank alone is not checked:
+    nothing can differ, and `psum` needs no collective to make that known.
     """
+    mapped: dict[str, Any] = {}
+    if set(mesh.axis_names) - set(_RANK_AXES):
+        mapped["axis_names"] = set(mesh.axis_names) & set(_RANK_AXES)
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=mesh.size > 1
-    )
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+        check_vma=num_ranks(mesh) > 1, **mapped,
+    )  # fmt: skip
 
 
-def all_gather_invariant(x: jax.Array, axis_name: str = DATA_AXIS) -> jax.Array:
+def all_gather_invariant(x: jax.Array, axis_name: Any = None) -> jax.Array:
     """Returns the parts of all ranks concatenated, typed as equal on every rank, in `shard_map`."""
+    axis_name = rank_axes() if axis_name is None else axis_name
     # Private. Checked with JAX 0.10.0 and 0.10.2. Versions in which jax.lax.all_gather takes
     # to="invarying" do without.
     from jax._src.lax import parallel
@@ -88,12 +139,22 @@ _avals = Slot[dict[Any, Any]](dict)
 _known_parts = Slot[dict[int, tuple[ref[jax.Array], Sequence[jax.Array]]]](dict)
 
 
-def is_varying(x: jax.Array, axis_name: str = DATA_AXIS) -> bool:
-    """Returns whether `x` may differ between ranks inside `shard_map`."""
+def is_varying(x: jax.Array, axis_name: str | None = None) -> bool:
+    """Returns whether `x` may differ between ranks inside `shard_map`.
+
+    Args:
+        x: The array.
+        axis_name: An axis of the ranks; any of them by default.
+    """
+    varying = _varying_axes(x)
+    return any(name in varying for name in (_RANK_AXES if axis_name is None else (axis_name,)))
+
+
+def _varying_axes(x: jax.Array) -> Any:
     aval = jax.typeof(x)
     # Differs by version: the set of varying axes stands in the manual axis type, or directly in
     # `vma`, as in JAX 0.10.0 and 0.10.2. A public question would replace it.
-    return axis_name in (aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
 def make_varying(tree: Any) -> Any:
@@ -102,9 +163,13 @@ def make_varying(tree: Any) -> Any:
     Without it, `shard_map` sums gradients of replicated arrays itself, and a sum of ours makes them
     `num_ranks` times too large.
     """
+    axes = rank_axes()
 
     def vary(x: jax.Array) -> jax.Array:
-        return x if is_varying(x) else jax.lax.pcast(x, DATA_AXIS, to="varying")
+        if isinstance(axes, str):
+            return x if is_varying(x, axes) else jax.lax.pcast(x, axes, to="varying")
+        missing = tuple(name for name in axes if not is_varying(x, name))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
 
@@ -145,16 +210,22 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
 
     Host arrays must be the same on every process.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    sharding = NamedSharding(mesh, PartitionSpec(rank_axes(mesh)))
     return put(tree, jax.tree.map(lambda _: sharding, tree))
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Places each array with its own sharding; host arrays must be the same on every process."""
+    """Places each array with its own sharding; host arrays must be the same on every process.
+
+    An object with a method `region` gives the parts that this process needs.
+    """
 
     def put_one(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
+        region = getattr(x, "region", None)
+        if region is not None:
+            return jax.make_array_from_callback(x.shape, sharding, region)
         host = np.array(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from tnt_jax._jax.arrays import is_varying
+from tnt_jax._jax.arrays import is_varying, mapped_sizes
 from tnt_jax._jax.programs import PLAIN
 
 # Operations that keep a value what it is the sum of, but for a factor.
@@ -18,10 +18,7 @@ def tracks_varying(axis_name: str) -> bool:
 
 def mapped_axes() -> list[str]:
     """Returns the names of the axes that the traced function is mapped over."""
-    # Private. Checked with JAX 0.10.2. No public question exists.
-    from jax._src import core
-
-    return [name for name in core.get_axis_env().axis_sizes if isinstance(name, str)]
+    return [name for name in mapped_sizes() if isinstance(name, str)]
 
 
 def was_summed(x: Any, axis_name: str) -> bool:

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 # programs that an equation calls.
 from jax.extend.core import jaxprs_in_params
 
-from tnt_jax._jax.arrays import DATA_AXIS
+from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
+
+# What names axes without communication.
+_SILENT = ("pvary", "pcast", "axis_index")
 
 
 def check_local(function: Callable, *args: Any, advice: str) -> None:
@@ -23,6 +26,22 @@ def check_local(function: Callable, *args: Any, advice: str) -> None:
         raise ValueError(
             f"The model communicates over the axis {DATA_AXIS!r} ({primitive}). {advice}"
         )
+
+
+def check_axes(jaxpr: Any, *, advice: str) -> None:
+    """Raises a ValueError if a program communicates over some axes of the ranks, but not over all.
+
+    The message ends with `advice`.
+    """
+    axes = rank_axes()
+    expected = {axes} if isinstance(axes, str) else set(axes)
+    for equation in _equations(jaxpr):
+        named = _axes_of(equation) & {DATA_AXIS, FSDP_AXIS}
+        if named and equation.primitive.name not in _SILENT and not expected <= named:
+            raise ValueError(
+                f"The model communicates over {sorted(named)} ({equation.primitive.name}), but the "
+                f"rows of a batch are split over {sorted(expected)}. {advice}"
+            )
 
 
 def is_collective(equation: Any) -> bool:
@@ -45,10 +64,14 @@ def _communication(jaxpr: Any) -> str | None:
 
 
 def _names_axis(equation: Any) -> bool:
+    is_silent = equation.primitive.name in _SILENT
+    return not is_silent and not _axes_of(equation).isdisjoint((DATA_AXIS, FSDP_AXIS))
+
+
+def _axes_of(equation: Any) -> set[Any]:
+    """Returns the names of the axes that an equation works over."""
     names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
-    return equation.primitive.name not in ("pvary", "pcast", "axis_index") and any(
-        name == DATA_AXIS or (isinstance(name, tuple) and DATA_AXIS in name) for name in names
-    )
+    return {axis for name in names for axis in (name if isinstance(name, tuple) else (name,))}
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

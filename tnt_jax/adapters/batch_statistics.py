@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def real_row_moments(
-    x: jax.Array, mask: jax.Array, *, feature_dim: int, axis_name: str | None
+    x: jax.Array, mask: jax.Array, *, feature_dim: int, axis_name: str | tuple[str, ...] | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and biased variance `[features]` of the rows of `x` whose mask is 1.
 
@@ -19,8 +19,8 @@ def real_row_moments(
         x: Activations `[rows, ...]`.
         mask: float32 `[rows]`, 0 for padded rows.
         feature_dim: Dimension of `x`, other than the first, that keeps its own statistics.
-        axis_name: Mesh axis over which the statistics are computed; None for this rank's rows
-            alone.
+        axis_name: Mesh axis, or axes, over which the statistics are computed; None for this rank's
+            rows alone.
     """
     features = feature_dim % x.ndim
     others = tuple(dim for dim in range(x.ndim) if dim != features)

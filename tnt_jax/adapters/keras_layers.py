@@ -48,9 +48,8 @@ def layers_of_a_rank(
         if given is not None or not is_of_rows or (mask is None and not synchronized):
             return _moments(layer, inputs, given)
         rows = jnp.ones(num_rows, jnp.float32) if mask is None else mask
-        return real_row_moments(
-            inputs, rows, feature_dim=layer.axis, axis_name=_jax.DATA_AXIS if synchronized else None
-        )
+        axes = _jax.rank_axes() if synchronized else None
+        return real_row_moments(inputs, rows, feature_dim=layer.axis, axis_name=axes)
 
     with ExitStack() as stack:
         stack.enter_context(replaced(keras.random.SeedGenerator, {"next": next_key}))

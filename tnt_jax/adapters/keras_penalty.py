@@ -46,7 +46,7 @@ def penalty_of(
         mask: float32 `[rows]`, 0 for padded rows; None when there are none.
         num_rows: Rows of this rank, padding included.
     """
-    num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
+    num_ranks = jax.lax.axis_size(_jax.rank_axes())
     penalty = 0.0
     for loss, kind in zip(losses, kinds, strict=True):
         if mask is not None and loss.shape[:1] == (num_rows,):

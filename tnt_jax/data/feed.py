@@ -35,19 +35,19 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     ...]` without waiting for the copy.
 
     Args:
-        mesh: Ranks, over the axis `data`.
+        mesh: Ranks.
         stacked: Whether arrays hold several batches, `[batches, local_rows, ...]`.
     """
     row_dim = 1 if stacked else 0
-    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.DATA_AXIS))
+    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.rank_axes(mesh)))
     if jax.process_count() == 1:
         return lambda tree: jax.device_put(tree, sharding)
-    local_ranks = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    local_ranks, num_ranks = len(_jax.local_ranks(mesh)), _jax.num_ranks(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
         shape = (
             *x.shape[:row_dim],
-            x.shape[row_dim] // local_ranks * mesh.size,
+            x.shape[row_dim] // local_ranks * num_ranks,
             *x.shape[row_dim + 1 :],
         )
         return jax.make_array_from_process_local_data(sharding, x, shape)

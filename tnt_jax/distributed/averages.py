@@ -50,7 +50,7 @@ class StateAverage:
         Args:
             totals: Sums of `summands` over the ranks.
         """
-        num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
+        num_ranks = jax.lax.axis_size(_jax.rank_axes())
         remaining = iter(totals)
 
         def average(leaf: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from tnt_jax import _jax
 _SMALL_BYTES = 2**20
 
 
-def psum(tree: Any, *, join_small: bool | None = None, axis_name: str = _jax.DATA_AXIS) -> Any:
+def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = None) -> Any:
     """Returns the sum over the ranks, inside `shard_map`.
 
     With one rank the result is `tree` itself: XLA's CPU compiler would keep the collective, which
@@ -24,15 +24,16 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str = _jax.DAT
         join_small: Whether arrays below 1 MiB with the same dtype are summed as one array. This is
             the default between CPU processes, where each sum waits up to milliseconds for a thread
             of another process to wake up.
-        axis_name: Axis of the ranks.
+        axis_name: Axis to sum over; all axes of the ranks by default.
     """
-    if jax.lax.axis_size(axis_name) == 1:
+    axes = _jax.rank_axes() if axis_name is None else axis_name
+    if jax.lax.axis_size(axes) == 1:
         return tree
     if not (_has_slow_starts() if join_small is None else join_small):
-        return jax.lax.psum(tree, axis_name)
+        return jax.lax.psum(tree, axes)
     leaves, structure = jax.tree.flatten(tree)
     joined, take_apart = join_small_ones(leaves)
-    return structure.unflatten(take_apart(jax.lax.psum(joined, axis_name)))
+    return structure.unflatten(take_apart(jax.lax.psum(joined, axes)))
 
 
 def join_small_ones(

@@ -27,7 +27,7 @@ def batch_key(words: jax.Array, step: jax.Array | int, num_rows: int) -> jax.Arr
         step: Update count; each step draws different numbers.
         num_rows: Rows of this rank's part of the batch, padding included.
     """
-    first_row = jax.lax.axis_index(_jax.DATA_AXIS) * num_rows
+    first_row = jax.lax.axis_index(_jax.rank_axes()) * num_rows
     return row_key(step_key(words, step), first_row, num_rows)
 
 

@@ -30,7 +30,8 @@ class Runtime:
     """The mesh and this process's place on it.
 
     Attributes:
-        mesh: One axis, `data`, over all ranks; the ranks of one process are neighbours.
+        mesh: One axis, `data`, over all ranks; the ranks of one process are neighbours. A model
+            that is sharded has a mesh of its own over the same devices.
         settings: What the environment said at `init`.
     """
 
@@ -39,18 +40,18 @@ class Runtime:
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices on the data axis, over all processes."""
-        return self.mesh.size
+        """Number of parts that a global batch is split into, over all processes."""
+        return _jax.num_ranks(self.mesh)
 
     @property
     def local_ranks(self) -> list[int]:
-        """Ranks whose device belongs to this process, in order."""
-        here = jax.process_index()
-        return [
-            rank
-            for rank, device in enumerate(self.mesh.devices.flat)
-            if device.process_index == here
-        ]
+        """Ranks of which this process has a device, in order."""
+        return _jax.local_ranks(self.mesh)
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether several processes have devices of the same rank, and need the same rows."""
+        return self.mesh.size // self.num_ranks > len(self.mesh.local_devices)
 
     @property
     def platform(self) -> str:

@@ -69,7 +69,7 @@ def checksum_program(mesh: Mesh) -> Callable:
     def of_rank(x: jax.Array) -> jax.Array:
         return _jax.make_varying(checksum(x)[None])
 
-    by_rank = PartitionSpec(_jax.DATA_AXIS)
+    by_rank = PartitionSpec(_jax.rank_axes(mesh))
     return jax.jit(_jax.shard_map(of_rank, mesh=mesh, in_specs=PartitionSpec(), out_specs=by_rank))
 
 

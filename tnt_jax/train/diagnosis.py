@@ -22,7 +22,6 @@ from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.step import differentiate
 
 _REPLICATED: Any = PartitionSpec()
-_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 # How many rows and arrays an error names before it says how many there are besides.
 _NAMED = 8
 
@@ -81,7 +80,10 @@ def diagnose(
 
     def work(state: TrainState, batch: Batch) -> Any:
         local = differentiate(parts, state, batch, mesh)
-        unfit = [~can_be_summed(state, grad, mesh.size) for grad in jax.tree.leaves(local.grads)]
+        unfit = [
+            ~can_be_summed(state, grad, _jax.num_ranks(mesh))
+            for grad in jax.tree.leaves(local.grads)
+        ]
         loss, counts = psum(
             _jax.make_varying((local.numbers[0], jnp.stack(unfit).astype(jnp.float32)))
         )
@@ -92,7 +94,8 @@ def diagnose(
             jax.tree.map(lambda x: _jax.all_gather_invariant(x.astype(jnp.float32)), flags),
         )
 
-    mapped = _jax.shard_map(work, mesh=mesh, in_specs=(_REPLICATED, _BY_ROW), out_specs=_REPLICATED)
+    by_row: Any = PartitionSpec(_jax.rank_axes(mesh))
+    mapped = _jax.shard_map(work, mesh=mesh, in_specs=(_REPLICATED, by_row), out_specs=_REPLICATED)
     # Of the rest each rank may hold a part alone.
     bare = TrainState(
         state.step, state.params, state.model_state, scale_alone(state.opt_state), state.key

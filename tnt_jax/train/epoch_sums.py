@@ -22,7 +22,7 @@ def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
         )
         return psum(numbers)
 
-    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(_jax.DATA_AXIS))
+    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(_jax.rank_axes(mesh)))
     mapped = _jax.shard_map(measure, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     losses, increments = jax.eval_shape(mapped, state.params, state.model_state, batch)
     zero = jnp.zeros((), jnp.float32)

@@ -136,7 +136,7 @@ def differentiate(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> 
         measured = parts.measure(params, state.model_state, batch, key=key, train=True)
         losses = [divide(term) for term in measured.terms]
         loss = _jax.make_varying(
-            jnp.asarray(sum(losses, start=measured.penalty / mesh.size), jnp.float32)
+            jnp.asarray(sum(losses, start=measured.penalty / _jax.num_ranks(mesh)), jnp.float32)
         )
         scaled = loss if scale is None else loss * scale
         return scaled, (
@@ -254,7 +254,7 @@ def sums_of_numbers(
     """
     if checked is None:
         return psum(local.numbers), 0
-    unfit = ~can_be_summed(state, checked, mesh.size)
+    unfit = ~can_be_summed(state, checked, _jax.num_ranks(mesh))
     loss, *others = local.numbers
     # In one array with the loss: a sum of its own would be one more collective.
     pair, *others = psum((_jax.make_varying(jnp.stack([loss, unfit])), *others))
@@ -263,17 +263,23 @@ def sums_of_numbers(
 
 def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
     """Returns the jitted function `(params, model_state, sums, batch) -> sums`."""
+    specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
+    step = evaluation(parts, mesh)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+
+
+def evaluation(parts: Parts, mesh: Mesh) -> Callable:
+    """Returns one rank's step `(params, model_state, sums, batch) -> sums`, for `shard_map`."""
 
     def step(params: Any, model_state: Any, sums: Any, batch: Batch) -> Any:
         measured = parts.measure(params, model_state, batch, key=None, train=False)
         losses = [divide(term) for term in measured.terms]
-        local_loss = sum(losses, start=measured.penalty / mesh.size)
+        local_loss = sum(losses, start=measured.penalty / _jax.num_ranks(mesh))
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
         loss, losses, increments = psum(numbers)
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))
 
-    specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
-    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+    return step
 
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
@@ -281,18 +287,20 @@ def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
 
     The outputs `[rows, ...]` are sharded by row.
     """
+    specs = (_REPLICATED, _REPLICATED, _BY_ROW)
+    step = prediction(apply)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
+
+
+def prediction(apply: Apply) -> Callable:
+    """Returns one rank's step `(params, model_state, inputs) -> outputs`, for `shard_map`."""
 
     def step(params: Any, model_state: Any, inputs: Any) -> Any:
         return _jax.make_varying(
             apply(params, model_state, inputs, key=None, train=False, mask=None).outputs
         )
 
-    return compiled(
-        _jax.shard_map(
-            step, mesh=mesh, in_specs=(_REPLICATED, _REPLICATED, _BY_ROW), out_specs=_BY_ROW
-        ),
-        mesh,
-    )
+    return step
 
 
 def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
