@@ -35,9 +35,20 @@ def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, _jax.DATA_AXIS)
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Returns the sharding of each array of `tree`."""
-    return jax.tree.map(lambda x: NamedSharding(mesh, shard_spec(jnp.shape(x), mesh.size)), tree)
+def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
+    """Returns the sharding of each array of `tree`.
+
+    Args:
+        tree: Arrays.
+        mesh: Ranks.
+        before: Dimensions of the arrays before those that may be cut.
+    """
+
+    def sharding(x: Any) -> NamedSharding:
+        spec = shard_spec(jnp.shape(x)[before:], mesh.size)
+        return NamedSharding(mesh, PartitionSpec(*[None] * before, *spec))
+
+    return jax.tree.map(sharding, tree)
 
 
 def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,7 +18,11 @@ from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.loss_scale import check_uncompressed
-from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
+from tnt_jax.train.sharded_step import (
+    ShardedOptimizer,
+    make_sharded_train_step,
+    make_sharded_train_steps,
+)
 from tnt_jax.train.state import TrainState, create_state
 from tnt_jax.train.step import make_eval_step, make_predict_step, make_train_step, make_train_steps
 
@@ -69,15 +74,11 @@ class DataParallelSteps:
         Every process must call it.
         """
         self._exchange.prepare()
-        make = make_sharded_train_step if self.reduction.shard_optimizer_state else make_train_step
-        return make(
-            parts,
-            optimizer,
-            self._mesh,
-            reduction=self.reduction,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-        )
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        if self.reduction.shard_optimizer_state:
+            placement = ShardedOptimizer(self._mesh, self.reduction)
+            return make_sharded_train_step(parts, optimizer, placement, **options)
+        return make_train_step(parts, optimizer, self._mesh, reduction=self.reduction, **options)
 
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""
@@ -86,6 +87,9 @@ class DataParallelSteps:
     def predict(self, apply: Apply) -> Callable:
         """Returns the function `(params, model_state, inputs) -> outputs`."""
         return make_predict_step(apply, self._mesh)
+
+    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
+        """Returns None: every device holds all variables."""
 
     def create_state(
         self,
@@ -96,11 +100,13 @@ class DataParallelSteps:
         accumulation_steps: int,
     ) -> TrainState:
         """Returns the state before the first update, as host arrays."""
+        # Parts of sums over the ranks are accumulated as one array.
+        rows = 1 if self.reduction.shard_optimizer_state else self._mesh.size
         state = create_state(
             *variables,
             optimizer,
             seed=seed,
-            accumulating_ranks=self._mesh.size if accumulation_steps > 1 else 0,
+            accumulating_ranks=rows if accumulation_steps > 1 else 0,
             compressing_ranks=self._mesh.size if self.reduction.keeps_residual else 0,
         )
         if self.reduction.keeps_residual:
@@ -109,14 +115,16 @@ class DataParallelSteps:
 
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a state of host or device arrays on the devices."""
-        # Each rank holds its own row of the accumulated gradients and of the residuals of
-        # compression.
-        accumulated, residual = _jax.shard_rows((state.accumulated, state.residual), self._mesh)
-        opt_state = state.opt_state
+        opt_state, accumulated = state.opt_state, state.accumulated
         if self.reduction.shard_optimizer_state:
             opt_state = _jax.put(opt_state, sharded_update.shardings(opt_state, self._mesh))
+            cut = sharded_update.shardings(accumulated, self._mesh, before=1)
+            accumulated = _jax.put(accumulated, cut)
         else:
             opt_state = _jax.replicate(opt_state, self._mesh)
+            # Each rank holds its own row.
+            accumulated = _jax.shard_rows(accumulated, self._mesh)
+        residual = _jax.shard_rows(state.residual, self._mesh)
         shared = _jax.replicate(
             replace(state, opt_state=None, accumulated=None, residual=None), self._mesh
         )
@@ -140,17 +148,12 @@ class _FusedSteps:
         on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batches) -> (state, sums)`."""
-        make = (
-            make_sharded_train_steps if self._reduction.shard_optimizer_state else make_train_steps
-        )
-        return make(
-            parts,
-            optimizer,
-            self._runtime.mesh,
-            reduction=self._reduction,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-        )
+        mesh, reduction = self._runtime.mesh, self._reduction
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        if reduction.shard_optimizer_state:
+            placement = ShardedOptimizer(mesh, reduction)
+            return make_sharded_train_steps(parts, optimizer, placement, **options)
+        return make_train_steps(parts, optimizer, mesh, reduction=reduction, **options)
 
     def evaluate(self, step: Callable) -> Callable:
         """Returns the function `(params, model_state, sums, batches) -> sums`."""
