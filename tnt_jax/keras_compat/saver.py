@@ -227,7 +227,8 @@ class Saver:
         if path.is_dir():
             prefix = BACKUP_PREFIX if _holds_backups(path) else STEP_PREFIX
             alone = current_scope() != "all_processes"
-            return Checkpoints(path, alone=alone, prefix=prefix).read().arrays
+            like = self._state.require_built() if self._state.built else None
+            return Checkpoints(path, alone=alone, prefix=prefix).read(like=like).arrays
         if path.name.endswith(SAFETENSORS_ENDING):
             names = {
                 name.replace("/", "."): name for name in state_arrays(self._state.require_built())

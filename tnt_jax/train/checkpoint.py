@@ -33,7 +33,7 @@ from tnt_jax.distributed.goodput import counted
 from tnt_jax.distributed.runtime import barrier, is_master_rank
 from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint_arrays import read_shapes
+from tnt_jax.train.checkpoint_arrays import read_shapes, spread_regions
 from tnt_jax.train.checkpoint_files import Content, DamagedCheckpointError, read_checkpoint
 from tnt_jax.train.checkpoint_folders import OwnFolders
 from tnt_jax.train.checkpoint_writer import Outcome, Writer, close_writer, writer_of
@@ -64,14 +64,15 @@ class Saved:
 
     Attributes:
         number: Number of the checkpoint.
-        arrays: Host arrays by path, such as `params/Dense_0/kernel`; see `state_arrays`.
+        arrays: Host arrays by path, such as `params/Dense_0/kernel`; see `state_arrays`. A
+            `HostArray` where this process has read a part alone.
         extra: Further host arrays by path.
         position: Position in the data, or None.
         notes: JSON values that were saved along.
     """
 
     number: int
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
     extra: dict[str, np.ndarray]
     position: Position | None
     notes: dict[str, Any]
@@ -211,11 +212,12 @@ class Checkpoints:
 
     @in_phase("save")
     @counted("restarting")
-    def read(self, number: int | None = None) -> Saved:
-        """Returns a checkpoint, in full on every process, if it is what was saved.
+    def read(self, number: int | None = None, *, like: TrainState | None = None) -> Saved:
+        """Returns a checkpoint, if it is what was saved.
 
         Args:
             number: Number of the checkpoint; that of `read_newest_valid` by default.
+            like: As of `read_newest_valid`.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
@@ -223,9 +225,9 @@ class Checkpoints:
                 damaged; the text names files and arrays.
         """
         if number is None:
-            saved, problem = self.read_newest_valid(), ""
+            saved, problem = self.read_newest_valid(like=like), ""
         else:
-            saved, problem = self._read_on_all(number)
+            saved, problem = self._read_on_all(number, like)
         if problem:
             raise DamagedCheckpointError(problem)
         if saved is None:
@@ -234,14 +236,19 @@ class Checkpoints:
 
     @in_phase("save")
     @counted("restarting")
-    def read_newest_valid(self, *, before: int | None = None) -> Saved | None:
-        """Returns the newest checkpoint that every process can read, in full on every process.
+    def read_newest_valid(
+        self, *, before: int | None = None, like: TrainState | None = None
+    ) -> Saved | None:
+        """Returns the newest checkpoint that every process can read.
 
-        All processes return the same one. A newer one that is damaged is named in a warning.
-        Returns None if there are no checkpoints.
+        It is read in full on every process, or as far as the process needs it. All processes
+        return the same one. A newer one that is damaged is named in a warning. Returns None if
+        there are no checkpoints.
 
         Args:
             before: Look among those of smaller numbers only.
+            like: The state that the arrays are for. Of arrays that it spreads over processes, each
+                process reads its parts alone.
 
         Raises:
             OSError: On all processes, if there are checkpoints and none of them can be read.
@@ -250,7 +257,7 @@ class Checkpoints:
         problems: list[str] = []
         numbers = {n for seen in self._numbers() for n in seen if before is None or n < before}
         for number in sorted(numbers, reverse=True):
-            saved, problem = self._read_on_all(number)
+            saved, problem = self._read_on_all(number, like)
             if saved is not None:
                 if problems:
                     logger.warning(
@@ -348,12 +355,12 @@ class Checkpoints:
     def _missing(self) -> FileNotFoundError:
         return FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
 
-    def _read_on_all(self, number: int) -> tuple[Saved | None, str]:
+    def _read_on_all(self, number: int, like: TrainState | None) -> tuple[Saved | None, str]:
         """Returns a checkpoint, or what the first process says that cannot read it."""
         problem = ""
         saved = None
         try:
-            saved = self._read(number)
+            saved = self._read(number, like)
         except Exception as error:  # All processes must hear of it.
             problem = str(error) or type(error).__name__
         if not self._alone:
@@ -361,7 +368,8 @@ class Checkpoints:
             problem = next(filter(None, told), "")
         return (None if problem else saved), problem
 
-    def _read(self, number: int) -> Saved:
-        items, about = read_checkpoint(self._folder(number))
+    def _read(self, number: int, like: TrainState | None) -> Saved:
+        wanted = None if like is None else spread_regions(state_arrays(like))
+        items, about = read_checkpoint(self._folder(number), wanted)
         position = None if about["position"] is None else Position(*about["position"])
         return Saved(number, items["state"], items.get("extra", {}), position, about["notes"])

@@ -25,11 +25,13 @@ _DESCRIPTION = "_METADATA"
 _OF_PROCESS = "ocdbt.process_"
 # jax.tree_util.DictKey, in Orbax's numbering.
 _DICT_KEY = 2
+# Shape of a whole array, and the shape of each of its parts by where it begins.
+Regions = tuple[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class HostArray:
-    """Host copies of an array, or of those shards of it that this process saves.
+    """Host copies of an array, or of those parts of it that this process saves or has read.
 
     Attributes:
         shape: Shape of the whole array.
@@ -63,12 +65,36 @@ class HostArray:
         whole = [((0,) * len(shape), np.array(leaf))] if has_whole else []
         return cls(shape, dtype, shape, whole)
 
+    def region(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the part at a region of the whole array."""
+        starts = tuple(part.start or 0 for part in index)
+        return next(values for at, values in self.shards if at == starts)
+
 
 def is_spread(leaf: Any) -> bool:
     """Returns whether each process holds but a part of an array."""
     return isinstance(leaf, jax.Array) and not (
         leaf.is_fully_addressable or leaf.is_fully_replicated
     )
+
+
+def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
+    """Returns which parts of arrays this process holds, of those that each process holds in part.
+
+    Args:
+        arrays: Arrays by path.
+    """
+    return {
+        path: (
+            tuple(leaf.shape),
+            {
+                tuple(part.start or 0 for part in shard.index): shard.data.shape
+                for shard in leaf.addressable_shards
+            },
+        )
+        for path, leaf in arrays.items()
+        if is_spread(leaf)
+    }
 
 
 def write_arrays(
@@ -163,12 +189,17 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_arrays(
-    folder: Path, kinds: Mapping[str, str] | None = None
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    folder: Path,
+    kinds: Mapping[str, str] | None = None,
+    wanted: Mapping[str, Regions] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
+
+    Arrays are NumPy arrays, or a `HostArray` of the parts that are wanted.
 
     Args:
         folder: Folder.
+        wanted: Parts to read of arrays that are not needed whole; see `spread_regions`.
         kinds: What `kind` of each array must be, if it is known: a damaged description may demand
             any amount of memory.
 
@@ -182,17 +213,35 @@ def read_arrays(
             store = opening.result()
             found = kind(store.shape, store.dtype.numpy_dtype)
             if kinds is None or kinds.get(path) == found:
-                reads[path] = store.read()
+                reads[path] = store, _started(store, (wanted or {}).get(path))
             else:
                 problems[path] = f"is {found}, but was saved as {kinds.get(path, 'nothing')}"
         except ValueError as error:
             problems[path] = _first_words(error)
-    for path, read in reads.items():
+    for path, (store, (is_whole, started)) in reads.items():
         try:
-            arrays[path] = np.asarray(read.result())
+            parts = [(at, np.asarray(read.result())) for at, read in started]
+            arrays[path] = parts[0][1] if is_whole else _parts_of(store, parts)
         except ValueError as error:
             problems[path] = _first_words(error)
     return arrays, problems
+
+
+def _started(store: Any, wanted: Regions | None) -> tuple[bool, list[Any]]:
+    """Starts to read an array, or parts of it if it has the shape that is expected.
+
+    Returns whether it is read whole, and where each part begins, with the values to come.
+    """
+    shape = tuple(store.shape)
+    if wanted is None or wanted[0] != shape:
+        return True, [((0,) * len(shape), store.read())]
+    parts = wanted[1].items()
+    return False, [(at, store[_region(at, size)].read()) for at, size in parts]
+
+
+def _parts_of(store: Any, parts: list[tuple[tuple[int, ...], np.ndarray]]) -> HostArray:
+    dtype = np.dtype(store.dtype.numpy_dtype)
+    return HostArray(tuple(store.shape), dtype, parts[0][1].shape, parts)
 
 
 def kind(shape: tuple[int, ...], dtype: Any) -> str:

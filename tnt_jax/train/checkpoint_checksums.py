@@ -101,16 +101,24 @@ def read_array_checksums(folder: Path) -> dict[str, tuple[str, list[Any]]]:
     return found
 
 
-def problem_of_array(array: np.ndarray, expected: tuple[str, list[Any]]) -> str:
+def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[Any]]) -> str:
     """Returns what differs between an array and its checksums; empty if nothing does.
 
+    Of an array that was read in part those parts are compared that were saved as they were read;
+    for the others the checksums of the files must do.
+
     Args:
-        array: The whole array.
+        array: The array.
         expected: Its entry in `read_array_checksums`.
     """
     text, parts = expected
     if kind(array.shape, array.dtype) != text:
         return f"is {kind(array.shape, array.dtype)}, but was saved as {text}"
+    if isinstance(array, HostArray):
+        saved = {(tuple(starts), tuple(shape)): crc for starts, shape, crc in parts}
+        known = [(values, saved.get((at, values.shape))) for at, values in array.shards]
+        is_damaged = any(crc not in (None, array_checksum(values)) for values, crc in known)
+        return "has other values than were saved" if is_damaged else ""
     for starts, shape, crc in parts:
         region = tuple(
             slice(start, start + size) for start, size in zip(starts, shape, strict=True)

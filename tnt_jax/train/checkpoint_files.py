@@ -15,6 +15,7 @@ import numpy as np
 
 from tnt_jax.train.checkpoint_arrays import (
     HostArray,
+    Regions,
     describe_arrays,
     is_spread,
     merge_arrays,
@@ -145,8 +146,14 @@ def complete(folder: Path, content: Content, target: Path) -> None:
     _sync_folder(target.parent)
 
 
-def read_checkpoint(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+def read_checkpoint(
+    folder: Path, wanted: Mapping[str, Regions] | None = None
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Returns the arrays of a checkpoint by path, by tree, and what describes them.
+
+    Args:
+        folder: Folder of the checkpoint.
+        wanted: Parts to read of arrays of the state that are not needed whole.
 
     Raises:
         FileNotFoundError: If this process does not see the folder.
@@ -159,7 +166,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dic
         )
     is_checked = has_checksums(folder) or read_mark(folder).get("format") != 1
     problems = damaged_files(folder) if is_checked else []
-    items, array_problems = _read_items(folder, is_checked)
+    items, array_problems = _read_items(folder, is_checked, wanted or {})
     try:
         about = json.loads((folder / _ABOUT).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -172,10 +179,10 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dic
 
 
 def _read_items(
-    folder: Path, is_checked: bool
-) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, str]]:
+    folder: Path, is_checked: bool, wanted: Mapping[str, Regions]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Returns the arrays of a checkpoint, and what is wrong with them, by tree and path."""
-    items: dict[str, dict[str, np.ndarray]] = {}
+    items: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     try:
         sums = read_array_checksums(folder) if is_checked else {}
@@ -190,7 +197,8 @@ def _read_items(
             if path.startswith(f"{item}/")
         }
         try:
-            items[item], bad = read_arrays(folder / item, inside or None)
+            parts = wanted if item == "state" else {}
+            items[item], bad = read_arrays(folder / item, inside or None, parts)
         except ValueError as error:
             problems[item] = str(error)
             continue
@@ -200,7 +208,7 @@ def _read_items(
 
 
 def _differences(
-    found: Mapping[str, np.ndarray], sums: Mapping[str, Any], known: Mapping[str, str]
+    found: Mapping[str, Any], sums: Mapping[str, Any], known: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns what differs between arrays and their checksums, by path."""
     differences = {}

@@ -121,7 +121,7 @@ class BackupAndRestore(Callback):
         self._times = saving_times(self.save_freq, alone=alone)
         resumption.warn_unless_repeatable()
         self._checkpoints.lock()
-        saved = self._checkpoints.read_newest_valid()
+        saved = self._checkpoints.read_newest_valid(like=self.model.state)
         if saved is not None:
             self._resume(saved)
         resumption.save_now = self.save_now
@@ -194,7 +194,9 @@ class BackupAndRestore(Callback):
         has_ended = ended is not None and self.params["epochs"] <= ended["epochs"]
         if ended is not None and not has_ended:
             # The end may have changed the weights, to averages for instance.
-            saved = self._checkpoints.read_newest_valid(before=saved.number) or saved
+            like = self.model.state
+            before = self._checkpoints.read_newest_valid(before=saved.number, like=like)
+            saved = before or saved
         position = saved.position or Position(0, 0)
         stops = saved.notes.get("stops", False)
         if has_ended or (stops and position.batch == 0):
