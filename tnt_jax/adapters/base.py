@@ -62,6 +62,13 @@ class Adapter(Protocol):
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""
         ...
 
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns a function that JAX can trace, and that returns what `init` does.
+
+        It is None if the variables exist already.
+        """
+        ...
+
     def attach(self, inputs: Any) -> None:
         """Prepares to compute with variables of another model, for inputs like `inputs`.
 
@@ -90,6 +97,13 @@ class Adapter(Protocol):
             train: Whether dropout and batch statistics are on.
             mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None
                 when there are none.
+        """
+        ...
+
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns the logical names that a model gives the dimensions of parameters, by path.
+
+        Names that stand beside the arrays, as in Linen, are left out.
         """
         ...
 

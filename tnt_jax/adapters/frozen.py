@@ -3,7 +3,7 @@
 These have no gradient, no reduction and no optimizer state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,7 +46,15 @@ class PartlyTrained:
         Raises:
             ValueError: If a pattern matches no parameter, or nothing is left to train.
         """
-        variables = self.inner.init(inputs, seed=seed)
+        return self._separated(self.inner.init(inputs, seed=seed))
+
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns what makes the variables that `init` returns, or None."""
+        make = self.inner.initializer(inputs, seed=seed)
+        return None if make is None else lambda: self._separated(make())
+
+    def _separated(self, variables: Variables) -> Variables:
+        """Returns the trained parameters, and the others as part of the model state."""
         paths = _flatten(variables.params)
         names = {path: "/".join(path) for path in paths}
         for pattern in (*(self._trainable or ()), *self._frozen):
@@ -89,6 +97,10 @@ class PartlyTrained:
             joined.params, joined.model_state, inputs, key=key, train=train, mask=mask
         )
         return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
+
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns what the wrapped adapter returns."""
+        return self.inner.axis_names()
 
     def held_variables(self) -> Mapping[str, Any]:
         """Returns what the wrapped adapter returns."""

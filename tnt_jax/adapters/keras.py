@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,6 +105,9 @@ class KerasAdapter:
             self._collect(self.module.trainable_variables, values), self._collect_state(values)
         )
 
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns None: the model holds its variables already."""
+
     def attach(self, inputs: Any) -> None:
         """Builds the model if necessary, and examines its metrics and losses."""
         if inputs is None:
@@ -154,6 +157,10 @@ class KerasAdapter:
         return Applied(
             call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
         )
+
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns none: Keras variables have paths alone."""
+        return {}
 
     def held_variables(self) -> Mapping[str, keras.Variable]:
         """Returns all variables by path."""

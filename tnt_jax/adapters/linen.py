@@ -49,7 +49,13 @@ class LinenAdapter:
         `init` is called with one row of zeros.
         """
         variables = self._given if self._given is not None else self._fresh(inputs, seed)
-        return Variables(variables.get("params", {}), self._without_params(variables))
+        return self._separated(variables)
+
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns what makes fresh variables; None if variables were given."""
+        if self._given is not None:
+            return None
+        return lambda: self._separated(self._fresh(inputs, seed))
 
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
@@ -97,6 +103,10 @@ class LinenAdapter:
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
 
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns none: Linen's boxes name them beside the arrays."""
+        return {}
+
     def held_variables(self) -> Mapping[str, Any]:
         """Returns none: a Linen module holds no variables."""
         return {}
@@ -120,6 +130,9 @@ class LinenAdapter:
             return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs))(
                 jax.random.key(seed), args
             )
+
+    def _separated(self, variables: Mapping[str, Any]) -> Variables:
+        return Variables(variables.get("params", {}), self._without_params(variables))
 
     def _without_params(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -64,6 +64,9 @@ class NnxAdapter:
         _, params, _, rest = nnx.split(self.module, nnx.Param, is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns None: the model holds its variables already."""
+
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
@@ -101,6 +104,14 @@ class NnxAdapter:
             (jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0
         )
         return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
+
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns the metadata `sharding` of the module's parameters, by path."""
+        _, params, _, _ = nnx.split(self.module, nnx.Param, is_random, ...)
+        named = {
+            "/".join(_names(path)): _axis_names(leaf) for path, leaf in nnx.to_flat_state(params)
+        }
+        return {path: names for path, names in named.items() if names}
 
     def held_variables(self) -> Mapping[str, Any]:
         """Returns none: the array of an NNX variable is all there is to it."""
@@ -274,6 +285,16 @@ def _nested(state: nnx.State) -> dict[str, Any]:
 
 def _with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def _axis_names(variable: Any) -> tuple[str | None, ...]:
+    """Returns the names of the dimensions in a variable's metadata; none if it has none."""
+    # Differs by version of Flax: "sharding", "sharding_names" or "out_sharding".
+    known = variable.get_metadata()
+    found = [
+        known[name] for name in ("sharding_names", "out_sharding", "sharding") if known.get(name)
+    ]
+    return tuple(found[0]) if found else ()
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Either bfloat16 arithmetic with float32 master weights, or bfloat16 throughout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,14 @@ class LowPrecision:
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the model's variables, with the parameters in the dtype of the master weights."""
-        variables = self.inner.init(inputs, seed=seed)
+        return self._lowered(self.inner.init(inputs, seed=seed))
+
+    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns what makes the variables that `init` returns, or None."""
+        make = self.inner.initializer(inputs, seed=seed)
+        return None if make is None else lambda: self._lowered(make())
+
+    def _lowered(self, variables: Variables) -> Variables:
         return Variables(_cast(variables.params, self._master), variables.model_state)
 
     def attach(self, inputs: Any) -> None:
@@ -65,6 +72,10 @@ class LowPrecision:
             lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state
         )
         return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
+
+    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns what the wrapped adapter returns."""
+        return self.inner.axis_names()
 
     def held_variables(self) -> Mapping[str, Any]:
         """Returns what the wrapped adapter returns."""

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tnt_jax import reproducible
+from tnt_jax import reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed import runtime
 from tnt_jax.distributed.reduction import choose_reduction
@@ -48,6 +49,7 @@ class Core:
             )
         self.module = module
         self.options = options
+        self._sharding = options.for_sharding()
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
         self.compilation: Compilation | None = None
         self.is_fitting = False
@@ -57,7 +59,7 @@ class Core:
     def trainer(self) -> Trainer:
         """The trainer of the model; its first use joins the job."""
         if self._trainer is None:
-            job = runtime.init()
+            job = self._on_mesh(runtime.init())
             self._trainer = Trainer(
                 self.adapter, job, self._choose_steps(job), seed=self.options.seed
             )
@@ -66,7 +68,7 @@ class Core:
     def view(self, owner: Trainer) -> None:
         """Makes this model compute with the state of another one."""
         self._trainer = Trainer(
-            self.adapter, runtime.init(), owner.steps, seed=self.options.seed, owner=owner
+            self.adapter, owner.runtime, owner.steps, seed=self.options.seed, owner=owner
         )
 
     @property
@@ -173,6 +175,18 @@ class Core:
             ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
             return reproducible.ReproducibleSteps(ranks)
         here = (job.platform, job.num_ranks, runtime.get_process_count())
-        return DataParallelSteps(
-            job, choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
+        reduction = choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
+        if self._sharding is None:
+            return DataParallelSteps(job, reduction)
+        return sharded.ShardedSteps(
+            job,
+            replace(reduction, by_ring=False),
+            rules=self._sharding.rules,
+            names=self.adapter.axis_names,
         )
+
+    def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:
+        """Returns the job with the mesh of this model."""
+        if self._sharding is None:
+            return job
+        return replace(job, mesh=self._sharding.mesh.build(job.mesh))

@@ -125,6 +125,12 @@ class DataIntake:
         )  # fmt: skip
 
     def _reading(self, data: DataArguments) -> ReadOptions:
+        if not data.distribute and self._core.trainer.runtime.shares_ranks:
+            raise ValueError(
+                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
+                "mesh several processes work on the same rows. Give each process all devices of "
+                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
+            )
         rank_slice = self._core.trainer.rank_slice
         options = self._core.options
         sizes = (data.batch_size, data.micro_batch_size)

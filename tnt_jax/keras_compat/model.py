@@ -29,6 +29,7 @@ from tnt_jax.keras_compat.state_variable import StateVariable
 from tnt_jax.keras_compat.trial_loop import choose_fit_loop
 from tnt_jax.keras_compat.views import view
 from tnt_jax.seeding import seed_or_default
+from tnt_jax.sharded import Rule
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -40,11 +41,9 @@ class Model:
         module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The
             last two hold their variables: training starts from them as they are at each call, and
             every `fit` ends by writing the results back.
-        seed: Seed of a Linen module's fresh variables (`module.init(jax.random.key(seed), ...)`),
-            of dropout, and of the order of shuffled arrays; by default that of `tnt_jax.set_seed`,
-            or 0.
-        variables: Variables of a Linen module to start from, as `module.init` returns them; by
-            default fresh ones, made when data is first seen.
+        seed: Seed of a Linen module's `init`, of dropout, and of the order of shuffled arrays; by
+            default that of `tnt_jax.set_seed`, or 0.
+        variables: Variables of a Linen module to start from, as `module.init` returns them.
         precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32
             weights and updates); or `"bfloat16"` (also weights, gradients and optimizer state). A
             Keras model is built with a dtype policy instead.
@@ -53,9 +52,8 @@ class Model:
         frozen: Paths of parameters that are not trained and have no optimizer state.
         synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its
             statistics over all ranks; Flax modules choose by `BatchNorm(axis_name="data")`.
-        fusion_threshold: KiB from which a bucket of gradients is full and sent, last layers first;
-            0 gives each array its own, `"xla"` leaves it to the compiler. By default
-            `TNT_FUSION_THRESHOLD`, else what suits the devices (docs/performance.md).
+        fusion_threshold: KiB from which a bucket of gradients is sent; 0 gives each array its own,
+            `"xla"` leaves it to the compiler. By default docs/performance.md says what.
         gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding
             leaves out is sent in later steps.
         ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1
@@ -66,6 +64,9 @@ class Model:
             that divides `virtual_ranks`; slower, one step at a time (docs/reproducibility.md).
         virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of
             two, and the ranks that `tnt_micro_batch_size` and batch statistics refer to.
+        mesh: Devices along `data`, `fsdp` and `tensor`, for a model in parts
+            (docs/larger_models.md).
+        sharding_rules: What is cut over which axis of the mesh.
 
     Attributes:
         history: The `History` of the last `fit`.
@@ -99,11 +100,13 @@ class Model:
         shard_optimizer_state: bool = False,
         reproducible: bool = False,
         virtual_ranks: int = 8,
+        mesh: Mapping[str, int] | None = None,
+        sharding_rules: Sequence[Rule] = (),
     ) -> None:
         options = ModelOptions(
             seed_or_default(seed), precision, trainable, frozen, synchronize_batch_norm,
-            fusion_threshold, gradient_compression,
-            ranks_per_host, shard_optimizer_state, reproducible, virtual_ranks,
+            fusion_threshold, gradient_compression, ranks_per_host, shard_optimizer_state,
+            reproducible, virtual_ranks, mesh, sharding_rules,
         )  # fmt: skip
         self._core = core = Core(module, variables, options)
         self._progress = progress = Progress()

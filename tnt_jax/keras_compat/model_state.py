@@ -11,7 +11,11 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives
 from tnt_jax.distributed.stall import called
-from tnt_jax.keras_compat.callbacks.scope import check_changes_model, current_scope
+from tnt_jax.keras_compat.callbacks.scope import (
+    check_can_read,
+    check_changes_model,
+    current_scope,
+)
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.optimizer_view import OptimizerView
 from tnt_jax.log import logger
@@ -99,7 +103,10 @@ class ModelState:
         """
         state = self.require_built()
         leaves = jax.tree.leaves((state.params, state.model_state))
-        return [np.array(leaves[index]) for index in self.order_of_weights(state)]
+        for leaf in leaves:
+            check_can_read(leaf)
+        gather = self._core.trainer.gather
+        return [np.array(gather(leaves[index])) for index in self.order_of_weights(state)]
 
     @called("Model.set_weights")
     def set_weights(self, weights: list[np.ndarray]) -> None:

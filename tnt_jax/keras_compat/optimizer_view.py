@@ -229,8 +229,10 @@ class OptimizerView:
         return state_variables(self._trainer, get, put)
 
     def _average(self) -> Any:
-        # Weights are whole on every rank, even if averages are sharded.
-        return self._optimizer.averaged_params(self._trainer.gathered_state().opt_state)
+        state = self._state()
+        average = self._optimizer.averaged_params(state.opt_state)
+        # Averages may be sharded where weights are whole.
+        return jax.tree.map(self._trainer.gather_like, average, state.params)
 
     def _state(self) -> TrainState:
         self._start()

@@ -1,8 +1,10 @@
 """The options of a `Model`: one object with the constructor's arguments, for all parts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from tnt_jax.sharded import Rule, ShardingOptions
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class ModelOptions:
     shard_optimizer_state: bool
     reproducible: bool
     virtual_ranks: int
+    mesh: Mapping[str, int] | None = None
+    sharding_rules: Sequence[Rule] = ()
 
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
@@ -33,10 +37,23 @@ class ModelOptions:
             "shard_optimizer_state": self.shard_optimizer_state,
         }  # fmt: skip
 
+    def for_sharding(self) -> ShardingOptions | None:
+        """Returns how the model is sharded; None for data parallelism alone.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a value is invalid, or options exclude one another.
+        """
+        return ShardingOptions.of(
+            self.mesh, self.sharding_rules, reproducible=self.reproducible,
+            gradient_compression=self.gradient_compression, ranks_per_host=self.ranks_per_host > 1,
+            shard_optimizer_state=self.shard_optimizer_state,
+        )  # fmt: skip
+
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model.
 
-        They exclude `ranks_per_host`, which belongs to the machine.
+        They exclude `ranks_per_host` and `mesh`, which belong to the machine.
         """
         return self._named(
             "seed", "precision", "trainable", "frozen", "synchronize_batch_norm",

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter
 from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
 from tnt_jax.train.trainer import Trainer
@@ -27,6 +28,8 @@ from tnt_jax.train.trainer import Trainer
 PerRow = Callable[[Any, Any, Batch, jax.Array | None, bool], tuple[Any, Any]]
 
 _NUM_ROWS = 4
+# Of the parameters of a sharded model, which are gathered for the check.
+_MOST_BYTES = 2**30
 # The program and the shapes are the same, so rounding hardly differs; half precision may be
 # accumulated in another order.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
@@ -50,7 +53,8 @@ def problem_of_rows(
 
     A function that communicates with other ranks itself is not checked; if it does so in training
     only, as synchronised BatchNorm does, evaluation is checked. Batch statistics, such as
-    BatchNorm's, are allowed: they change the model state, and the step warns of them.
+    BatchNorm's, are allowed: they change the model state, and the step warns of them. A sharded
+    model with parameters of more than 1 GiB is not checked.
 
     Args:
         trainer: Trainer of the model, which is built.
@@ -59,6 +63,12 @@ def problem_of_rows(
         what: Its name in the message.
         sizes: Whether to check also that values do not depend on the number of rows.
     """
+    if _is_too_large(trainer):
+        logger.info(
+            "Whether rows are independent is not checked: the model is sharded, and the check "
+            "needs it whole on one device."
+        )
+        return None
     num_real = _num_real(batch)
     per_rank = min(num_local_rows(batch) // trainer.rank_slice.local_ranks, num_real)
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
@@ -71,6 +81,13 @@ def problem_of_rows(
             return problem
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
+
+
+def _is_too_large(trainer: Trainer) -> bool:
+    """Returns whether a model that is sharded had better not be gathered on one device."""
+    params = jax.tree.leaves(trainer.require_state().params)
+    is_cut = any(not x.is_fully_replicated for x in params)
+    return is_cut and sum(x.nbytes for x in params) > _MOST_BYTES
 
 
 def _num_real(batch: Batch) -> int:
@@ -108,7 +125,7 @@ class _Program:
         self.num_rows = num_rows
         self._mesh = _jax.make_data_mesh(trainer.runtime.mesh.local_devices[:1])
         variables = (state.params, state.model_state, state.key)
-        self._variables = jax.tree.map(lambda x: x.addressable_data(0), variables)
+        self._variables = jax.tree.map(lambda x: trainer.gather(x).addressable_data(0), variables)
         # Rows from all over the batch: neighbours may be alike.
         chosen = np.linspace(0, num_real - 1, num_rows).astype(int)
         self._batch = jax.tree.map(lambda x: np.asarray(x)[chosen], batch._replace(mask=None))

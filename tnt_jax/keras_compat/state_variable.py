@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.keras_compat.callbacks.scope import check_changes_model
+from tnt_jax.keras_compat.callbacks.scope import check_can_read, check_changes_model
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -72,6 +72,7 @@ class StateVariable:
 
         All processes must call it for an array that is sharded over several processes.
         """
+        check_can_read(self.value)
         return np.array(self._trainer.gather(self.value))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -58,7 +58,8 @@ def take_over_changes(trainer: Trainer, inputs: Any) -> None:
     if _shapes(tuple(variables)) != _shapes((state.params, state.model_state)):
         trainer.build_from(variables)
         return
-    params, model_state = _jax.replicate(tuple(variables), trainer.runtime.mesh)
+    places = jax.tree.map(lambda x: x.sharding, (state.params, state.model_state))
+    params, model_state = _jax.put(tuple(variables), places)
     trainer.state = replace(state, params=params, model_state=model_state)
 
 

@@ -95,6 +95,9 @@ class ReproducibleSteps:
         """Returns the function `(params, model_state, inputs) -> outputs`."""
         return make_predict_step(apply, self.ranks)
 
+    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
+        """Returns None: every device holds all variables."""
+
     def create_state(
         self,
         variables: Variables,

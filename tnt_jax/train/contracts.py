@@ -238,6 +238,14 @@ class Steps(Protocol):
         """
         ...
 
+    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
+        """Returns fresh variables, made on the devices in parts; None if they are not kept so.
+
+        Args:
+            make: Returns the variables; JAX can trace it.
+        """
+        ...
+
     def create_state(
         self,
         variables: Variables,

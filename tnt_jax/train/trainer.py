@@ -108,9 +108,12 @@ class Trainer:
                 )
             self.adapter.attach(inputs)
         elif self.state is None:
-            variables = self.adapter.init(inputs, seed=self._seed)
-            params, model_state = collectives.broadcast(tuple(variables))
-            self._create_state(Variables(params, model_state))
+            make = self.adapter.initializer(inputs, seed=self._seed)
+            variables = None if make is None else self.steps.make_variables(make)
+            if variables is None:
+                held = self.adapter.init(inputs, seed=self._seed)
+                variables = Variables(*collectives.broadcast(tuple(held)))
+            self._create_state(variables)
 
     def require_state(self) -> TrainState:
         """Returns the state, of a model that was built or can build itself.
@@ -177,7 +180,9 @@ class Trainer:
             return
         self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
         if self.state is not None and self.owner is None:
-            self._create_state(self.variables())
+            is_cut = any(not x.is_fully_replicated for x in jax.tree.leaves(self.state.params))
+            held = Variables(self.state.params, self.state.model_state)
+            self._create_state(held if is_cut else self.variables())
 
     def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
         """Returns sums of an epoch with given leaves, for host batches like `batch`.
@@ -196,7 +201,7 @@ class Trainer:
         self.state = self.steps.put_state(state)
 
     def gathered_state(self, *, alone: bool = False) -> TrainState:
-        """Returns the state with a sharded optimizer state replicated.
+        """Returns the state with what lies in parts replicated.
 
         All processes must call it, unless `alone` is True.
 
@@ -206,24 +211,29 @@ class Trainer:
         state = self._built()
         if alone and not all(
             x.is_fully_addressable or x.is_fully_replicated
-            for x in jax.tree.leaves(state.opt_state)
+            for x in jax.tree.leaves((state.params, state.opt_state))
         ):
             raise RuntimeError(
-                "With shard_optimizer_state each process holds a part of the optimizer's state, "
-                "so that one alone cannot save it. "
+                "With shard_optimizer_state or a mesh each process holds a part of the training "
+                "state, so that one alone cannot save it. "
                 "Save on every process: leave OnMaster out."
             )
-        return replace(state, opt_state=jax.tree.map(self.gather, state.opt_state))
+        params, opt_state = jax.tree.map(self.gather, (state.params, state.opt_state))
+        return replace(state, params=params, opt_state=opt_state)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Returns an array replicated; of a sharded one all processes must ask for it."""
         return x if x.is_fully_replicated else self._replicated(x)
 
+    def gather_like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """Returns an array that lies like `other`, whole or cut in the same way."""
+        return x if x.sharding.is_equivalent_to(other.sharding, x.ndim) else self.gather(x)
+
     def variables(self) -> Variables:
-        """Returns host copies of parameters and model state."""
+        """Returns host copies of parameters and model state; of parts all processes must ask."""
         state = self._built()
         return Variables(
-            jax.tree.map(np.array, state.params), jax.tree.map(np.array, state.model_state)
+            *jax.tree.map(lambda x: np.array(self.gather(x)), (state.params, state.model_state))
         )
 
     def train_epoch(
@@ -269,10 +279,7 @@ class Trainer:
             self._watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
-        """Raises on every process unless all have ended the epoch after `num_steps` steps.
-
-        Steps that cannot tell check nothing.
-        """
+        """Raises on every process unless all have ended the epoch after `num_steps` steps."""
         self.steps.end_epoch(num_steps)
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -342,10 +349,7 @@ class Trainer:
         return self._train_steps
 
     def lower_train_step(self, batch: Batch) -> Any:
-        """Returns the lowered program of a training step for host batches like `batch`.
-
-        With virtual ranks there are several, as `Programs`.
-        """
+        """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
         assert self._train_step is not None, "compile() comes first."
         group = DeviceBatches(self.put(batch), 0)
         sums = self._zero_sums(group)

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+
 # The processes that take part in a hook: all of them together, the master alone, or each one by
 # itself.
 Scope = Literal["all_processes", "main_process", "per_process"]
@@ -103,6 +105,22 @@ def check_changes_model(what: str) -> None:
         raise RuntimeError(
             f"{what} on the master alone would make its model differ from the other processes'. "
             "Pass the callback without OnMaster, so that every process does it."
+        )
+
+
+def check_can_read(array: jax.Array) -> None:
+    """Raises a RuntimeError if the master alone is about to read what several processes hold.
+
+    It would wait for the others.
+
+    Args:
+        array: Array of the training state.
+    """
+    is_here = array.is_fully_addressable or array.is_fully_replicated
+    if not is_here and current_scope() == "main_process":
+        raise RuntimeError(
+            f"An array {list(array.shape)} lies in parts on several processes, so that the master "
+            "alone cannot read it. Pass the callback without OnMaster, so that every process does."
         )
 
 

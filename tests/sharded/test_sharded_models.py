@@ -1,0 +1,192 @@
+"""Models of every library, and the larger ones, equal one device on a mesh."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from training import assert_close, crossentropy
+
+import tnt_jax as tnt
+from tnt_jax import models
+from tnt_jax.models.transformer_rules import rules
+
+ROWS, SIZE, WIDTH, CLASSES = 27, 8, 32, 5
+
+
+def make_data():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(ROWS, WIDTH)).astype(np.float32), rng.integers(0, CLASSES, ROWS)
+
+
+def train(make, optimizer, x, y, **options):
+    model = tnt.Model(make(), seed=0, **options)
+    model.compile(optimizer, loss=crossentropy())
+    history = model.fit(x, y, batch_size=SIZE, epochs=2, verbose=0).history
+    return model, history
+
+
+def compare(use_ranks, make, mesh, optimizer=lambda: optax.sgd(0.1), data=None, **options):
+    """Trains on one device and on a mesh over as many as it needs; returns the model there."""
+    x, y = make_data() if data is None else data
+    rules = options.pop("sharding_rules", ())
+    use_ranks(1)
+    whole, expected = train(make, optimizer(), x, y, **options)
+    weights, predicted = whole.get_weights(), whole.predict(x, batch_size=SIZE, verbose=0)
+    evaluated = whole.evaluate(x, y, batch_size=SIZE, verbose=0)
+    use_ranks(int(np.prod(list(mesh.values()))))
+    model, history = train(make, optimizer(), x, y, mesh=mesh, sharding_rules=rules, **options)
+    assert_close(history, expected)
+    assert_close(model.get_weights(), weights)
+    assert_close(model.predict(x, batch_size=SIZE, verbose=0), predicted)
+    assert_close(model.evaluate(x, y, batch_size=SIZE, verbose=0), evaluated)
+    return model
+
+
+def is_cut(model, axis):
+    return any(axis in x.sharding.spec for x in jax.tree.leaves(model.state.params))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, 64, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.last = nnx.Linear(64, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(self.drop(nnx.relu(self.first(x)))))
+
+
+def test_an_nnx_module_equals_one_device(use_ranks):
+    clipped = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))  # noqa: E731
+    model = compare(use_ranks, lambda: Nnx(nnx.Rngs(0)), {"data": 2, "fsdp": 2}, clipped)
+    assert is_cut(model, "fsdp")
+    # The module gets whole arrays back.
+    assert model.module.first.kernel[...].shape == (WIDTH, 64)
+
+
+def keras_model(*, normalized=False):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    norm = keras.layers.BatchNormalization if normalized else keras.layers.LayerNormalization
+    return keras.Sequential([
+        keras.layers.Input((WIDTH,)),
+        keras.layers.Dense(64, activation="relu", kernel_regularizer="l2"),
+        keras.layers.Dropout(0.3),
+        norm(),
+        keras.layers.Dense(CLASSES),
+    ])  # fmt: skip
+
+
+def test_a_keras_model_equals_one_device(use_ranks):
+    model = compare(use_ranks, keras_model, {"data": 2, "fsdp": 2}, lambda: "adam")
+    assert is_cut(model, "fsdp")
+
+
+@pytest.mark.long  # Beside the test above, synchronized statistics.
+def test_synchronized_batch_statistics_equal_one_device(use_ranks):
+    def make():
+        return keras_model(normalized=True)
+
+    compare(use_ranks, make, {"data": 2, "fsdp": 2}, synchronize_batch_norm=True)
+
+
+class Named(nn.Module):
+    """Dimensions with logical names."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        kernel = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        bias = nn.with_logical_partitioning(nn.initializers.zeros, ("mlp",))
+        x = nn.relu(nn.Dense(64, kernel_init=kernel, bias_init=bias)(x))
+        return nn.Dense(CLASSES, kernel_init=nn.with_logical_partitioning(init, ("mlp", None)))(x)
+
+
+@pytest.mark.long  # The rules themselves are tested beside.
+def test_logical_names_of_linen_choose_the_axes(use_ranks):
+    model = compare(
+        use_ranks,
+        Named,
+        {"fsdp": 2, "tensor": 2},
+        sharding_rules=[("mlp", "tensor"), ("embed", "fsdp")],
+    )
+    kernel = model.state.params["Dense_0"]["kernel"].unbox()
+    assert tuple(kernel.sharding.spec) == ("fsdp", "tensor")
+
+
+class NamedNnx(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        first = nnx.with_partitioning(init, ("embed", "mlp"))
+        self.first = nnx.Linear(WIDTH, 64, rngs=rngs, kernel_init=first)
+        self.last = nnx.Linear(64, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+@pytest.mark.long
+def test_metadata_of_nnx_choose_the_axes(use_ranks):
+    def make():
+        with nnx.use_eager_sharding(False):
+            return NamedNnx(nnx.Rngs(0))
+
+    rules = [("mlp", "tensor"), ("embed", None)]
+    model = compare(use_ranks, make, {"fsdp": 2, "tensor": 2}, sharding_rules=rules)
+    kernel = model.state.params["first"]["kernel"]
+    assert tuple(kernel.sharding.spec) == ("fsdp", "tensor")
+
+
+@pytest.mark.long
+def test_a_transformer_cut_by_columns_and_rows_equals_one_device(use_ranks):
+    rng = np.random.default_rng(0)
+    sources, targets = rng.integers(2, 32, (ROWS, 6)), rng.integers(2, 32, (ROWS, 5))
+
+    def make():
+        return models.Transformer(
+            vocab_size=32, width=16, num_heads=2, filter_dim=64, num_layers=2
+        )  # fmt: skip
+
+    model = compare(
+        use_ranks,
+        make,
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        lambda: optax.adam(1e-3),
+        ((sources, targets), targets),
+        sharding_rules=rules,
+    )
+    assert is_cut(model, "tensor")
+    assert is_cut(model, "fsdp")
+
+
+class SmallResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.GroupNorm(4)(nn.Conv(16, (3, 3))(x)))
+        for _ in range(2):
+            y = nn.relu(nn.GroupNorm(4)(nn.Conv(16, (3, 3))(x)))
+            x = nn.relu(x + nn.GroupNorm(4)(nn.Conv(16, (3, 3))(y)))
+        return nn.Dense(CLASSES)(x.mean((1, 2)))
+
+
+@pytest.mark.long
+def test_a_residual_network_equals_one_device(use_ranks):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(ROWS, 8, 8, 3)).astype(np.float32)
+    momentum = lambda: optax.sgd(0.05, momentum=0.9)  # noqa: E731
+    data = images, rng.integers(0, CLASSES, ROWS)
+    compare(use_ranks, SmallResNet, {"data": 2, "fsdp": 4}, momentum, data)
+
+
+def test_fresh_variables_are_made_in_parts_and_equal_those_of_init(use_ranks):
+    use_ranks(4)
+    model = tnt.Model(nn.Dense(64), seed=3, mesh={"fsdp": 4})
+    model.build((None, WIDTH))
+    kernel = model.state.params["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(WIDTH, 16)}
+    expected = nn.Dense(64).init(jax.random.key(3), np.zeros((1, WIDTH), np.float32))
+    np.testing.assert_allclose(kernel, expected["params"]["kernel"], rtol=1e-6)

@@ -1,0 +1,142 @@
+"""Where the arrays of a training state lie on a mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.sharded.gathering import Cut
+from tnt_jax.sharded.rules import Axis, Rule, choose_axes
+from tnt_jax.train.state_arrays import is_array, state_arrays
+
+# Where a boxed array of Linen lies in its box.
+_VALUE = "/value"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parameters of a model lie on a mesh.
+
+    Attributes:
+        mesh: The mesh.
+        shapes: Shape of each parameter by path.
+        axes: Mesh axis of each dimension, by path, in the order of the leaves.
+        structure: Structure of the parameters.
+    """
+
+    mesh: Mesh
+    shapes: Mapping[str, tuple[int, ...]]
+    axes: Mapping[str, tuple[Axis, ...]]
+    structure: Any
+
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        mesh: Mesh,
+        rules: Sequence[Rule] = (),
+        names: Mapping[str, tuple[Axis, ...]] | None = None,
+    ) -> "Layout":
+        """Returns the layout of parameters.
+
+        Args:
+            params: Whole parameters, or their descriptions.
+            mesh: The mesh.
+            rules: Rules of the user; see `tnt_jax.sharded.rules`.
+            names: Logical names of the dimensions of parameters by path, besides those in `params`.
+
+        Raises:
+            ValueError: As `choose_axes`.
+        """
+        shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
+        known = dict(names or {}) | boxed_names(params)
+        plain = {_unboxed(path): shape for path, shape in shapes.items()}
+        chosen = choose_axes(plain, known, rules, dict(mesh.shape))
+        axes = dict(zip(shapes, chosen.values(), strict=True))
+        return cls(mesh, shapes, axes, jax.tree.structure(params))
+
+    @property
+    def manual_specs(self) -> Any:
+        """The tree of partitions over `fsdp` alone, for `shard_map`."""
+        return self.structure.unflatten(
+            [
+                PartitionSpec(*(axis if axis == _jax.FSDP_AXIS else None for axis in axes))
+                for axes in self.axes.values()
+            ]
+        )
+
+    @property
+    def cuts(self) -> list[Cut | None]:
+        """How each leaf is cut over `fsdp`; None if it is not."""
+        return [_cut(axes) for axes in self.axes.values()]
+
+    @property
+    def shardings(self) -> Any:
+        """The tree of the shardings of the parameters."""
+        return self.structure.unflatten([self._sharding(axes) for axes in self.axes.values()])
+
+    def like_params(self, tree: Any, *, before: int = 0) -> Any:
+        """Returns the shardings of another tree, such as the state of an optimizer.
+
+        An array lies like the parameter whose path ends its own, if it has its shape; other arrays
+        are replicated.
+
+        Args:
+            tree: Arrays or their descriptions.
+            before: Dimensions of the arrays before those of the parameters.
+        """
+        found = [
+            self._axes_at(path, tuple(x.shape)[before:]) for path, x in state_arrays(tree).items()
+        ]
+        placed = [self._sharding((None,) * before + axes if axes else ()) for axes in found]
+        return jax.tree.structure(tree, is_leaf=is_array).unflatten(placed)
+
+    def bytes_per_device(self, params: Any) -> int:
+        """Returns the bytes of the parameters that each device holds."""
+        sizes = dict(self.mesh.shape)
+        return sum(
+            x.size * np.dtype(x.dtype).itemsize // math.prod(sizes[a] for a in axes if a)
+            for x, axes in zip(jax.tree.leaves(params), self.axes.values(), strict=True)
+        )
+
+    def _axes_at(self, path: str, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+        """Returns the axes of the parameter with the longest path that ends another path."""
+        keys = path.split("/")
+        for start in range(len(keys)):
+            end = "/".join(keys[start:])
+            if self.shapes.get(end) == shape:
+                return self.axes[end]
+        return ()
+
+    def _sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+
+def boxed_names(params: Any) -> dict[str, tuple[Axis, ...]]:
+    """Returns the logical names that Linen modules box their parameters with, by path."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_boxed)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(node.names)
+        for path, node in nodes
+        if _is_boxed(node)
+    }
+
+
+def _is_boxed(node: Any) -> bool:
+    return hasattr(node, "names") and hasattr(node, "unbox")
+
+
+def _unboxed(path: str) -> str:
+    return path.removesuffix(_VALUE)
+
+
+def _cut(axes: tuple[Axis, ...]) -> Cut | None:
+    if _jax.FSDP_AXIS not in axes:
+        return None
+    others = tuple(None if axis == _jax.FSDP_AXIS else axis for axis in axes)
+    return Cut(axes.index(_jax.FSDP_AXIS), others=others if any(others) else None)

@@ -1,0 +1,102 @@
+"""Parameters, gradients and optimizer state in parts (ZeRO-3), for `train.sharded_step`.
+
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3. The update runs outside `shard_map` on
+arrays that are sharded: the compiler adds the communication that a transformation needs, such as
+for a norm of all gradients. So all Optax transformations work and give what they give on one
+device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from tnt_jax import _jax
+from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.reduction import Reduction, in_buckets
+from tnt_jax.sharded.gathered_parts import GatheredParts
+from tnt_jax.sharded.layout import Layout
+from tnt_jax.train.contracts import Parts
+from tnt_jax.train.state import TrainState
+
+
+class InParts:
+    """Keeps parameters, gradients and optimizer state in parts.
+
+    Args:
+        mesh: The mesh.
+        reduction: Buckets in which gradients are summed over the axis `data`.
+        layout_of: Returns the layout of whole parameters or of their descriptions.
+        policy: What is kept for backpropagation; see `gather_where_used`.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        reduction: Reduction,
+        layout_of: Callable[[Any], Layout],
+        *,
+        policy: Any = None,
+    ) -> None:
+        self.mesh = mesh
+        self._reduction = reduction
+        self._layout_of = layout_of
+        self._policy = policy
+
+    def param_specs(self, params: Any) -> Any:
+        """Returns how the parameters are cut over `fsdp`."""
+        return self._layout_of(params).manual_specs
+
+    def grad_specs(self, params: Any) -> Any:
+        """Returns how gradients are cut over `fsdp`: like the parameters."""
+        return self.param_specs(params)
+
+    def parts(self, parts: Parts, params: Any) -> Parts:
+        """Returns what gathers the parameters and computes `parts` from them."""
+        return GatheredParts(parts, self._layout_of(params), self._policy)
+
+    def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
+        """Returns the sums of gradients; what was cut is summed over `fsdp` already."""
+        cuts = self._layout_of(params).cuts
+
+        def total_of_bucket(arrays: list[jax.Array], indices: list[int]) -> list[jax.Array]:
+            whole = [cuts[index] is None for index in indices]
+            sums = iter(psum([x for x, is_whole in zip(arrays, whole, strict=True) if is_whole]))
+            parts = iter(
+                _over_data([x for x, is_whole in zip(arrays, whole, strict=True) if not is_whole])
+            )
+            return [next(sums) if is_whole else next(parts) for is_whole in whole]
+
+        return in_buckets(total_of_bucket, grads, self._reduction, order=order, with_indices=True)
+
+    def update(
+        self, optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
+    ) -> tuple[Any, Any]:
+        """Returns parameters and optimizer state after an update, all in parts."""
+        updates, opt_state = optimizer.update(self._like(grads), opt_state, params)
+        return self._like(optax.apply_updates(params, updates)), opt_state
+
+    def placed(self, state: TrainState) -> TrainState:
+        """Returns a state of a program whose arrays lie in parts."""
+        layout = self._layout_of(state.params)
+        opt_state, accumulated = jax.lax.with_sharding_constraint(
+            (state.opt_state, state.accumulated),
+            (layout.like_params(state.opt_state), layout.like_params(state.accumulated, before=1)),
+        )
+        return replace(
+            state,
+            params=self._like(state.params),
+            opt_state=opt_state,
+            accumulated=accumulated,
+        )
+
+    def _like(self, params: Any) -> Any:
+        return jax.lax.with_sharding_constraint(params, self._layout_of(params).shardings)
+
+
+def _over_data(parts: list[jax.Array]) -> list[jax.Array]:
+    """Returns the sums of parts over the copies of the model; with one copy, the parts."""
+    return psum(parts, axis_name=_jax.DATA_AXIS) if parts else []

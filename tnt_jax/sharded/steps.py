@@ -1,0 +1,210 @@
+"""Compiled steps of a model that is sharded over a mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Variables
+from tnt_jax.data.feed import rank_slice_of
+from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.sharded.gathered_parts import GatheredParts, gathered_apply
+from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.placement import InParts
+from tnt_jax.sharded.rules import Axis, Rule
+from tnt_jax.train.contracts import Apply, Parts
+from tnt_jax.train.execution import mapped, scanned
+from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
+from tnt_jax.train.state import TrainState, create_state
+from tnt_jax.train.step import compiled, evaluation, prediction
+
+_REPLICATED: Any = PartitionSpec()
+
+
+class ShardedSteps:
+    """Implements `Steps` with parameters, gradients and optimizer state in parts.
+
+    Args:
+        runtime: Devices of the job, with the mesh that the model is sharded over.
+        reduction: How gradients are summed over the axis `data`.
+        rules: Which dimension of a parameter is cut over which axis; see
+            `tnt_jax.sharded.rules`.
+        names: Returns the logical names of the dimensions of parameters, by path.
+        policy: What is kept for backpropagation, a policy of `jax.checkpoint`; None for all but
+            gathered parameters.
+
+    Attributes:
+        rank_slice: The part of the global batch that this process feeds.
+        fused: Several steps as one program.
+        takes_host_arrays: Always False.
+    """
+
+    takes_host_arrays = False
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reduction: Reduction,
+        *,
+        rules: Sequence[Rule] = (),
+        names: Callable[[], Mapping[str, tuple[Axis, ...]]] = dict,
+        policy: Any = None,
+    ) -> None:
+        self.rank_slice = rank_slice_of(runtime)
+        self._mesh = runtime.mesh
+        self._rules = rules
+        self._names = names
+        self._placement = InParts(self._mesh, reduction, self.layout_of, policy=policy)
+        self._by_row: Any = PartitionSpec(_jax.rank_axes(self._mesh))
+        stacked = NamedSharding(self._mesh, PartitionSpec(None, *self._by_row))
+        self.fused = _FusedSteps(self._placement, stacked)
+
+    def layout_of(self, params: Any) -> Layout:
+        """Returns the layout of whole parameters or of their descriptions.
+
+        Raises:
+            ValueError: As `choose_axes`.
+        """
+        return Layout.of(params, self._mesh, self._rules, self._names())
+
+    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
+        """Does nothing: the compiler's collectives carry all sums."""
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Does nothing."""
+
+    def train(
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
+    ) -> Callable:
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
+        return make_sharded_train_step(
+            parts,
+            optimizer,
+            self._placement,
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
+
+    def evaluate(self, parts: Parts) -> Callable:
+        """Returns the function `(params, model_state, sums, batch) -> sums`."""
+
+        def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
+            layout = self.layout_of(params)
+            rank_step = evaluation(GatheredParts(parts, layout), self._mesh)
+            return self._mapped(rank_step, layout, 1, _REPLICATED)(params, model_state, sums, batch)
+
+        return compiled(step, self._mesh)
+
+    def predict(self, apply: Apply) -> Callable:
+        """Returns the function `(params, model_state, inputs) -> outputs`."""
+
+        def step(params: Any, model_state: Any, inputs: Any) -> Any:
+            layout = self.layout_of(params)
+            rank_step = prediction(gathered_apply(apply, layout))
+            return self._mapped(rank_step, layout, 0, self._by_row)(params, model_state, inputs)
+
+        return compiled(step, self._mesh)
+
+    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
+        """Returns fresh variables, of which each device makes its parts alone."""
+        shapes = jax.eval_shape(make)
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        shardings = Variables(
+            self.layout_of(shapes.params).shardings,
+            jax.tree.map(lambda _: whole, shapes.model_state),
+        )
+        return jax.jit(make, out_shardings=shardings)()
+
+    def create_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState:
+        """Returns the state before the first update.
+
+        Variables are as they come; what follows from them is made in parts on the devices.
+        """
+        layout = self.layout_of(variables.params)
+        state = create_state(*variables, optax.identity(), seed=seed)
+        params = _jax.put(variables.params, layout.shardings)
+        shapes = jax.eval_shape(optimizer.init, params)
+        opt_state = jax.jit(optimizer.init, out_shardings=layout.like_params(shapes))(params)
+        accumulated = None
+        if accumulation_steps > 1:
+            zeros = partial(jax.tree.map, lambda x: jnp.zeros((1, *x.shape), x.dtype))
+            cut = layout.like_params(jax.eval_shape(zeros, params), before=1)
+            accumulated = jax.jit(zeros, out_shardings=cut)(params)
+        return replace(state, opt_state=opt_state, accumulated=accumulated)
+
+    def put_state(self, state: TrainState) -> TrainState:
+        """Puts a state of host or device arrays on the devices, in parts."""
+        layout = self.layout_of(state.params)
+        # Buffers of the training state are donated, and the caller keeps its own.
+        params = jax.tree.map(
+            lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state.params
+        )
+        shared = _jax.replicate((state.step, state.model_state, state.key), self._mesh)
+        return TrainState(
+            shared[0],
+            _jax.put(params, layout.shardings),
+            shared[1],
+            _jax.put(state.opt_state, layout.like_params(state.opt_state)),
+            shared[2],
+            accumulated=_jax.put(
+                state.accumulated, layout.like_params(state.accumulated, before=1)
+            ),
+        )
+
+    def _mapped(self, step: Callable, layout: Layout, num_sums: int, out_specs: Any) -> Callable:
+        """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
+        specs = (layout.manual_specs, *(_REPLICATED,) * (1 + num_sums), self._by_row)
+        return _jax.shard_map(step, mesh=self._mesh, in_specs=specs, out_specs=out_specs)
+
+
+class _FusedSteps:
+    """Implements `FusedSteps` with loops inside a program."""
+
+    def __init__(self, placement: InParts, stacked: NamedSharding) -> None:
+        self._placement = placement
+        self._stacked = stacked
+
+    def train(
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
+    ) -> Callable:
+        """Returns the function `(state, sums, batches) -> (state, sums)`."""
+        return make_sharded_train_steps(
+            parts,
+            optimizer,
+            self._placement,
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
+
+    def evaluate(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, sums, batches) -> sums`."""
+        return scanned(step, self._stacked)
+
+    def predict(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        return mapped(step, self._stacked)
