@@ -49,15 +49,20 @@ def num_ranks(mesh: Any) -> int:
     return math.prod(mesh.shape.get(name, 1) for name in _RANK_AXES)
 
 
-def local_ranks(mesh: Mesh) -> list[int]:
-    """Returns the ranks on a mesh of which this process has a device, in order."""
+def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
+    """Returns the ranks on a mesh of which a process has a device, in order.
+
+    Args:
+        mesh: The mesh.
+        process: Number of the process; this one by default.
+    """
     sizes = [mesh.shape[name] for name in mesh.axis_names if name in _RANK_AXES]
     others = [axis for axis, name in enumerate(mesh.axis_names) if name not in _RANK_AXES]
     # A rank is spread over the devices of the axes that do not split the rows.
     by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(
         math.prod(sizes), -1
     )
-    here = jax.process_index()
+    here = jax.process_index() if process is None else process
     return [
         rank
         for rank, devices in enumerate(by_rank)
@@ -67,7 +72,7 @@ def local_ranks(mesh: Mesh) -> list[int]:
 
 def mapped_sizes() -> dict[Any, int]:
     """Returns the sizes of the axes that the traced function is mapped over, by name."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public question exists.
+    # Private. Checked with JAX 0.10.2. No public question exists.
     from jax._src import core
 
     return dict(core.get_axis_env().axis_sizes)

@@ -1,12 +1,10 @@
 """Where the arrays of a training state lie on a mesh."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
@@ -95,14 +93,6 @@ class Layout:
         ]
         placed = [self._sharding((None,) * before + axes if axes else ()) for axes in found]
         return jax.tree.structure(tree, is_leaf=is_array).unflatten(placed)
-
-    def bytes_per_device(self, params: Any) -> int:
-        """Returns the bytes of the parameters that each device holds."""
-        sizes = dict(self.mesh.shape)
-        return sum(
-            x.size * np.dtype(x.dtype).itemsize // math.prod(sizes[a] for a in axes if a)
-            for x, axes in zip(jax.tree.leaves(params), self.axes.values(), strict=True)
-        )
 
     def _axes_at(self, path: str, shape: tuple[int, ...]) -> tuple[Axis, ...]:
         """Returns the axes of the parameter with the longest path that ends another path."""

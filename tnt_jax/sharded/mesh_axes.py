@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -104,21 +103,15 @@ class MeshAxes:
 
 
 def _check_neighbours(mesh: Mesh) -> None:
-    """Raises a ValueError if the rows of a process would not be one range of the global batch."""
-    own = _jax.local_ranks(mesh)
-    # The same verdict on every process: all see all devices.
-    processes = {device.process_index for device in mesh.devices.flat}
-    num_local = mesh.size // len(processes)
-    inner = mesh.size // _jax.num_ranks(mesh)
-    if len(processes) > 1 and num_local % inner and inner % num_local:
-        raise ValueError(
-            f"On the mesh {dict(mesh.shape)} the {num_local} device(s) of each process hold parts "
-            f"of ranks of {inner} devices each. Start processes with a number of devices that "
-            f"divides {inner}, or is a multiple of it."
-        )
-    if own != list(range(own[0], own[-1] + 1)):
-        raise ValueError(
-            f"On the mesh {dict(mesh.shape)} process {jax.process_index()} holds the ranks {own}, "
-            "which are not neighbours. Let the devices of a process be a multiple of stage * fsdp "
-            "* tensor, or divide it."
-        )
+    """Raises a ValueError if the rows of a process would not be one range of the global batch.
+
+    All processes see all devices, and raise it alike.
+    """
+    for process in sorted({device.process_index for device in mesh.devices.flat}):
+        ranks = _jax.local_ranks(mesh, process)
+        if ranks != list(range(ranks[0], ranks[-1] + 1)):
+            raise ValueError(
+                f"On the mesh {dict(mesh.shape)} process {process} holds the ranks {ranks}, which "
+                "are not neighbours. Let the number of devices of a process divide stage * fsdp * "
+                "tensor, or be a multiple of it."
+            )

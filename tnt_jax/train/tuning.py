@@ -285,7 +285,8 @@ def _reduction_of(trainer: Trainer) -> Reduction:
     """Returns how a trainer sums gradients; a ValueError if its steps leave no choice."""
     if not isinstance(trainer.steps, DataParallelSteps):
         raise ValueError(
-            "With reproducible=True the order of all additions is fixed: there is nothing to tune."
+            "With reproducible=True the order of all additions is fixed: there is nothing to tune. "
+            "With a mesh gradients are summed in parts, layer by layer."
         )
     return trainer.steps.reduction
 
