@@ -44,7 +44,8 @@ def test_parts_in_two_processes_are_restored_on_other_meshes(use_ranks, tmp_path
     assert first["share"] == 0.5
     train_here(use_ranks, 8, {"data": 2, "fsdp": 4}, 2, backup)
     last = train_in_processes(2, {"fsdp": 2}, 3, backup, tmp_path / "b.npz")
-    np.testing.assert_allclose(last["loss"], history["loss"][2:], rtol=1e-5)
+    # The history of the epochs before comes from the checkpoint.
+    np.testing.assert_allclose(last["loss"], history["loss"], rtol=1e-5)
     assert_close(weights_of(last), weights)
     assert_close(last["predicted"], predicted)
 
