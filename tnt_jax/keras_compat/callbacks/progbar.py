@@ -1,33 +1,29 @@
-"""Progress output: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+"""Progress output: a bar on a terminal or in a notebook, lines elsewhere; only the master shows."""
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from tnt_jax.keras_compat.callbacks.bars import close, new_bar, show_items
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.logs import LazyLogs
 from tnt_jax.log import beside_bars
 
 # Seconds between two refreshes of a bar, and between two progress lines without a terminal.
 _BAR_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 10.0
-_BAR_FORMAT = (
-    "{desc}: {percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-)
-_OPEN_FORMAT = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
 
 
 class ProgbarLogger(Callback):
     """Shows step, examples/s, remaining time and running metrics.
 
-    With `verbose=1` a bar moves during the epoch; with 2 there is one line per epoch. If the output
-    is not a terminal, the bar becomes a line every ten seconds. A moving bar shows the metrics of
-    the step before the last one, so that it need not wait for the devices; the line at the end of
-    an epoch is exact.
+    With `verbose=1` a bar moves during the epoch; with 2 there is one line per epoch. The bar fits
+    the terminal's width, also after a resize: metrics for which there is no room are left out. In a
+    notebook it is one of HTML, if ipywidgets is installed. If the output is neither, the bar
+    becomes a line every ten seconds. A moving bar shows the metrics of the step before the last
+    one, so that it need not wait for the devices; the line at the end of an epoch is exact.
 
     Args:
         verbose: 1 or 2.
@@ -50,11 +46,8 @@ class ProgbarLogger(Callback):
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Shows that the step is being compiled, which takes a while."""
         if self._bar is not None and self.model.is_compiling:
-            self._bar.set_postfix_str(
-                "compiling" if batch == 0 else "compiling for a batch of another size",
-                refresh=False,
-            )
-            self._bar.refresh()
+            what = "compiling" if batch == 0 else "compiling for a batch of another size"
+            show_items(self._bar, self._steps, [what])
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Moves the bar."""
@@ -101,19 +94,11 @@ class ProgbarLogger(Callback):
         self._start = self._shown = time.perf_counter()
         self._train_s = 0.0
         self._before = None
-        if self._verbose == 1 and sys.stdout.isatty():
-            layout = _BAR_FORMAT if total else _OPEN_FORMAT
+        self._bar = new_bar(title, total) if self._verbose == 1 else None
+        if self._bar is not None:
             self._show_warning, warnings.showwarning = (
                 warnings.showwarning,
                 _beside_bars(warnings.showwarning),
-            )
-            self._bar = tqdm(
-                total=total,
-                desc=title,
-                bar_format=layout,
-                file=sys.stdout,
-                leave=False,
-                mininterval=_BAR_INTERVAL_S,
             )
 
     def _advance(self, logs: Mapping[str, float] | None) -> None:
@@ -131,28 +116,22 @@ class ProgbarLogger(Callback):
     def _show(self, moment: float) -> None:
         self._shown = moment
         rate = self._rate(moment)
-        text = "".join(
-            [
-                f", {rate:,.0f} examples/s",
-                *(f", {name} {_short(value)}" for name, value in (self._before or {}).items()),
-            ]
-        )
+        metrics = [f"{name} {_short(value)}" for name, value in (self._before or {}).items()]
+        items = [f"{rate:,.0f} examples/s", *metrics]
         if self._bar is not None:
-            self._bar.set_postfix_str(text[2:], refresh=False)
-            self._bar.n = self._steps
-            self._bar.refresh()
+            show_items(self._bar, self._steps, items)
         else:
             total = self.params.get("steps")
-            left = (
-                f", {(total - self._steps) * self._rows / self._steps / rate:.0f} s left"
-                if total and rate
-                else ""
-            )
-            print(f"  step {self._steps}{f'/{total}' if total else ''}{text}{left}", flush=True)
+            if total and rate:
+                items.append(
+                    f"{(total - self._steps) * self._rows / self._steps / rate:.0f} s left"
+                )
+            done = f"  step {self._steps}" + (f"/{total}" if total else "")
+            print(", ".join([done, *items]), flush=True)
 
     def _end(self, title: str, logs: Mapping[str, float] | None) -> None:
         if self._bar is not None:
-            self._bar.close()
+            close(self._bar, self._steps)
             self._bar = None
             warnings.showwarning = self._show_warning
         total_s = time.perf_counter() - self._start
