@@ -6,6 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+_NOT_RUN = re.compile(
+    r"^ *<!-- not run: (.*?) -->\n+ *```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 # What pages speak of that do not make a model themselves.
@@ -34,9 +37,22 @@ model.build(x)
 """
 
 
-def blocks(page, language="python"):
-    """Returns the blocks of a language in a page, in order."""
-    return [text for kind, text in _FENCE.findall(page.read_text()) if kind == language]
+def fences(page):
+    """Returns kind and text of all code blocks of a page, in order."""
+    return _FENCE.findall(page.read_text())
+
+
+def not_run(page):
+    """Returns the blocks of Python that do not run, with the reason that stands above each:
+    `<!-- not run: reason -->`.
+    """
+    return {text: reason for reason, text in _NOT_RUN.findall(page.read_text())}
+
+
+def blocks(page):
+    """Returns the blocks of Python of a page that run, in order."""
+    skipped = not_run(page)
+    return [text for kind, text in fences(page) if kind == "python" and text not in skipped]
 
 
 def run(page, namespace):

@@ -1,0 +1,96 @@
+"""Every code block says what it is: Python runs (`test_pages.py`), commands are ones that there are,
+`text` is what a program prints. A block of Python that does not run says why, in a comment above it.
+"""
+
+import re
+import shlex
+import tomllib
+
+import pytest
+from pages import PAGES, ROOT, fences, not_run
+
+from tnt_jax.launch.options import parse_options
+
+FILES = [
+    *PAGES,
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks/README.md",
+    *(ROOT / "examples").rglob("README.md"),
+]
+KINDS = {"python", "sh", "text", "yaml"}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# Programs of the extras, of the system and of the shell.
+PROGRAMS = {
+    "pytest",
+    "pre-commit",
+    "lint-imports",
+    "import-linter",
+    "mkdocs",
+    "dot",
+    "ray",
+    ".",
+    "nox",
+}
+COMMANDS_OF_TNT_JAX = {"doctor", "fingerprint", "tune"}
+
+
+def relative(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", FILES, ids=relative)
+def test_a_block_has_a_kind(page):
+    assert [kind for kind, _ in fences(page) if kind not in KINDS] == []
+
+
+def test_a_block_that_does_not_run_says_why():
+    reasons = [reason for page in FILES for reason in not_run(page).values()]
+    assert [reason for reason in reasons if len(reason.split()) < 3] == []
+
+
+COMMANDS = [
+    pytest.param(command.strip(), id=f"{relative(page)}: {command.strip()[:60]}")
+    for page in FILES
+    for kind, text in fences(page)
+    if kind == "sh"
+    for line in text.replace("\\\n", " ").splitlines()
+    for command in re.split(r"&&|\||;", line)
+    if command.strip()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_that_there_is(command):
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:  # Variables of the environment.
+        words = words[1:]
+    problem = problem_of(words)
+    assert problem is None, problem
+
+
+def problem_of(words):
+    program, *arguments = words
+    if program == "tnt-jax":
+        if arguments[0] not in COMMANDS_OF_TNT_JAX:
+            assert parse_options(arguments, version="") is not None
+        return None
+    if program == "pip":
+        named = set(re.findall(r"\w+", " ".join(re.findall(r"\[(.*?)\]", " ".join(arguments)))))
+        return f"no such extras: {named - set(EXTRAS)}" if named - set(EXTRAS) else None
+    if program == "python":
+        file = next((word for word in arguments if word.endswith(".py")), None)
+        return f"no file {file}" if file and not (ROOT / file).exists() else None
+    return None if program in PROGRAMS else f"unknown program {program}"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("pip install -e .[nope]", "no such extras"),
+        ("python benchmarks/none.py", "no file"),
+        ("nonesuch --now", "unknown program"),
+    ],
+)
+def test_a_command_that_is_not_there_is_found(command, problem):
+    assert problem in problem_of(shlex.split(command))
