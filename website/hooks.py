@@ -5,6 +5,7 @@ It gets pages from the repository, from docstrings and from notebooks.
 
 from typing import Any
 
+import messages
 import notebooks
 import reference
 from mkdocs.config.defaults import MkDocsConfig
@@ -46,4 +47,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links between files of the repository to their pages."""
     uri = page.file.src_uri
+    if _sources.get(uri) == "docs/faq.md":
+        markdown = messages.with_messages(markdown)
     return rewrite_links(markdown, source=_sources[uri], page=uri) if uri in _sources else markdown

@@ -128,14 +128,14 @@ def resolve_batch_size(
         raise ValueError(
             "The dataset is not batched and no tnt_micro_batch_size was given, so the global batch "
             "is unknown. Batch the dataset with the global batch size, or pass "
-            "tnt_micro_batch_size (rows of one rank)."
+            "tnt_micro_batch_size (rows of one rank). See docs/ranks.md#batch-sizes."
         )
     num_ranks = rank_slice.num_ranks
     if batch_size is not None and micro is not None and micro * num_ranks != batch_size:
         raise ValueError(
             f"tnt_micro_batch_size ({micro}) * {rank_slice.kind} ({num_ranks}) must equal the "
             f"dataset's batch size ({batch_size}). Leave it unset to split the batch evenly, or "
-            f"batch the dataset with {micro * num_ranks}."
+            f"batch the dataset with {micro * num_ranks}. See docs/ranks.md#batch-sizes."
         )
     size = batch_size if batch_size is not None else (micro or 0) * num_ranks
     if size < num_ranks:

@@ -44,7 +44,7 @@ def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
     told = [json.loads(texts[speaker]) for speaker in speakers]
     raise ValueError(
         f"{call} needs the same on every process, but {describe_differences(told, groups)}. "
-        f"{advice}"
+        f"{advice} See docs/survival.md#processes-that-disagree."
     )
 
 

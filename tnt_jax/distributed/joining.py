@@ -137,7 +137,7 @@ def _check_that_it_can_join(job: Job, member: str) -> None:
             f"{job.source} names a job of {job.num_processes} processes, but JAX was used before "
             f"tnt_jax could join it, so this "
             "process would train alone. Call tnt_jax.init() at the top of the script, before "
-            "jax.devices(), jax.random or any array."
+            "jax.devices(), jax.random or any array. See docs/faq.md#a-process-cannot-join-the-job."
         )
 
 

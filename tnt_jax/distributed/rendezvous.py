@@ -292,7 +292,8 @@ def _check_calls(names: Mapping[int, str]) -> None:
     raise RuntimeError(
         f"The processes came to different calls: {told}. Every process must make the same calls in "
         "the same order, not under `if tnt.is_master_rank():`, and pass the same callbacks: those "
-        "that write files do so on the master only."
+        "that write files do so on the master only. See "
+        "docs/launching.md#calls-that-all-processes-must-make."
     )
 
 

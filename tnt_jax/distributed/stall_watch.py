@@ -245,7 +245,7 @@ class _Watch:
         if told:
             advice = (
                 "Every process must make the same calls in the same order "
-                '("Calls that all processes must make", docs/launching.md).'
+                "(docs/launching.md#calls-that-all-processes-must-make)."
             )
             logger.warning("%s %s", " ".join(told), advice, extra={"on_every_process": True})
 

@@ -123,7 +123,8 @@ def check_rows(loss: Loss, y_true: Any, outputs: Any) -> None:
         )
         raise ValueError(
             f"Loss {loss.name!r} compares rows of a batch with each other: {seen}. Training on "
-            "parts of a batch needs values [batch, ...] that depend on their own row only."
+            "parts of a batch needs values [batch, ...] that depend on their own row only. See "
+            "docs/flax.md#rows-must-be-independent."
         )
 
 

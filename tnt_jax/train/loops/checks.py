@@ -50,7 +50,8 @@ def check_state(name: str, before: Any, after: Any) -> Any:
             raise TypeError(
                 f"{where} differs between ranks: it follows from each rank's own rows. Take "
                 f"gradients by tnt_jax.value_and_grad, give BatchNorm axis_name='data', and "
-                f"average statistics of a rank's own rows by jax.lax.pmean(x, 'data')."
+                f"average statistics of a rank's own rows by jax.lax.pmean(x, 'data'). See "
+                "docs/faq.md#a-step-or-a-result-differs-between-ranks."
             )
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise TypeError(
@@ -74,6 +75,7 @@ def check_metrics(name: str, metrics: Any) -> Any:
                 f"The result{jax.tree_util.keystr(path)} of {name} differs between ranks, each of "
                 f"which has seen its own rows. Say what it is for the global batch: "
                 f"tnt_jax.reduce(x, 'mean'), 'sum', 'max', 'min' or 'concat' of values for each "
-                f"row; a loss is made by tnt_jax.compute_average_loss."
+                f"row; a loss is made by tnt_jax.compute_average_loss. See "
+                "docs/faq.md#a-step-or-a-result-differs-between-ranks."
             )
     return structure.unflatten([jnp.asarray(leaf) for _, leaf in paths_and_leaves])

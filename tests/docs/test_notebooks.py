@@ -1,0 +1,58 @@
+"""The notebooks run from top to bottom, and the outputs stored in them are those of their cells."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from pages import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+def outputs(book):
+    """Returns of each cell the kinds of its outputs, and what was printed on the screen of no bar."""
+    return [
+        {"picture" if "image/png" in output.get("data", {}) else output["output_type"]}
+        for cell in book.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+    ]
+
+
+def run(book, folder):
+    """Runs a notebook, and raises what a cell raises."""
+    return NotebookClient(book, timeout=300, resources={"metadata": {"path": folder}}).execute()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_holds_its_outputs(path, tmp_path, monkeypatch):
+    # A notebook chooses its own devices.
+    monkeypatch.delenv("XLA_FLAGS")
+    stored = nbformat.read(path, as_version=4)
+    done = run(nbformat.read(path, as_version=4), tmp_path)
+    assert outputs(stored) == outputs(done)
+
+
+def test_a_bar_of_a_notebook_is_html(tmp_path):
+    pytest.importorskip("ipywidgets")
+    book = nbformat.v4.new_notebook()
+    book.cells = [
+        nbformat.v4.new_code_cell(
+            "from tnt_jax.keras_compat.callbacks import bars\n"
+            "bar = bars.new_bar('Epoch 1/3', 100)\n"
+            "bars.show_items(bar, 40, ['loss 0.1234', 'accuracy 0.9'])\n"
+            "print([child.value for child in bar.container.children])\n"
+            "bars.close(bar, 90)\n"
+            "print(bar.container.layout.visibility)\n"
+        )
+    ]
+    cell = run(book, tmp_path).cells[0]
+    assert any(
+        "application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs
+    )
+    printed = "".join(o["text"] for o in cell.outputs if o["output_type"] == "stream")
+    assert "40.0" in printed
+    assert "loss\\u20070.1234" in printed.encode("unicode_escape").decode() or "loss" in printed
+    assert "hidden" in printed
