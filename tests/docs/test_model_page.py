@@ -17,7 +17,7 @@ def inputs_of(name):
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     if name == "Transformer":
         return [tokens, tokens]
-    if name == "TextClassifier":
+    if name in {"TextClassifier", "Decoder"}:
         return [tokens]
     size = 64 if re.search(r"resnet(18|34|50|101|152)", name) else 32
     return [jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)]
@@ -27,9 +27,11 @@ def inputs_of(name):
 def test_a_model_has_as_many_parameters_as_the_page_says(call, published):
     name, _, arguments = call.partition("(")
     names = {name: getattr(models, name), "PARAM_SETS": models.PARAM_SETS}
+    names["DECODER_SIZES"] = models.DECODER_SIZES
+    flag = {} if name == "Decoder" else {"train": False}
     module = eval(f"{name}({arguments}", names)
     shapes = jax.eval_shape(
-        lambda *inputs: module.init(jax.random.key(0), *inputs, train=False), *inputs_of(name)
+        lambda *inputs: module.init(jax.random.key(0), *inputs, **flag), *inputs_of(name)
     )
     assert f"{sum(leaf.size for leaf in jax.tree.leaves(shapes['params'])):,}" == published
 
