@@ -30,7 +30,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in (ROOT / "docs").rglob("*.ipynb"):
         source = path.relative_to(ROOT).as_posix()
         page = source.removeprefix("docs/").replace(".ipynb", ".md")
-        files.remove(files.src_uris[source.removeprefix("docs/")])
         files.append(File.generated(config, page, content=notebooks.markdown(path)))
         _sources[page] = source
     for page, text in reference.pages().items():

@@ -11,7 +11,8 @@ def markdown(path: Path) -> str:
     Pictures are embedded. Of an output in several forms the picture is shown, otherwise the text.
     """
     book = json.loads(path.read_text())
-    download = f"[Download this notebook]({path.name}){{ .md-button download }}"
+    # As HTML, so that it leads to the file and not to this page of it.
+    download = f'<a class="md-button" href="{path.name}" download>Download this notebook</a>'
     cells = [_cell(cell) for cell in book["cells"]]
     return "\n\n".join([cells[0], download, *cells[1:]])
 
@@ -30,6 +31,8 @@ def _output(output: dict[str, Any]) -> str:
     if output["output_type"] == "error":
         raise ValueError(f"A notebook holds an error: {output['ename']}: {output['evalue']}")
     data = output["data"]
+    if "application/vnd.jupyter.widget-view+json" in data:
+        return ""  # A bar, which is over.
     if "image/png" in data:
         return f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})"
     return f"````text\n{''.join(data['text/plain'])}\n````"

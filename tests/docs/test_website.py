@@ -90,7 +90,7 @@ def write_notebook(path, output):
 def test_a_notebook_becomes_text_code_and_outputs(tmp_path):
     output = {"output_type": "stream", "name": "stdout", "text": ["1\n"]}
     text = notebooks.markdown(write_notebook(tmp_path / "a.ipynb", output))
-    assert text.startswith("# A title\nText.\n\n[Download this notebook](a.ipynb)")
+    assert text.startswith('# A title\nText.\n\n<a class="md-button" href="a.ipynb" download>')
     assert text.endswith("````python\nprint(1)\n2\n````\n\n````text\n1\n````")
     picture = {"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "x"}}
     text = notebooks.markdown(write_notebook(tmp_path / "a.ipynb", picture))
