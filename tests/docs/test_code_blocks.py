@@ -29,6 +29,7 @@ PROGRAMS = {
     "mkdocs",
     "dot",
     "ray",
+    "kubectl",
     ".",
     "nox",
 }
