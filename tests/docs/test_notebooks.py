@@ -9,12 +9,15 @@ NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
 def outputs(book):
-    """Returns the kinds of outputs that each cell has, without bars."""
+    """Returns the kinds of outputs that each cell has, without bars and what goes to stderr, such
+    as a warning that the machine is slow.
+    """
     return [
         {
             "picture" if "image/png" in output.get("data", {}) else output["output_type"]
             for output in cell.outputs
             if "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+            and output.get("name") != "stderr"
         }
         for cell in book.cells
         if cell.cell_type == "code"
