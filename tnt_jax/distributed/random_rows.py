@@ -19,15 +19,18 @@ _KEY_WORDS = 4
 _UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
-def batch_key(words: jax.Array, step: jax.Array | int, num_rows: int) -> jax.Array:
+def batch_key(
+    words: jax.Array, step: jax.Array | int, num_rows: int, *, first_rank: jax.Array | int = 0
+) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
     Args:
         words: Threefry key of the run, uint32 `[2]`, the same on every rank.
         step: Update count; each step draws different numbers.
         num_rows: Rows of this rank's part of the batch, padding included.
+        first_rank: Ranks of other meshes that compute earlier rows of the batch.
     """
-    first_row = jax.lax.axis_index(_jax.rank_axes()) * num_rows
+    first_row = (first_rank + jax.lax.axis_index(_jax.rank_axes())) * num_rows
     return row_key(step_key(words, step), first_row, num_rows)
 
 

@@ -127,9 +127,24 @@ class LocalStep(NamedTuple):
     order: list[int]
 
 
-def differentiate(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> LocalStep:
-    """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`."""
-    key = batch_key(state.key, state.step, num_local_rows(batch))
+def differentiate(
+    parts: Parts,
+    state: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    first_rank: jax.Array | int = 0,
+) -> LocalStep:
+    """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`.
+
+    Args:
+        parts: What the step computes.
+        state: State before the step.
+        batch: This rank's rows.
+        mesh: Ranks, over the axis `data`.
+        first_rank: Ranks of other meshes that compute earlier rows of the global batch.
+    """
+    key = batch_key(state.key, state.step, num_local_rows(batch), first_rank=first_rank)
     scale = loss_scale(state.opt_state)
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
