@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 # Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Nothing else finds the
 # programs that an equation calls.
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
 
@@ -56,6 +56,45 @@ def without_dead_code(jaxpr: Any) -> Any:
     from jax._src.interpreters import partial_eval
 
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+# Equations that run another program once, on their operands.
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+)
+
+
+def called_program(equation: Any) -> Any:
+    """Returns the `ClosedJaxpr` that an equation runs once on its operands, or None."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    programs = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
+    return programs[0] if len(programs) == 1 else None
+
+
+def evaluate(jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
+    """Returns the results of one equation of a traced program for other operands."""
+    # How an equation is evaluated is private and differs between versions; that of a program of one
+    # equation is not.
+    given = {
+        variable: operand
+        for variable, operand in zip(equation.invars, operands, strict=True)
+        if not isinstance(variable, Literal)
+    }
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(given),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*given.values())
 
 
 def _communication(jaxpr: Any) -> str | None:
