@@ -1,5 +1,6 @@
 from . import data as data
 from . import models as models
+from . import parameter_server as parameter_server
 from . import search as search
 from .distributed.collectives import all_gather as all_gather
 from .distributed.collectives import all_reduce as all_reduce
@@ -36,6 +37,7 @@ from .keras_compat.saved_models import load_model as load_model
 from .keras_compat.saved_models import model_from_config as model_from_config
 from .keras_compat.saved_models import model_from_json as model_from_json
 from .keras_compat.saved_models import save_model as save_model
+from .parameter_server.facade import ParameterServer as ParameterServer
 from .seeding import set_seed as set_seed
 from .train.loops.dataset import distribute as distribute
 from .train.loops.gradients import grad as grad

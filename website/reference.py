@@ -20,6 +20,7 @@ NAMESPACES = {
     "tnt_jax.metrics": "Metrics",
     "tnt_jax.models": "Models",
     "tnt_jax.optimizers": "Optimizers",
+    "tnt_jax.parameter_server": "Parameter servers",
     "tnt_jax.schedules": "Schedules",
     "tnt_jax.search": "Search",
 }
@@ -28,6 +29,7 @@ _FOLDERS = {"callbacks", "losses", "metrics", "optimizers", "schedules"}
 # Where a name of `tnt_jax` is defined -> heading; the first that fits counts.
 SECTIONS = {
     "keras_compat": "Models",
+    "parameter_server": "Parameter servers",
     "train.loops": "Training loops",
     "distributed.optax_gradients": "Gradients",
     "distributed.runtime": "Ranks and processes",

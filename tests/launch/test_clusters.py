@@ -310,7 +310,7 @@ def test_tf_config_gives_the_place(cluster, kind, index, expected):
     [
         (
             tf_config({"worker": ["a:1"], "ps": ["p:1"]}, "worker", 0),
-            "asynchronous training is not part.*workers only",
+            "sum their gradients.*workers only, or train with tnt_jax.ParameterServer",
         ),
         (tf_config({"worker": ["a:1", "b:1"]}, "evaluator", 0), "An evaluator is not needed"),
         (tf_config({"worker": ["a:1", "b:1"]}, "worker", 2), "must be one of the cluster's"),

@@ -23,10 +23,10 @@ def detect_tf_config(environ: Mapping[str, str]) -> Job | None:
     cluster, task = _parse(text)
     if cluster.get("ps"):
         raise ValueError(
-            "TF_CONFIG has parameter servers (ps), but asynchronous training is not part of "
-            "tnt_jax yet. It trains synchronously: all processes hold the same weights and sum "
-            "their gradients, as with TensorFlow's MultiWorkerMirroredStrategy. Leave the ps "
-            "entries out and start workers only."
+            "TF_CONFIG has parameter servers (ps), but the processes of such a job all hold the "
+            "same weights and sum their gradients, as with TensorFlow's "
+            "MultiWorkerMirroredStrategy. Leave the ps entries out and start workers only, or "
+            "train with tnt_jax.ParameterServer on a Ray cluster, which needs no TF_CONFIG."
         )
     if not any(cluster.get(kind) for kind in _KINDS):
         return None

@@ -71,6 +71,15 @@ class Core:
             self.adapter, owner.runtime, owner.steps, seed=self.options.seed, owner=owner
         )
 
+    @contextmanager
+    def trained_by(self, trainer: Trainer) -> Iterator[None]:
+        """Lets another trainer of the same adapter take the place of the model's own."""
+        own, self._trainer = self._trainer, trainer
+        try:
+            yield
+        finally:
+            self._trainer = own
+
     @property
     def calls_model(self) -> bool:
         """Whether steps call the model on the inputs; an objective may not do so."""

@@ -1,0 +1,141 @@
+"""Asynchronous training: every worker has a batch of its own, and each gradient is an update.
+
+With a bound on staleness, workers that are ahead wait for those that the bound is about to exceed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tnt_jax.parameter_server.batches import GlobalBatch
+from tnt_jax.parameter_server.coordinator import Coordinator, Flight, Work
+from tnt_jax.parameter_server.server_group import ServerFailure
+from tnt_jax.parameter_server.staleness import StalenessBound
+from tnt_jax.parameter_server.worker import Report
+
+
+class Asynchronous:
+    """Applies gradients as they come.
+
+    Args:
+        coordinator: What gives work to workers.
+        bound: Which gradients may start and be applied.
+    """
+
+    def __init__(self, coordinator: Coordinator, bound: StalenessBound) -> None:
+        self._coordinator = coordinator
+        self._bound = bound
+        self._redo: deque[Work] = deque()
+        # Gradients that have come and wait for staler ones.
+        self._ready: list[Flight] = []
+        self._mine: set[Work] = set()
+
+    def train(
+        self,
+        batches: Iterator[GlobalBatch],
+        begin: Callable[[GlobalBatch], None],
+        end: Callable[[GlobalBatch, list[Report]], bool],
+    ) -> None:
+        """Trains on all batches and waits for the last.
+
+        Args:
+            batches: Global batches, in order.
+            begin: Called before a batch is given to a worker.
+            end: Called after its update was ordered; returns whether no other batch is begun.
+        """
+        self.forget()
+        known: dict[Work, GlobalBatch] = {}
+        is_over = False
+        while not is_over or self.is_busy:
+            while not is_over and self.may_start():
+                if (batch := next(batches, None)) is None:
+                    is_over = True
+                    break
+                begin(batch)
+                work = batch.work()
+                known[work] = batch
+                self.start(work)
+            if not is_over or self.is_busy:
+                for work, report in self.advance():
+                    is_over |= end(known.pop(work), [report])
+
+    def settle(self) -> None:
+        """Waits until the servers have made all updates."""
+        try:
+            self._coordinator.servers.keep_snapshot()
+        except ServerFailure:
+            self._coordinator.servers.go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work was begun that has not ended."""
+        return bool(self._redo or self.under_way())
+
+    def under_way(self) -> list[Flight]:
+        """Returns the work that was begun and has not ended."""
+        return [f for f in self._coordinator.flights if f.work in self._mine] + self._ready
+
+    def may_start(self) -> bool:
+        """Returns whether a worker is free and a gradient may begin."""
+        return not self._redo and self._may_dispatch()
+
+    def start(self, work: Work) -> None:
+        """Gives work to the free worker that was fastest last."""
+        self._mine.add(work)
+        self._coordinator.dispatch(work, self._coordinator.by_speed()[0])
+
+    def advance(self) -> list[tuple[Work, Any]]:
+        """Waits until something happens; returns work whose updates were ordered, with results."""
+        self._wait()
+        while self._redo and self._may_dispatch():
+            self.start(self._redo.popleft())
+        done = []
+        # The oldest first, which is always allowed.
+        for flight in sorted(self._ready, key=lambda flight: flight.version):
+            others = [other.version for other in self.under_way() if other is not flight]
+            version = self._coordinator.servers.version
+            if flight.pushes and not self._bound.may_apply(version, others):
+                break
+            self._ready.remove(flight)
+            self._mine.remove(flight.work)
+            self._apply(flight)
+            done.append((flight.work, flight.result))
+        return done
+
+    def _may_dispatch(self) -> bool:
+        versions = [flight.version for flight in self.under_way()]
+        may_start = self._bound.may_start(self._coordinator.servers.version, versions)
+        return bool(self._coordinator.free) and may_start
+
+    def _apply(self, flight: Flight) -> None:
+        if not flight.pushes:
+            return
+        before = self._coordinator.servers.version
+        # An update that was ordered is not ordered again: what a lost server misses is lost.
+        while self._coordinator.servers.version == before:
+            try:
+                self._coordinator.apply([flight], num_rows=flight.work.num_rows)
+            except ServerFailure:
+                self._coordinator.servers.go_on()
+
+    def _wait(self) -> None:
+        """Waits until something happens, and sorts what has ended."""
+        try:
+            ended = self._coordinator.wait()
+        except ServerFailure:
+            self._coordinator.servers.go_on()
+            return
+        for flight, succeeded in ended:
+            if flight.work not in self._mine:
+                continue
+            if succeeded:
+                self._coordinator.will_apply(flight)
+                self._ready.append(flight)
+            else:
+                self._redo.append(flight.work)
+
+    def forget(self) -> None:
+        """Forgets work that was begun, such as that of a call that was interrupted."""
+        self._redo.clear()
+        self._ready.clear()
+        self._mine.clear()

@@ -1,0 +1,336 @@
+"""The coordinator: gives work to workers, takes their gradients to servers, replaces lost workers.
+
+Only references go through the coordinator: variables travel from servers to workers, and gradients
+from workers to servers, through Ray's object store.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tnt_jax.log import logger
+from tnt_jax.parameter_server.crew import Crew
+from tnt_jax.parameter_server.server import Snapshot
+from tnt_jax.parameter_server.server_group import ServerFailure, ServerGroup
+from tnt_jax.parameter_server.staleness import Statistics
+from tnt_jax.parameter_server.worker import WorkerModel
+
+# Seconds after which a worker that does not answer is named.
+_PATIENCE_S = 60.0
+_TICK_S = 1.0
+# A piece of work that so many workers died of is not given to another.
+_MOST_LOSSES = 3
+
+
+@dataclass(eq=False)
+class Work:
+    """Something that one worker does.
+
+    Attributes:
+        method: Name of the worker's method.
+        arguments: Its arguments before the variables.
+        what: What it is, for messages.
+        num_rows: Rows whose examples count.
+        attempts: How often it was given to a worker.
+        losses: How many workers were lost at it.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    what: str
+    num_rows: int = 0
+    attempts: int = 0
+    losses: int = 0
+
+
+@dataclass(eq=False)
+class Flight:
+    """Work that a worker was given.
+
+    Attributes:
+        work: The work.
+        worker: Number of the worker.
+        version: Version of the variables that it was given.
+        answer: Reference to what the coordinator reads.
+        pushes: References to what each server gets, if it changes variables.
+        started: When it was given, by `time.perf_counter`.
+        is_named: Whether it was said that the worker does not answer.
+        result: What the coordinator read.
+    """
+
+    work: Work
+    worker: int
+    version: int
+    answer: Any
+    pushes: list[Any]
+    started: float = field(default_factory=time.perf_counter)
+    is_named: bool = False
+    result: Any = None
+
+
+class Coordinator:
+    """Gives work to workers, and their gradients to the servers.
+
+    Args:
+        crew: The actors.
+        servers: The servers as one.
+        statistics: What is counted.
+        worker_timeout_s: Seconds after which a worker that does not answer is replaced; None for
+            never.
+
+    Attributes:
+        free: Numbers of the workers that have nothing to do.
+        flights: Work under way.
+        model: Reference to what workers were given.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        servers: ServerGroup,
+        statistics: Statistics,
+        *,
+        worker_timeout_s: float | None,
+    ) -> None:
+        self.crew = crew
+        self.servers = servers
+        self.statistics = statistics
+        self.free: set[int] = set()
+        self.flights: list[Flight] = []
+        self.model: Any = None
+        self._ray = crew.ray
+        self._worker_timeout_s = worker_timeout_s
+        # Workers that start in the place of lost ones.
+        self._starting: dict[Any, tuple[int, float]] = {}
+        # What became of the last gradients of each worker, and how long it took last.
+        self._was_applied: dict[int, bool] = {}
+        self._seconds: dict[int, float] = {}
+
+    def load(self, model: WorkerModel, snapshots: Sequence[Snapshot]) -> None:
+        """Gives a model to the workers, and variables to the servers."""
+        self._discard_flights()
+        self.model = self._ray.put(model)
+        workers = dict(self.crew.workers)
+        asked = [worker.load.remote(self.model) for worker in workers.values()]
+        self.servers.load(model.layout, snapshots)
+        self.crew.get(asked)
+        self.free = set(workers)
+        self._was_applied = {}
+
+    def dispatch(self, work: Work, worker: int) -> Flight:
+        """Gives work to a free worker, with the variables of this version."""
+        self.free.remove(worker)
+        work.attempts += 1
+        arguments = work.arguments
+        if work.method == "compute":
+            was_applied = self._was_applied.get(worker, True)
+            arguments = (arguments[0]._replace(was_applied=was_applied), *arguments[1:])
+            self._was_applied[worker] = False
+        pushes = work.method in ("compute", "run")
+        method = getattr(self.crew.workers[worker], work.method)
+        num_returns = 1 + len(self.crew.servers) if pushes else 1
+        refs = method.options(num_returns=num_returns).remote(*arguments, *self.servers.pull())
+        refs = refs if pushes else [refs]
+        flight = Flight(work, worker, self.servers.version, refs[0], list(refs[1:]))
+        self.flights.append(flight)
+        return flight
+
+    def wait(self) -> list[tuple[Flight, bool]]:
+        """Waits until something happens; returns flights that ended, and whether they succeeded.
+
+        Workers of flights that ended are free again. Those that were lost are replaced.
+
+        Raises:
+            ServerFailure: If updates of a server were lost.
+            RuntimeError: If no worker is left, or work cannot be done.
+        """
+        self.servers.check()
+        refs = [flight.answer for flight in self.flights] + list(self._starting)
+        if not refs:
+            raise RuntimeError(
+                "All workers of the parameter server were lost and none could be started again. "
+                "See the warnings above."
+            )
+        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        for ref in ready:
+            if ref in self._starting:
+                self._adopt(ref)
+        found = set(ready)
+        ended = [flight for flight in self.flights if flight.answer in found]
+        if not ready:
+            self._look_for_silent_workers()
+            self._look_for_late_workers()
+        return [(flight, self._finish(flight)) for flight in ended]
+
+    def apply(self, flights: Sequence[Flight], *, num_rows: int) -> None:
+        """Orders one update with the gradients of some flights, the shares of a batch in order.
+
+        Raises:
+            ServerFailure: As `ServerGroup.update`.
+        """
+        version = self.servers.version
+        is_latest = all(flight.version == version for flight in flights)
+        try:
+            self.servers.update([flight.pushes for flight in flights], is_latest=is_latest)
+        finally:
+            if self.servers.version > version:
+                self._count(flights, version, num_rows)
+
+    def _count(self, flights: Sequence[Flight], version: int, num_rows: int) -> None:
+        """Counts an update that was ordered."""
+        self.statistics.examples += num_rows
+        for flight in flights:
+            self.will_apply(flight)
+            self.statistics.staleness[max(0, version - flight.version)] += 1
+            self.statistics.examples_by_worker[flight.worker] += flight.work.num_rows
+
+    def will_apply(self, flight: Flight) -> None:
+        """Notes that the gradients of a flight will be applied."""
+        self._was_applied[flight.worker] = True
+
+    def by_speed(self) -> list[int]:
+        """Returns the free workers, those first that were fastest last."""
+        return sorted(self.free, key=lambda worker: (self._seconds.get(worker, 0.0), worker))
+
+    def expected_s(self, work: Work) -> float:
+        """Returns how long the worker that has some work took last."""
+        workers = (flight.worker for flight in self.flights if flight.work is work)
+        return max((self._seconds.get(worker, 0.0) for worker in workers), default=0.0)
+
+    def _finish(self, flight: Flight) -> bool:
+        """Reads the answer of a flight that ended; returns whether there is one."""
+        self.flights.remove(flight)
+        errors = self._ray.exceptions
+        seconds = time.perf_counter() - flight.started
+        try:
+            flight.result = self._ray.get(flight.answer)
+        except errors.RayTaskError as error:
+            if not isinstance(error.cause, errors.RayError):
+                self.free.add(flight.worker)
+                raise RuntimeError(
+                    f"Worker {flight.worker} failed at {flight.work.what}: {error.cause!r}"
+                ) from error
+            self._after_loss(flight)
+            return False
+        except errors.RayError:
+            self._after_loss(flight)
+            return False
+        if flight.work.method == "run":
+            flight.result, changes = flight.result
+            flight.pushes = flight.pushes if changes else []
+        self.free.add(flight.worker)
+        self._seconds[flight.worker] = seconds
+        busy_s = self.statistics.busy_s
+        busy_s[flight.worker] = busy_s.get(flight.worker, 0.0) + seconds
+        return True
+
+    def _after_loss(self, flight: Flight) -> None:
+        """Replaces the worker of a flight, if it was lost; otherwise a server was."""
+        self.statistics.repeated_batches += 1
+        try:
+            self._ray.get(self.crew.workers[flight.worker].describe.remote())
+        except self._ray.exceptions.RayActorError:
+            flight.work.losses += 1
+        else:
+            self.free.add(flight.worker)
+            self.servers.suspect()
+            return
+        if flight.work.losses >= _MOST_LOSSES:
+            raise RuntimeError(
+                f"{flight.work.losses} workers were lost at {flight.work.what}; it is not given to "
+                "another one. The data or the model may end the process, for instance by its "
+                "memory: see Ray's logs."
+            )
+        self._replace(flight.worker, f"was lost at {flight.work.what}")
+
+    def _replace(self, worker: int, why: str) -> None:
+        logger.warning(
+            "Worker %d of the parameter server %s. Another one takes its place, and the work is "
+            "done again.", worker, why,
+        )  # fmt: skip
+        self.statistics.lost_workers += 1
+        self.free.discard(worker)
+        actor = self.crew.start_worker(worker)
+        self.crew.workers[worker] = actor
+        self._starting[actor.load.remote(self.model)] = (worker, time.perf_counter())
+
+    def _adopt(self, ref: Any) -> None:
+        """Takes a worker that has started into use."""
+        worker, _ = self._starting.pop(ref)
+        try:
+            self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            logger.warning("Worker %d cannot start again: %s", worker, error)
+            return
+        self._was_applied.pop(worker, None)
+        self.free.add(worker)
+
+    def _look_for_late_workers(self) -> None:
+        """Gives up workers that do not start again; the others do their work."""
+        for ref, (worker, started) in list(self._starting.items()):
+            if time.perf_counter() - started > self.crew.timeout_s:
+                del self._starting[ref]
+                logger.warning(
+                    "Worker %d has not started again within %.0f s: the Ray cluster has no place "
+                    "for it. Training goes on without it.", worker, self.crew.timeout_s,
+                )  # fmt: skip
+
+    def _look_for_silent_workers(self) -> None:
+        """Names workers that do not answer, and replaces them after the user's timeout."""
+        for flight in list(self.flights):
+            waited_s = time.perf_counter() - flight.started
+            if self._worker_timeout_s is not None and waited_s > self._worker_timeout_s:
+                self.crew.kill(self.crew.workers[flight.worker])
+            elif waited_s > _PATIENCE_S and not flight.is_named:
+                flight.is_named = True
+                logger.warning(
+                    "Worker %d has not answered for %.0f s at %s. worker_timeout_s=... replaces "
+                    "such workers.", flight.worker, waited_s, flight.work.what,
+                )  # fmt: skip
+
+    def _discard_flights(self) -> None:
+        """Waits for work that nobody waits for any more, such as after an interrupt."""
+        while self.flights or self._starting:
+            self.wait()
+
+    def run_all(self, works: Iterable[Work], *, ahead: int, take: Callable[[Any], None]) -> None:
+        """Does work that changes nothing; calls `take` with the results in order.
+
+        Args:
+            works: Work, in order.
+            ahead: Pieces of work that may be done before the first of them is taken.
+            take: Takes a result.
+        """
+        source = iter(works)
+        waiting: deque[Work] = deque()
+        redo: deque[Work] = deque()
+        done: dict[Work, Any] = {}
+        is_over = False
+        while waiting or not is_over:
+            while self.free and (redo or (not is_over and len(waiting) < ahead)):
+                work = redo.popleft() if redo else next(source, None)
+                if work is None:
+                    is_over = True
+                    break
+                if work.attempts == 0:
+                    waiting.append(work)
+                self.dispatch(work, self.by_speed()[0])
+            while waiting and waiting[0] in done:
+                take(done.pop(waiting.popleft()))
+            if waiting or not self.free:
+                self._collect(done, redo)
+
+    def _collect(self, done: dict[Work, Any], redo: deque[Work]) -> None:
+        """Waits for work that changes nothing; what was lost is to be done again."""
+        try:
+            ended = self.wait()
+        except ServerFailure:
+            self.servers.go_on()
+            return
+        for flight, succeeded in ended:
+            if succeeded:
+                done[flight.work] = flight.result
+            else:
+                redo.append(flight.work)

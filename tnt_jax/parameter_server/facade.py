@@ -1,0 +1,333 @@
+"""`ParameterServer`: training on Ray with variables on servers and gradients of workers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.distributed import runtime
+from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
+from tnt_jax.keras_compat.inputs import to_batch
+from tnt_jax.keras_compat.model import Model
+from tnt_jax.log import logger
+from tnt_jax.parameter_server.asynchronous import Asynchronous
+from tnt_jax.parameter_server.checks import check_arguments, check_compilation, check_options
+from tnt_jax.parameter_server.coordinator import Coordinator
+from tnt_jax.parameter_server.crew import Crew
+from tnt_jax.parameter_server.partition import Partitioner
+from tnt_jax.parameter_server.scheduling import RemoteValue, Scheduler
+from tnt_jax.parameter_server.server import Layout
+from tnt_jax.parameter_server.server_group import ServerGroup
+from tnt_jax.parameter_server.sidecar import SidecarEvaluation
+from tnt_jax.parameter_server.staleness import StalenessBound, Statistics
+from tnt_jax.parameter_server.synchronous import Synchronous
+from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
+from tnt_jax.parameter_server.worker import WorkerModel
+
+_ONE_CPU = {"CPU": 1.0}
+
+
+class ParameterServer:
+    """Trains a model on Ray: servers hold its variables, and workers compute gradients.
+
+    ```python
+    model = tnt.Model(module)
+    model.compile("adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    with tnt.ParameterServer(model, num_servers=2, num_workers=4) as server:
+        server.fit(x, y, batch_size=64, epochs=3)
+    model.evaluate(x_test, y_test)
+    ```
+
+    Asynchronous training (the default) makes one update for each batch of each worker: the batch
+    size is that of one worker, and gradients may be stale. With `max_staleness=0` training is
+    synchronous: workers share each global batch, and the results are those of `Model.fit` with as
+    many ranks. See docs/parameter_server.md.
+
+    Args:
+        model: The compiled model. Its variables are the servers' while a method runs, and hold the
+            results afterwards.
+        num_servers: Servers that hold the variables.
+        num_workers: Workers that compute gradients.
+        max_staleness: Updates that may lie between the variables of a gradient and those that it
+            changes: None for any number, 0 for synchronous training.
+        backup_workers: With `max_staleness=0`, workers more than there are shares of a global
+            batch: nobody waits for as many slow ones. Every row still counts once.
+        partitioner: Into how many parts an array is divided over servers, such as
+            `tnt_jax.parameter_server.MinSizePartitioner()`; by default arrays stay whole.
+        compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding leaves out
+            is sent later.
+        checkpoint_every: Updates between two snapshots of the servers: the most that can be lost
+            with a server. The coordinator waits for each snapshot and holds the last one.
+        worker_timeout_s: Seconds after which a worker that does not answer is replaced; None for
+            never. The first batch includes compilation.
+        resources_per_worker: Ray's resources of a worker, such as `{"CPU": 4, "GPU": 1}`.
+        resources_per_server: Ray's resources of a server.
+        worker_env: Environment variables of workers.
+        start_timeout_s: Seconds in which all processes must have started.
+
+    Attributes:
+        model: The model.
+        statistics: What happened so far: versions, staleness of gradients, rates, losses.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        ValueError: If an argument is invalid, or an option of the model is not possible here.
+        RuntimeError: If the cluster has no place, or this is a job of several processes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_servers: int = 2,
+        num_workers: int = 4,
+        max_staleness: int | None = None,
+        backup_workers: int = 0,
+        partitioner: Partitioner | None = None,
+        compression: Literal["bfloat16"] | None = None,
+        checkpoint_every: int = 100,
+        worker_timeout_s: float | None = None,
+        resources_per_worker: Mapping[str, float] = _ONE_CPU,
+        resources_per_server: Mapping[str, float] = _ONE_CPU,
+        worker_env: Mapping[str, str] | None = None,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        check_arguments(
+            num_servers=num_servers, num_workers=num_workers, max_staleness=max_staleness,
+            backup_workers=backup_workers, compression=compression,
+            checkpoint_every=checkpoint_every,
+        )  # fmt: skip
+        self._core: Core = model._core
+        check_options(self._core.options)
+        self.model = model
+        self.statistics = Statistics()
+        self._crew = Crew(
+            num_servers=num_servers, num_workers=num_workers,
+            resources_per_server=resources_per_server, resources_per_worker=resources_per_worker,
+            worker_env=worker_env or {}, start_timeout_s=start_timeout_s,
+        )  # fmt: skip
+        servers = ServerGroup(self._crew, self.statistics, checkpoint_every=checkpoint_every)
+        self._coordinator = Coordinator(
+            self._crew, servers, self.statistics, worker_timeout_s=worker_timeout_s
+        )
+        is_synchronous = max_staleness == 0
+        self._num_shares = num_workers - backup_workers if is_synchronous else 1
+        self._trainer = self._make_trainer(partitioner, compression == "bfloat16")
+        asynchronous = Asynchronous(self._coordinator, StalenessBound(max_staleness))
+        self._trainer.training = asynchronous
+        if is_synchronous:
+            self._trainer.training = Synchronous(
+                self._coordinator, num_shares=self._num_shares,
+                ranks_per_share=self._crew.devices_per_worker, backs_up=backup_workers > 0,
+                counts=self._trainer.counts,
+            )  # fmt: skip
+        self._scheduler = Scheduler(asynchronous, self._crew.ray.put, self._trainer.note_update)
+        # The functions that the trainer was compiled for.
+        self._functions: Any = None
+
+    def __enter__(self) -> "ParameterServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def fit(self, *args: Any, **kwargs: Any) -> History:
+        """Trains as `Model.fit`, with its arguments, on the workers; returns the history.
+
+        Logs are sums over the gradients in the order in which they were applied. At the end of an
+        epoch all workers have ended.
+
+        Raises:
+            RuntimeError: If the model was not compiled, or work cannot be done.
+            ValueError: If data and arguments contradict one another, or the optimizer cannot run on
+                several servers.
+        """
+        with self._serving(trains=True):
+            return self.model.fit(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> float | list[float] | dict[str, float]:
+        """Returns loss and metrics as `Model.evaluate`, computed by the workers."""
+        with self._serving():
+            return self.model.evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's outputs as `Model.predict`, computed by the workers."""
+        with self._serving():
+            return self.model.predict(*args, **kwargs)
+
+    def schedule(self, step: Callable, *arguments: Any) -> RemoteValue:
+        """Has a worker run a step of your own, when one is free.
+
+        ```python
+        def step(params, x, y):
+            loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+            return grads, loss
+
+        values = [server.schedule(step, x, y) for x, y in batches]
+        server.join()
+        losses = server.fetch(values)
+        ```
+
+        Args:
+            step: Function of the parameters and the arguments, which is compiled. It returns
+                `(grads, value)`: gradients are applied by the servers, with the staleness that the
+                server allows; None changes nothing.
+            *arguments: Pytrees of arrays.
+
+        Raises:
+            RuntimeError: If the model has no variables yet, or was not compiled.
+        """
+        if not self._scheduler.is_busy:
+            self._begin_scheduling()
+        return self._scheduler.schedule(step, arguments)
+
+    def join(self) -> None:
+        """Waits for all scheduled steps; the model holds their results afterwards."""
+        self._scheduler.join()
+        self._trainer.give_back()
+        self._core.write_back()
+
+    def fetch(self, values: Any) -> Any:
+        """Waits for the values of scheduled steps, in any pytree, and returns them."""
+        is_value = _is_remote_value
+        return jax.tree.map(lambda x: x.fetch() if is_value(x) else x, values, is_leaf=is_value)
+
+    def sidecar(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        *,
+        sample_weight: Any = None,
+        every: int = 100,
+    ) -> SidecarEvaluation:
+        """Returns a callback that evaluates data beside training, in a process of its own.
+
+        The process needs the resources of one worker more.
+
+        Args:
+            x: Data, as in `Model.evaluate`.
+            y: As there.
+            batch_size: As there.
+            sample_weight: As there.
+            every: Updates between two evaluations.
+        """
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an integer of at least 1, but is {every!r}.")
+        intake: DataIntake = self.model._intake
+        with self._serving():
+            source = intake.source(DataArguments(x, y, sample_weight, batch_size))
+            batches = [to_batch(item) for item in source.batches(0)]
+        return SidecarEvaluation(self._core, self._coordinator, batches, every=every)
+
+    def shutdown(self) -> None:
+        """Ends all servers and workers; the model keeps its variables."""
+        self._crew.close()
+
+    def _begin_scheduling(self) -> None:
+        """Gives the model's variables to the servers."""
+        with self._serving(trains=True):
+            self._trainer.require_state()
+            self._trainer.load()
+
+    @contextmanager
+    def _serving(self, *, trains: bool = False) -> Iterator[None]:
+        """Lets the servers' trainer take the place of the model's own, and gives the state back."""
+        if not self._crew.servers:
+            raise RuntimeError("The parameter server was shut down. Make a new one.")
+        core, trainer = self._core, self._trainer
+        if trains:
+            core.require_trainable()
+        if core.compilation is not None:
+            core.use_optimizer()
+            compilation = core.compilation
+            assert compilation.transformation is not None
+            check_compilation(compilation)
+            if core.functions is not None and core.functions is not self._functions:
+                trainer.compile(core.step_parts(), compilation.transformation)
+            trainer.use_optimizer(compilation.transformation)
+        trainer.adopt()
+        try:
+            with core.trained_by(trainer):
+                yield
+        except BaseException:
+            self._give_back_after_error()
+            raise
+        finally:
+            self._functions = core.functions
+        trainer.give_back()
+
+    def _give_back_after_error(self) -> None:
+        """Gives the model what the servers hold, if they can be read."""
+        try:
+            self._trainer.give_back()
+        except RuntimeError as error:
+            logger.warning(
+                "The variables of the servers cannot be read (%s). The model keeps those that it "
+                "had before.", error,
+            )  # fmt: skip
+
+    def _make_trainer(self, partitioner: Partitioner | None, compresses: bool) -> ServedTrainer:
+        job = runtime.init()
+        if runtime.get_process_count() > 1:
+            raise RuntimeError(
+                "A parameter server is used by one process, which starts its workers through Ray, "
+                f"but this is one of {runtime.get_process_count()} processes of a job."
+            )
+        # The coordinator computes next to nothing, on one device.
+        mesh = _jax.make_data_mesh(list(job.mesh.devices.flat[:1]))
+        alone = replace(job, mesh=mesh)
+        num_ranks = self._num_shares * self._crew.devices_per_worker
+        reduction = choose_reduction(alone.platform, 1, settings=job.settings)
+        return ServedTrainer(
+            self._core.trainer,
+            alone,
+            ServedSteps(alone, reduction, RankSlice(num_ranks, 0, num_ranks)),
+            seed=self._core.options.seed,
+            coordinator=self._coordinator,
+            model=_ModelOfWorkers(self._core, compresses),
+            partitioner=partitioner,
+        )
+
+
+@dataclass(frozen=True)
+class _ModelOfWorkers:
+    """Makes what workers need of a model.
+
+    Attributes:
+        core: What the parts of the model share.
+        compresses: Whether gradients are sent in bfloat16.
+    """
+
+    core: Core
+    compresses: bool
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the optimizer."""
+        compilation = self.core.compilation
+        return "identity" if compilation is None else compilation.optimizer.name
+
+    def __call__(self, sample: Any, layout: Layout, key: np.ndarray) -> WorkerModel:
+        """Returns what workers need."""
+        return WorkerModel(
+            self.core.module,
+            self.core.options.for_adapter(),
+            sample,
+            self.core.functions,
+            layout,
+            key,
+            self.compresses,
+        )
+
+
+def _is_remote_value(x: Any) -> bool:
+    return isinstance(x, RemoteValue)

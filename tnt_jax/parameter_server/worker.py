@@ -1,0 +1,253 @@
+"""What one worker does: computes gradients with variables that it is given, on its own devices.
+
+It runs in a Ray actor, but knows nothing of Ray.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.adapters import wrap
+from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.parameter_server.compression import ErrorFeedback, from_wire, to_wire
+from tnt_jax.parameter_server.server import Layout, Push
+from tnt_jax.parameter_server.worker_programs import GradientStep, Share, with_variables
+from tnt_jax.settings import read_settings
+from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.epoch_sums import zero_sums
+from tnt_jax.train.step import make_eval_step, make_predict_step
+
+Pulled = tuple[int, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class WorkerModel:
+    """What a worker needs to build the model of its coordinator.
+
+    Attributes:
+        module: The user's module, which is pickled.
+        options: Options of `tnt_jax.adapters.wrap`.
+        sample: Shapes and dtypes of inputs `[1, ...]`.
+        functions: Losses and metrics for the model's outputs.
+        layout: Arrays of the model, and where they lie.
+        key: Words of the key of the run.
+        compresses: Whether gradients are sent in bfloat16.
+    """
+
+    module: Any
+    options: dict[str, Any]
+    sample: Any
+    functions: Any
+    layout: Layout
+    key: np.ndarray
+    compresses: bool
+
+
+class Order(NamedTuple):
+    """Which gradients a worker is asked for.
+
+    Attributes:
+        step: Number of the batch since the beginning; draws its random numbers.
+        share: Which part of the batch its rows are; None for all.
+        was_applied: Whether the worker's last gradients were applied.
+        num_rows: Real rows of the whole batch.
+    """
+
+    step: int
+    share: Share | None
+    was_applied: bool
+    num_rows: int
+
+
+class Report(NamedTuple):
+    """What the coordinator hears of a batch.
+
+    Attributes:
+        loss: The rows' part of the batch's loss.
+        losses: The same for each term.
+        increments: What the rows add to the sums of the metrics.
+        rows: Number of real rows.
+        compute_s: Seconds of the computation, without waiting for variables or orders.
+        is_finite: Whether loss and gradients are finite.
+    """
+
+    loss: Any
+    losses: Any
+    increments: Any
+    rows: float
+    compute_s: float
+    is_finite: bool
+
+
+class Worker:
+    """Computes gradients, evaluates and predicts batches on the devices of its process.
+
+    Args:
+        number: Number of the worker, from 0 on; -1 beside training.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._mesh = _jax.make_data_mesh(jax.local_devices())
+        # What environment variables of a launcher say belongs to another job.
+        settings = read_settings({})
+        platform = self._mesh.devices.flat[0].platform
+        self._reduction = choose_reduction(platform, self._mesh.size, settings=settings)
+        self._feedback = ErrorFeedback()
+        self._steps: dict[int, Callable] = {}
+        self._zeros: dict[Any, Any] = {}
+        self._extra_s = 0.0
+
+    def describe(self) -> tuple[int, str, int]:
+        """Returns the number of devices, their platform and the process id."""
+        return self._mesh.size, self._mesh.devices.flat[0].platform, os.getpid()
+
+    def load(self, model: WorkerModel) -> None:
+        """Builds the model; its variables come with each order."""
+        adapter = wrap(model.module, variables=None, **model.options)
+        adapter.attach(model.sample)
+        self._model, self._layout = model, model.layout
+        if model.functions is not None:
+            self._parts: Parts = model.functions.step_parts(adapter.apply)
+            self._gradients = GradientStep(self._parts, self._mesh, self._reduction)
+            self._evaluate = make_eval_step(self._parts, self._mesh)
+        self._predict = make_predict_step(adapter.apply, self._mesh)
+        self._zeros = {}
+        self._feedback = ErrorFeedback()
+
+    def wait_for(self, seconds: float) -> None:
+        """Makes each gradient take so many seconds longer, to stand for another device."""
+        self._extra_s = seconds
+
+    def compute(self, order: Order, batch: Batch, *pulled: Pulled) -> tuple[Any, ...]:
+        """Returns a report, and for each server what changes its variables."""
+        start = time.perf_counter()
+        self._feedback.settle(was_applied=order.was_applied)
+        params, model_state = self._variables(pulled)
+        state = with_variables(self._model.key, params, model_state, order.step)
+        computed = jax.tree.map(np.asarray, self._gradients(state, batch, order.share))
+        grads = jax.tree.leaves(computed.grads)
+        is_finite = all(bool(np.isfinite(x).all()) for x in (computed.loss, *grads))
+        if self._model.compresses:
+            grads = self._feedback.rounded(grads)
+        after = jax.tree.leaves(computed.model_state)
+        share = float(computed.rows) / order.num_rows
+        pushes = self._pushes(grads, after, jax.tree.leaves(model_state), share)
+        if self._extra_s:
+            threading.Event().wait(self._extra_s)
+        report = Report(
+            computed.loss, computed.losses, computed.increments, float(computed.rows),
+            time.perf_counter() - start, is_finite,
+        )  # fmt: skip
+        return (report, *pushes)
+
+    def evaluate(self, batch: Batch, *pulled: Pulled) -> Any:
+        """Returns the sums of loss and metrics over a batch."""
+        return self.evaluate_all([batch], *pulled)
+
+    def evaluate_all(self, batches: Sequence[Batch], *pulled: Pulled) -> Any:
+        """Returns the sums of loss and metrics over batches."""
+        params, model_state = self._variables(pulled)
+        sums = self._zero_sums(params, model_state, batches[0])
+        for batch in batches:
+            sums = self._evaluate(params, model_state, sums, batch)
+        return jax.tree.map(np.asarray, sums)
+
+    def predict(self, inputs: Any, *pulled: Pulled) -> Any:
+        """Returns the model's outputs `[rows, ...]` for some inputs."""
+        params, model_state = self._variables(pulled)
+        return jax.tree.map(np.asarray, self._predict(params, model_state, inputs))
+
+    def run(
+        self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Pulled
+    ) -> tuple[Any, ...]:
+        """Runs a step of the user's; returns its value, and what changes the servers' variables.
+
+        The value comes with whether it changes them.
+
+        Args:
+            number: Number of the step, which is compiled once.
+            step: The function `(params, *arguments) -> (grads, value)`.
+            arguments: Its other arguments.
+            *pulled: Variables from each server.
+
+        Raises:
+            TypeError: If the step does not return `(grads, value)`, or gradients that do not fit.
+        """
+        params, model_state = self._variables(pulled)
+        compiled = self._steps.setdefault(number, jax.jit(step))
+        result = compiled(params, *arguments)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                "A scheduled step returns a pair (grads, value), with grads=None to change "
+                f"nothing, but returned a {type(result).__name__}."
+            )
+        grads, value = jax.tree.map(np.asarray, result)
+        if grads is None:
+            return ((value, False), *(None for _ in pulled))
+        expected = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        if jax.tree.map(lambda x: (x.shape, x.dtype), grads) != expected:
+            raise TypeError(
+                "A scheduled step returns gradients of the structure, shapes and dtypes of the "
+                "parameters, such as jax.grad(loss)(params), but returned others."
+            )
+        state = jax.tree.leaves(model_state)
+        return ((value, True), *self._pushes(jax.tree.leaves(grads), state, state, 1.0))
+
+    def _zero_sums(self, params: Any, model_state: Any, batch: Batch) -> Any:
+        """Returns the sums of no batch, for batches like `batch`."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch
+        )
+        leaves, structure = jax.tree.flatten(shapes)
+        kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if kind not in self._zeros:
+            state = with_variables(self._model.key, params, model_state, 0)
+            self._zeros[kind] = zero_sums(self._parts, state, shapes, self._mesh)
+        return self._zeros[kind]
+
+    def _variables(self, pulled: Sequence[Pulled]) -> tuple[Any, Any]:
+        """Returns parameters and model state from the parts of all servers."""
+        layout = self._layout
+        plan = layout.optimizer.plan
+        parts = [
+            from_wire(arrays, [layout.dtypes[index] for index in plan.held(server)])
+            for server, (_, arrays) in enumerate(pulled)
+        ]
+        arrays = plan.unpacked(parts)
+        return (
+            layout.params.unflatten(arrays[: layout.num_params]),
+            layout.model_state.unflatten(arrays[layout.num_params :]),
+        )
+
+    def _pushes(
+        self,
+        grads: Sequence[np.ndarray],
+        after: Sequence[np.ndarray],
+        before: Sequence[np.ndarray],
+        share: float,
+    ) -> list[Push]:
+        """Returns for each server its rows of gradients and of the model state."""
+        layout, plan = self._layout, self._layout.optimizer.plan
+        first = layout.num_params
+        pushes = []
+        for server in range(plan.num_servers):
+            held = plan.held(server)
+            params = [index for index in held if index < first]
+            others = [index - first for index in held if index >= first]
+            pushes.append(
+                Push(
+                    to_wire([plan.part(server, index, grads[index]) for index in params]),
+                    [after[index] for index in others],
+                    [np.asarray(before[index]) for index in others],
+                    share,
+                )
+            )
+        return pushes
