@@ -1,32 +1,38 @@
 """What the notes of `distributed/stall.py` cost a training step: the same steps with and without.
 
-    python benchmarks/stall_notes.py [--step-ms 0.6] [--steps 5000]
+    python benchmarks/stall_notes.py --output benchmarks/results/stall_notes.json
 
-A step stands for what `fit` notes around one: data, a callback, and the waits of a ring of three
-buckets. Steps with and without notes alternate, and the medians of both are compared, so that
-steps in which another program had the core do not count.
+A step stands for what `fit` notes around one: data, the step, a callback, and the waits of a ring
+of three buckets. Steps with and without notes alternate, and the medians of both are compared, so
+that steps in which another program had the core do not count. The thread that samples how long each
+phase takes runs all the time; what it costs is measured apart, as the processor time of a sample.
 """
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import threading
 import time
 
 from tnt_jax.distributed import stall
+from tnt_jax.distributed.own_times import OwnTimes
 
 _BUCKETS = 3
+_WINDOW_S = 60.0
 
 
 def step_with_notes(here: stall.Here, index: int) -> None:
-    outer = here.enter("data")
-    here.enter(*outer)
+    outer, here.doing = here.doing, ("data", "")
+    here.doing = outer
     here.step = index
-    here.enter("step")
-    thread = threading.get_ident()
+    here.doing = ("step", "")
     for _ in range(_BUCKETS):
-        here.end_wait(thread, here.begin_wait(thread, "sum of gradients"))
-    outer = here.enter("callback", "Callback.on_train_batch_end")
-    here.enter(*outer)
+        with stall.waiting("sum of gradients"):
+            pass
+    outer, here.doing = here.doing, ("callback", "Callback.on_train_batch_end")
+    here.doing = outer
 
 
 def pass_time(seconds: float) -> None:
@@ -44,21 +50,60 @@ def step_us(step_s: float, here: stall.Here | None, index: int) -> float:
     return (time.perf_counter_ns() - start_ns) / 1000
 
 
+def sampling_share(here: stall.Here, seconds: float = 5.0) -> float:
+    """Returns the part of a core that the samples take, on an idle main thread."""
+    stopped = threading.Event()
+    thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
+    start_s = time.process_time()
+    thread.start()
+    time.sleep(seconds)
+    stopped.set()
+    thread.join()
+    return (time.process_time() - start_s) / seconds
+
+
+def measure(step_s: float, num_steps: int) -> dict:
+    here, stopped = stall.here(), threading.Event()
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
+    thread.start()
+    for index in range(num_steps):
+        for way in times:
+            times[way].append(step_us(step_s, here if way == "with" else None, index))
+    stopped.set()
+    thread.join()
+    found = {
+        f"{way}_us": {
+            "median": statistics.median(values), "quartiles": statistics.quantiles(values)[::2]
+        }
+        for way, values in times.items()
+    }  # fmt: skip
+    medians = [found[f"{way}_us"]["median"] for way in times]
+    return found | {
+        "notes_percent": 100 * (medians[1] / medians[0] - 1),
+        "samples_percent": 100 * sampling_share(here),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--step-ms", type=float, default=0.6)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--output", help="JSON file for the results")
     arguments = parser.parse_args()
-    here, step_s = stall.here(), arguments.step_ms / 1000
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for index in range(arguments.steps):
-        for notes in (False, True):
-            times[notes].append(step_us(step_s, here if notes else None, index))
-    without, with_notes = (statistics.median(times[notes]) for notes in (False, True))
+    found = measure(arguments.step_ms / 1000, arguments.steps)
+    without, with_notes = (found[f"{way}_us"]["median"] for way in ("without", "with"))
     print(
         f"{without:.2f} us without, {with_notes:.2f} us with notes: {with_notes - without:.2f} us "
-        f"or {100 * (with_notes / without - 1):.2f} % a step (medians of {arguments.steps})."
+        f"or {found['notes_percent']:.2f} % a step (medians of {arguments.steps}); samples take "
+        f"{found['samples_percent']:.3f} % of a core."
     )
+    if arguments.output:
+        about = {"cores": os.cpu_count(), "processor": platform.machine()}
+        about |= {"python": platform.python_version(), "load": os.getloadavg()[0]}
+        with open(arguments.output, "w") as file:
+            json.dump({"arguments": vars(arguments), "about": about} | found, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":

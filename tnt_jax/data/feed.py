@@ -98,11 +98,11 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         here = stall.here()
         while True:
-            outer = here.enter("data")
+            outer, here.doing = here.doing, ("data", "")
             try:
                 kind, value = self._wait() if self._threaded else self._next()
             finally:
-                here.enter(*outer)
+                here.doing = outer
             if kind == "error":
                 raise value
             if kind == "end":

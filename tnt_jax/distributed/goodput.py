@@ -14,19 +14,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import jax
 
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 Phase = Literal[
     "computing", "data", "saving", "compiling", "validating", "callbacks", "starting",
     "restarting", "lost", "other",
@@ -268,32 +265,29 @@ def training() -> Iterator[None]:
             books.file.write(books.account.notes(is_finished=is_finished))
 
 
-@contextmanager
-def phase(name: Phase) -> Iterator[None]:
-    """Counts the block under a phase, if the thread is the one that trains."""
-    own = account()
-    if not own.is_own_thread:
-        yield
-        return
-    before = own.switch(name)
-    try:
-        yield
-    finally:
-        own.switch(before)
+class phase:
+    """Counts the block under a phase, if the thread is the one that trains.
 
+    Args:
+        name: The phase.
+    """
 
-def counted(name: Phase) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Returns a decorator for functions whose time counts under a phase."""
+    __slots__ = ("_account", "_before", "_name")
 
-    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        @wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with phase(name):
-                return function(*args, **kwargs)
+    def __init__(self, name: Phase) -> None:
+        self._name: Phase = name
 
-        return call
+    def __enter__(self) -> None:
+        """Begins the phase."""
+        own = account()
+        self._account = own if own.is_own_thread else None
+        if self._account is not None:
+            self._before: Phase = self._account.switch(self._name)
 
-    return decorate
+    def __exit__(self, *_: object) -> None:
+        """Begins the phase before again."""
+        if self._account is not None:
+            self._account.switch(self._before)
 
 
 def _note_duration(event: str, duration_secs: float, **_: Any) -> None:

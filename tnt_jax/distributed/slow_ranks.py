@@ -59,7 +59,7 @@ class SlowRanks:
         if before is None or not all(before):
             return None
         spent = [
-            {phase: own[phase] - old[phase] for phase in (*_OF_HOST, *_OF_DEVICE)}
+            {phase: own.get(phase, 0.0) - old.get(phase, 0.0) for phase in (*_OF_HOST, *_OF_DEVICE)}
             for own, old in zip(times, before, strict=True)
         ]
         found = find_slow(spent, passed_s)

@@ -14,12 +14,12 @@ in plain attributes, which cost a step next to nothing:
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
-from tnt_jax.distributed import timeline
+from tnt_jax.distributed import goodput, timeline
 from tnt_jax.job import Slot
 
 Phase = Literal["", "data", "compile", "step", "steps", "callback", "loop", "save"]
@@ -104,10 +104,14 @@ class Note:
 class Here:
     """The position of this process; see `Note`.
 
+    It is written between steps, so it reads no clock and takes no lock: each attribute is replaced
+    whole, and a reader in another thread sees it before or after.
+
     Attributes:
+        doing: The phase, and the same in the user's words, such as the name of a callback.
+        waits: What each thread waits for: XLA's threads wait for the ring, and a thread reads data.
         readers: Threads that read data ahead, whose waits concern the process only where it needs
             data.
-        own_ns: Nanoseconds so far in each phase, without those in which it waited for others.
         forsaken: A sentence saying that it waits for a process that has left; empty if none is
             known.
     """
@@ -115,66 +119,28 @@ class Here:
     def __init__(self) -> None:
         self.meetings = self.epoch = self.step = self.num_waits = 0
         self.calls: tuple[str, ...] = ()
-        self.phase: Phase = ""
-        self.what = ""
+        self.doing: tuple[Phase, str] = ("", "")
         self.limit_s: float | None = None
         self.has_left = False
         self.forsaken = ""
-        # By thread: XLA's threads wait for the ring, and a thread reads the data.
         self.waits: dict[int, str] = {}
         self.readers: set[int] = set()
         self.members: tuple[int, ...] = ()
-        self.own_ns: dict[Phase, int] = dict.fromkeys(("", *_WORDS), 0)
-        self._since_ns = time.perf_counter_ns()
-        self._lock = threading.Lock()
 
-    def enter(self, phase: Phase, what: str = "") -> tuple[Phase, str]:
-        """Begins a phase; returns the one before, with which to call it again."""
-        before = self.phase, self.what
-        with self._lock:
-            self._count()
-            self.phase, self.what = phase, what
-        return before
-
-    def begin_wait(self, thread: int, what: str) -> str | None:
-        """Notes that a thread waits for other processes; returns what it waited for already."""
-        with self._lock:
-            self._count()
-            before = self.waits.get(thread)
-            self.waits[thread] = what
-            self.num_waits += 1
-        return before
-
-    def end_wait(self, thread: int, before: str | None) -> None:
-        """Notes that a wait has ended."""
-        with self._lock:
-            self._count()
-            if before is None:
-                del self.waits[thread]
-            else:
-                self.waits[thread] = before
-
-    def _wait(self) -> str:
-        """Returns what this process waits for: a thread that reads ahead delays nobody."""
-        readers = () if self.phase in ("", "data") else self.readers
-        return next((what for thread, what in self.waits.items() if thread not in readers), "")
+    @property
+    def awaits(self) -> str:
+        """What this process waits for, or nothing: a thread that reads ahead delays nobody."""
+        readers = () if self.doing[0] in ("", "data") else self.readers
+        waits = list(self.waits.items())
+        return next((what for thread, what in waits if thread not in readers), "")
 
     def note(self) -> Note:
         """A copy that can be sent."""
-        with self._lock:
-            self._count()
-            return Note(
-                self.meetings, self.calls, self.epoch, self.step, self.phase, self.what,
-                self.limit_s, self.num_waits, self._wait(), self.members, has_left=self.has_left,
-            )  # fmt: skip
-
-    def _count(self) -> None:
-        """Adds the time since the last change to the phase, unless the process waited."""
-        now_ns = time.perf_counter_ns()
-        # Most often nothing waits, or no thread reads ahead.
-        if not self.waits or (self.readers and not self._wait()):
-            self.own_ns[self.phase] += now_ns - self._since_ns
-        self._since_ns = now_ns
+        phase, what = self.doing
+        return Note(
+            self.meetings, self.calls, self.epoch, self.step, phase, what, self.limit_s,
+            self.num_waits, self.awaits, self.members, has_left=self.has_left,
+        )  # fmt: skip
 
 
 _here = Slot(Here)
@@ -185,39 +151,62 @@ def here() -> Here:
     return _here.get()
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
+class waiting:
     """Records that this thread waits for other processes within the block.
 
     Args:
         what: The call that waits, as a user writes it, or what it waits for.
     """
-    own, thread = here(), threading.get_ident()
-    before = own.begin_wait(thread, what)
-    try:
-        with timeline.span(what, "wait"):
-            yield
-    finally:
-        own.end_wait(thread, before)
+
+    __slots__ = ("_before", "_here", "_start_ns", "_thread", "_timeline", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Begins the wait."""
+        self._here, self._thread = own, thread = here(), threading.get_ident()
+        self._before = own.waits.get(thread)
+        own.waits[thread] = self._what
+        own.num_waits += 1
+        self._timeline = timeline.current()
+        self._start_ns = 0 if self._timeline is None else time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the wait; the thread waits on for what it waited for before."""
+        if self._before is None:
+            del self._here.waits[self._thread]
+        else:
+            self._here.waits[self._thread] = self._before
+        if self._timeline is not None:
+            end_ns = time.perf_counter_ns()
+            self._timeline.add(self._what, "wait", self._start_ns, end_ns, {})
 
 
 @contextmanager
-def in_phase(phase: Phase, what: str = "", *, limit_s: float | None = None) -> Iterator[None]:
+def in_phase(
+    phase: Phase,
+    what: str = "",
+    *,
+    limit_s: float | None = None,
+    spent: goodput.Phase | None = None,
+) -> Iterator[None]:
     """Records that the main thread is in a phase within the block.
 
     Args:
         phase: The phase.
         what: What it does, in the user's words.
         limit_s: Seconds that it may take; by default the limit of the phase.
+        spent: The phase under which its time counts in `goodput`; None for that which runs.
     """
     own = here()
-    before, limit_before = own.enter(phase, what), own.limit_s
-    own.limit_s = limit_s
+    before, limit_before = own.doing, own.limit_s
+    own.doing, own.limit_s = (phase, what), limit_s
     try:
-        yield
+        with nullcontext() if spent is None else goodput.phase(spent):
+            yield
     finally:
-        own.enter(*before)
-        own.limit_s = limit_before
+        own.doing, own.limit_s = before, limit_before
 
 
 @contextmanager
@@ -271,14 +260,15 @@ def calling(name: str) -> Iterator[None]:
         name: Name of the call, as a user writes it.
     """
     own = here()
-    outer = own.calls, own.epoch, own.step
-    before, own.calls, own.epoch, own.step = own.enter(""), (*own.calls, name), 0, 0
+    outer, before = (own.calls, own.epoch, own.step), own.doing
+    own.calls, own.epoch, own.step = (*own.calls, name), 0, 0
+    own.doing = ("", "")
     try:
         with timeline.span(name, "call"):
             yield
     finally:
         own.calls, own.epoch, own.step = outer
-        own.enter(*before)
+        own.doing = before
 
 
 def called(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

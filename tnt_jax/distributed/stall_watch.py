@@ -18,6 +18,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed import stacks
+from tnt_jax.distributed.own_times import OwnTimes
 from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
 from tnt_jax.distributed.stall_causes import Cause, Seen, describe_stall, find_cause, limit_s
@@ -100,10 +101,15 @@ class _Watch:
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
+        self._own_times = OwnTimes(self._here, patience.warning_s)
         self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("tnt_jax-stall", self._run), ("tnt_jax-silence", self._run_silence))
+            threading.Thread(target=run, name=f"tnt_jax-{name}", args=args, daemon=True)
+            for name, run, args in (
+                ("stall", self._run, ()),
+                ("silence", self._run_silence, ()),
+                ("samples", self._own_times.run, (self._stopped,)),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -172,7 +178,7 @@ class _Watch:
 
     def _post(self, note: Note) -> None:
         self._num_posts += 1
-        own_s = {phase: ns / 1e9 for phase, ns in self._here.own_ns.items()}
+        own_s = {phase: round(seconds, 2) for phase, seconds in self._own_times.seconds.items()}
         text = json.dumps({"posts": self._num_posts, "note": asdict(note), "own_s": own_s})
         self._client.key_value_set(f"{_NOTES}/{self._process}", text, allow_overwrite=True)
 

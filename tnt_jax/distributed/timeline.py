@@ -135,6 +135,11 @@ def stop() -> None:
     _timeline.set(None)
 
 
+def current() -> Timeline | None:
+    """Returns the timeline of this job; None if nothing is recorded."""
+    return _timeline.get()
+
+
 def span(name: str, category: str, **arguments: Any) -> AbstractContextManager[None]:
     """Returns a context manager that records how long its block takes, if anything is recorded.
 

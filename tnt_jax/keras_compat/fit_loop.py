@@ -318,6 +318,7 @@ class _EpochSteps:
         self._points = points
         self._is_stopped = False
         self._threaded = threaded
+        self._has_started = "training" in _started.get()
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
@@ -339,19 +340,9 @@ class _EpochSteps:
             raise Preempted
 
     def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
-        """Yields items, and counts their steps."""
-        for item in self._timed(groups):
-            self.index += item.num_steps
-            self._hooks.announce(item, self._known)
-            yield item
-            if "training" not in _started.get():
-                _started.get().add("training")
-                runtime.log_start_phase("first step compiled and started")
+        """Yields items, counts their steps, and adds up the time in which devices waited for data.
 
-    def _timed(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
-        """Yields items and adds up the time in which nothing ran, from the first step on.
-
-        Nothing runs while the next item is waited for.
+        The latter from the first step on.
         """
         items = iter(groups)
         while True:
@@ -360,12 +351,24 @@ class _EpochSteps:
             waited_s = time.perf_counter() - start
             if waited_s > _SHORTEST_WAIT_S and not self._hooks.is_busy():
                 goodput.account().move(waited_s, "data")
-                if self._threaded and "training" in _started.get():
+                if self._threaded and self._has_started:
                     self.input_wait_s += waited_s
             self._is_stopped = self._points.stops_here()
             if item is None or self._is_stopped:
                 return
+            self.index += item.num_steps
+            self._hooks.announce(item, self._known)
             yield item
+            if not self._has_started:
+                self._has_started = True
+                _note_start()
+
+
+def _note_start() -> None:
+    """Logs how long the first step of the job took to start."""
+    if "training" not in _started.get():
+        _started.get().add("training")
+        runtime.log_start_phase("first step compiled and started")
 
 
 def _report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:

@@ -16,6 +16,9 @@ from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.train.execution import DeviceBatches
 
 Phase = Literal["train", "test", "predict"]
+_STEP: tuple[stall.Phase, str] = ("step", "")
+_STEPS: tuple[stall.Phase, str] = ("steps", "")
+_COMPILE: tuple[stall.Phase, str] = ("compile", "")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class PhaseHooks:
     ) -> None:
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
-        self._program: stall.Phase = "step"
+        self._trains = phase == "train"
+        self._timeline = timeline.current()
+        self._program = _STEP
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
         self._callbacks = callbacks
         self._progress = progress
@@ -82,21 +87,23 @@ class PhaseHooks:
         """Runs before step `index`."""
         self._here.step = index + 1
         self._callbacks.call_batch(self._begin, index, {})
-        self._here.enter(self._program)
+        self._here.doing = self._program
         self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index` was started; returns whether training ends with it."""
-        timeline.add(
-            f"{self._phase} step", "step", self._start_ns, epoch=self._here.epoch, step=index + 1
-        )
-        self._progress.rows_in_batch = num_rows
+        if self._timeline is not None:
+            place = {"epoch": self._here.epoch, "step": index + 1}
+            end_ns = time.perf_counter_ns()
+            self._timeline.add(f"{self._phase} step", "step", self._start_ns, end_ns, place)
+        progress = self._progress
+        progress.rows_in_batch = num_rows
         if sums is not None:
-            self._progress.epoch_sums = sums
-        if self._phase == "train":
-            self._progress.batches_done = index + 1
-            self._progress.rows_done += num_rows
-            self._progress.training_sums = sums
+            progress.epoch_sums = sums
+        if self._trains:
+            progress.batches_done = index + 1
+            progress.rows_done += num_rows
+            progress.training_sums = sums
             goodput.note_steps(index + 1 - self._first, self._start_ns)
         if self._has_end:
             self._callbacks.call_batch(
@@ -111,8 +118,8 @@ class PhaseHooks:
 
     def _logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs, for which the step must have run: a callback waits for the devices."""
-        spent: goodput.Phase = "computing" if self._phase == "train" else "validating"
-        with stall.in_phase("step"), goodput.phase(spent):
+        spent: goodput.Phase = "computing" if self._trains else "validating"
+        with stall.in_phase("step", spent=spent):
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
@@ -120,12 +127,13 @@ class PhaseHooks:
 
         Its kind is added to the known kinds.
         """
-        kind = (group.num_steps, *(x.shape for x in jax.tree.leaves(group.batch)))
-        self._progress.is_compiling = kind not in known
-        self._program = "step" if group.num_steps == 1 else "steps"
-        if self._progress.is_compiling:
-            self._program = "compile"
-        known.add(kind)
+        kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
+        if kind in known:
+            self._progress.is_compiling = False
+            self._program = _STEP if group.num_steps == 1 else _STEPS
+        else:
+            known.add(kind)
+            self._progress.is_compiling, self._program = True, _COMPILE
 
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""

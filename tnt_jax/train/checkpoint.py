@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed import collectives
-from tnt_jax.distributed.goodput import counted
 from tnt_jax.distributed.runtime import barrier, is_master_rank
 from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
@@ -133,8 +132,7 @@ class Checkpoints:
         except OSError as error:
             self._report(Outcome("failed", str(error)))
 
-    @in_phase("save")
-    @counted("saving")
+    @in_phase("save", spent="saving")
     def save(
         self,
         state: TrainState,
@@ -210,8 +208,7 @@ class Checkpoints:
             raise self._missing()
         return read_shapes(self._folder(number) / "state")
 
-    @in_phase("save")
-    @counted("restarting")
+    @in_phase("save", spent="restarting")
     def read(self, number: int | None = None, *, like: TrainState | None = None) -> Saved:
         """Returns a checkpoint, if it is what was saved.
 
@@ -234,8 +231,7 @@ class Checkpoints:
             raise self._missing()
         return saved
 
-    @in_phase("save")
-    @counted("restarting")
+    @in_phase("save", spent="restarting")
     def read_newest_valid(
         self, *, before: int | None = None, like: TrainState | None = None
     ) -> Saved | None:
@@ -273,8 +269,7 @@ class Checkpoints:
             )
         return None
 
-    @in_phase("save")
-    @counted("saving")
+    @in_phase("save", spent="saving")
     def wait(self) -> None:
         """Waits until everything is written.
 
@@ -295,7 +290,7 @@ class Checkpoints:
         """Whether the last checkpoint was written, the same on all processes; ask after `wait`."""
         return self._last.result == "written"
 
-    @counted("saving")
+    @in_phase("save", spent="saving")
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs write to the directory.
 

@@ -92,8 +92,7 @@ class CallbackList:
             if function is not None:
                 name = f"{type(scoped.callback).__name__}.{hook}"
                 with (
-                    stall.in_phase("callback", name),
-                    goodput.phase("callbacks"),
+                    stall.in_phase("callback", name, spent="callbacks"),
                     timeline.span(name, "callback"),
                 ):
                     function(*args)
@@ -116,13 +115,15 @@ class CallbackList:
         """Calls one batch hook, such as `on_train_batch_end`, of the callbacks that have it."""
         if not self._batch_hooks[hook]:
             return
-        with goodput.phase("callbacks"):
-            for name, function in self._batch_hooks[hook]:
-                outer = self._here.enter("callback", name)
-                try:
+        here = self._here
+        outer = here.doing
+        try:
+            with goodput.phase("callbacks"):
+                for doing, function in self._batch_hooks[hook]:
+                    here.doing = doing
                     function(batch, logs)
-                finally:
-                    self._here.enter(*outer)
+        finally:
+            here.doing = outer
 
     def has_batch_hook(self, hook: str) -> bool:
         """Returns whether any callback has this batch hook."""
@@ -142,14 +143,14 @@ class CallbackList:
                     callback.set_model(self._model)
                 callback.set_params(params)
 
-    def _functions(self, hook: str) -> list[tuple[str, Callable]]:
+    def _functions(self, hook: str) -> list[tuple[tuple[stall.Phase, str], Callable]]:
         functions = [
             (f"{type(scoped.callback).__name__}.{hook}", scoped.bind(hook))
             for scoped in self._scoped
             if overrides(scoped.callback, hook)
         ]
         return [
-            (name, timeline.recorded(function, name, "callback"))
+            (("callback", name), timeline.recorded(function, name, "callback"))
             for name, function in functions
             if function is not None
         ]
