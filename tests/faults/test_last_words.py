@@ -5,7 +5,7 @@ import re
 import pytest
 from processes import launch
 
-from tnt_jax.launch.screen import failure_report
+from tnt_jax.launch.reports import failure_report
 
 DEATHS = [
     ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by signal 9 (SIGKILL)", ""),

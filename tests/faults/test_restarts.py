@@ -141,6 +141,9 @@ def test_signal_before_a_restart_ends_the_launcher_at_once(start, script, signum
 PATIENT = """
 def end(signum, frame):
     print("saved", flush=True)
+    # What `fit` says, by which test_preempted_ranks.py recognises a preemption.
+    name = signal.Signals(signum).name
+    print(f"{name} came to process {rank}: the state after step 3 of epoch 1 is saved.", file=sys.stderr)
     sys.exit(75)
 for signum in (signal.SIGTERM, signal.SIGUSR1): signal.signal(signum, end)
 print(rank, restart, os.getpid(), flush=True)
@@ -172,6 +175,7 @@ def test_rank_that_was_told_to_end_alone_is_restarted(start, script):
     out, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 0, err
     assert "Restart 1 of 3 follows in 1 s" in err
+    assert "Cause: it was preempted: SIGTERM came to process 0, and the state is saved\n" in err
     assert re.search(r"^0 1 \d+$", out, re.MULTILINE)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tnt_jax.launch.messages import Lines
-from tnt_jax.launch.screen import excerpt
+from tnt_jax.launch.reports import excerpt
 
 GLOO = (
     "[Gloo] Rank {} is connected to {} peer ranks. Expected number of connected peer ranks is : {}"

@@ -2,10 +2,15 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from tnt_jax.distributed import preemption
+from tnt_jax.keras_compat.preempted import save_and_exit
+from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.launch.processtree import descendants
+from tnt_jax.launch.reports import preemption_cause
 
 SAVES = """
 import os, signal, subprocess, sys, time
@@ -56,3 +61,16 @@ def test_process_that_does_not_follow_one_with_75_is_killed_after_the_grace_peri
     _, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 75
     assert "Rank 0 has saved its state and ended" in err
+
+
+@pytest.mark.parametrize("to", ["", " to process 3"])
+def test_launcher_reads_the_signal_from_what_fit_says(monkeypatch, caplog, to):
+    watch = SimpleNamespace(reason=f"SIGUSR1 came{to}", signum=signal.SIGUSR1)
+    codes = []
+    monkeypatch.setattr(preemption, "current", lambda: watch)
+    monkeypatch.setattr(preemption, "leave", codes.append)
+    callbacks = SimpleNamespace(call=lambda *args: None)
+    save_and_exit(lambda: True, callbacks, Progress(epoch=1, batches_done=7), {})
+    cause = f"it was preempted: SIGUSR1 came{to}, and the state is saved"
+    assert (codes, preemption_cause(caplog.text.encode())) == ([75], cause)
+    assert preemption_cause(b"saved by the script itself") == ""

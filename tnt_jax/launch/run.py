@@ -139,7 +139,8 @@ def run_attempt(
             return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
         code = session.run(processes)
-        because = session.because or f"it ended with exit code {code}."
+        ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"
+        because = session.because or f"{ended} with exit code {code}."
         return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))
 
 

@@ -1,19 +1,14 @@
 """The terminal output: that of the ranks, and the launcher's own messages."""
 
 import os
-import re
-import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from collections.abc import Iterable
+from typing import Protocol, TextIO
 
 from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.plan import Process
 
-_END_OF_OUTPUT = " End of its output:"
-_LAST_LINES = 30
 _LONGEST_LINE_BYTES = 1 << 16
-_TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
 
 
 class Output(Protocol):
@@ -107,73 +102,3 @@ def say(text: str) -> None:
         )
     except BrokenPipeError:
         discard(sys.stderr)
-
-
-def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str:
-    """Returns the report on a failed process.
-
-    It says which process failed and how, and has the end of its output unless that was shown.
-
-    Args:
-        host: The host of the process.
-        message: What its supervisor says of its end.
-        shown: Whether the user has seen its error output.
-    """
-    rank, code, pid = message["rank"], message["code"], message["pid"]
-    text = f"Rank {rank} on {host} {_how(code)}. It was process {pid}."
-    if code == 128 + signal.SIGKILL and message["memory_kills"]:
-        text += (
-            f" The kernel of {host} has killed {message['memory_kills']} process(es) for lack of "
-            "memory since the start."
-        )
-    tail = message["tail"].encode("latin-1").decode(errors="replace")
-    last = excerpt(tail.rstrip().splitlines())
-    if shown or not last:
-        return text
-    return "\n".join([text + _END_OF_OUTPUT, *(f"  {line}" for line in last)])
-
-
-def gist(report: str) -> str:
-    """Returns a report in one line, without the output of the failed process."""
-    return report.splitlines()[0].removesuffix(_END_OF_OUTPUT)
-
-
-def _how(code: int) -> str:
-    if code <= 128:
-        return f"failed with exit code {code}"
-    try:
-        name = f" ({signal.Signals(code - 128).name})"
-    except ValueError:  # A real-time signal, or an exit code of the script's own.
-        name = ""
-    return f"was ended by signal {code - 128}{name}"
-
-
-def excerpt(lines: Sequence[str]) -> list[str]:
-    """Returns the last lines of an output, preceded by the errors of earlier tracebacks."""
-    begin = max(0, len(lines) - _LAST_LINES)
-    errors: list[int] = []
-    for index, line in enumerate(lines):
-        if _TRACEBACK.match(line):
-            margin = len(line) - len(line.lstrip())
-            ends = (
-                i
-                for i in range(index + 1, len(lines))
-                if lines[i].strip() and lines[i][: margin + 1].strip()
-            )
-            errors.append(next(ends, len(lines)))
-    found = [line for index in errors if index < begin for line in (lines[index], "...")]
-    return [*found, *lines[begin:]]
-
-
-def loss_report(rank: int, host: str, ended: Sequence[int]) -> str:
-    """Returns the report on a process that could not continue without others.
-
-    These had ended with exit code 0 without leaving the job.
-    """
-    names = (
-        f"Rank {ended[0]}" if len(ended) == 1 else f"One of the ranks {', '.join(map(str, ended))}"
-    )
-    return (
-        f"{names} ended with exit code 0, but without leaving the job; rank {rank} on {host} "
-        "needed it and could not go on."
-    )

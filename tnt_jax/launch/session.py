@@ -11,7 +11,8 @@ from typing import Any
 
 from tnt_jax.launch.connection import Connection
 from tnt_jax.launch.plan import Process
-from tnt_jax.launch.screen import Output, Screen, failure_report, gist, loss_report, say
+from tnt_jax.launch.reports import failure_report, gist, loss_report, preemption_cause
+from tnt_jax.launch.screen import Output, Screen, say
 from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
@@ -42,7 +43,7 @@ class Session:
     """The launcher's event loop over the supervisors of a job.
 
     Attributes:
-        because: Why the job failed, in one line; empty if it did not.
+        because: Why the job failed or was preempted, in one line; empty if it was not.
         has_passed_on: Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
     """
 
@@ -361,20 +362,22 @@ class Session:
         if code == 0:
             self._ended_well.append(rank)
         elif code == PREEMPTED_EXIT_CODE:
-            self._take_preemption(rank)
+            self._take_preemption(rank, tail)
         elif has_lost and self._ended_well and not self._exit_code:
             self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
         elif not is_consequence:
             report = failure_report(connection.host, message, shown=self._screen.shows(rank))
             self._fail(code, report)
 
-    def _take_preemption(self, rank: int) -> None:
+    def _take_preemption(self, rank: int, tail: bytes) -> None:
         """Handles a process that has saved its state and ended: the others do the same."""
         if self._exit_code not in (0, PREEMPTED_EXIT_CODE):
             return  # It was asked to end because another had failed.
         if self._exit_code == 0:
             say(f"Rank {rank} has saved its state and ended. The same command goes on from there.")
             self._exit_code = PREEMPTED_EXIT_CODE
+        # Not all processes say which signal it was.
+        self.because = self.because or preemption_cause(tail)
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self._grace_period_s
 
