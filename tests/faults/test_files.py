@@ -156,23 +156,13 @@ def test_a_state_that_is_not_finite_is_refused_once(tmp_path, warnings):
     assert Checkpoints(tmp_path).newest() == 5
 
 
-def test_checkpoints_without_checksums_are_read_as_before(tmp_path):
-    """Written by Orbax itself, as versions before checksums did."""
-    trees = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}, "step": np.int32(4)}
-    with ocp.CheckpointManager(
-        tmp_path, options=ocp.CheckpointManagerOptions(step_prefix="tnt_jax_step")
-    ) as manager:
-        manager.save(
-            4,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(trees),
-                about=ocp.args.JsonSave({"position": [1, 2], "notes": {"a": 1}}),
-            ),
-            custom_metadata={"tnt_jax": {"format": 1}},
-        )
-    saved = Checkpoints(tmp_path).read_newest_valid()
-    np.testing.assert_array_equal(saved.arrays["params/w"], trees["params"]["w"])
-    assert (saved.number, saved.position, saved.notes) == (4, Position(1, 2), {"a": 1})
+@pytest.mark.parametrize("name", ["checksums", "checksums/files.json", "checksums/arrays_0.json"])
+def test_a_checkpoint_without_checksums_is_damaged(tmp_path, warnings, name):
+    newest = save(tmp_path, 1, 2)
+    gone = newest / name
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    assert is_what_was_saved(Checkpoints(tmp_path).read_newest_valid(), 1)
+    assert f"{newest} is damaged: checksums/" in warnings[-1]
 
 
 def test_orbax_reads_what_is_written(tmp_path):

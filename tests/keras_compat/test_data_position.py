@@ -184,7 +184,3 @@ def test_shards_of_other_processes_are_refused():
     saved["parts"]["number of shards"] = 2
     with pytest.raises(ValueError, match="another number of shards: 2, and 1 now"):
         entered(source, saved)
-
-
-def test_a_backup_of_an_earlier_version_counts_batches():
-    assert entered(arrays(8), {}) == 3

@@ -51,7 +51,7 @@ def batches_done(
 
     Args:
         position: The position in the batches of the interrupted run.
-        noted: What `describe_position` returned there; empty if that is not known.
+        noted: What `describe_position` returned there.
         stream: The data of the running `fit`.
         first_epoch: Epoch that the stream begins with.
         is_accumulating: Whether gradients of steps before the position wait for their update.
@@ -59,8 +59,6 @@ def batches_done(
     Raises:
         ValueError: If rows would be lost or seen twice; the message gives both values.
     """
-    if not noted:
-        return position.batch
     own = describe_position(stream, first_epoch, noted["rows"])
     if own["seed"] != noted["seed"]:
         raise ValueError(

@@ -100,7 +100,7 @@ class Resumption:
 
         Args:
             position: The position to resume at.
-            data: What `reached` said of the data there; empty if that is not known.
+            data: What `reached` said of the data there.
             sums: Leaves of the sums at that position; empty at the beginning of an epoch.
 
         Returns:
@@ -119,7 +119,7 @@ class Resumption:
             position, data, self._stream, self._first_epoch, is_accumulating=is_accumulating
         )
         position = Position(position.epoch, batch)
-        self._resumed = (position, data.get("rows", 0), sums)
+        self._resumed = (position, data["rows"], sums)
         return position
 
     def enter_epoch(self, epoch: int) -> None:

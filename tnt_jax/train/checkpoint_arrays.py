@@ -5,7 +5,7 @@ waits in barriers for processes that have failed, and leaves out what any proces
 writes alone.
 
     write_arrays(folder, {"params/w": HostArray.of(w, has_whole=True)})
-    arrays, problems = read_arrays(folder)
+    arrays, problems = read_arrays(folder, kinds)
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 def read_arrays(
     folder: Path,
-    kinds: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str],
     wanted: Mapping[str, Regions] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
@@ -200,8 +200,8 @@ def read_arrays(
     Args:
         folder: Folder.
         wanted: Parts to read of arrays that are not needed whole; see `spread_regions`.
-        kinds: What `kind` of each array must be, if it is known: a damaged description may demand
-            any amount of memory.
+        kinds: What `kind` of each array must be: a damaged description may demand any amount of
+            memory.
 
     Raises:
         ValueError: If the description of the folder cannot be read.
@@ -212,7 +212,7 @@ def read_arrays(
         try:
             store = opening.result()
             found = kind(store.shape, store.dtype.numpy_dtype)
-            if kinds is None or kinds.get(path) == found:
+            if kinds.get(path) == found:
                 reads[path] = store, _started(store, (wanted or {}).get(path))
             else:
                 problems[path] = f"is {found}, but was saved as {kinds.get(path, 'nothing')}"

@@ -24,13 +24,12 @@ from tnt_jax.train.checkpoint_arrays import (
 )
 from tnt_jax.train.checkpoint_checksums import (
     damaged_files,
-    has_checksums,
     problem_of_array,
     read_array_checksums,
     write_array_checksums,
     write_file_checksums,
 )
-from tnt_jax.train.checkpoint_folders import read_mark, write_mark
+from tnt_jax.train.checkpoint_folders import write_mark
 
 _ITEMS = ("state", "extra")
 _ABOUT = Path("about", "metadata")
@@ -164,9 +163,8 @@ def read_checkpoint(
             f"Process {jax.process_index()} does not see {folder}: the directory must be on a file "
             "system that all processes share."
         )
-    is_checked = has_checksums(folder) or read_mark(folder).get("format") != 1
-    problems = damaged_files(folder) if is_checked else []
-    items, array_problems = _read_items(folder, is_checked, wanted or {})
+    problems = damaged_files(folder)
+    items, array_problems = _read_items(folder, wanted or {})
     try:
         about = json.loads((folder / _ABOUT).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -179,13 +177,13 @@ def read_checkpoint(
 
 
 def _read_items(
-    folder: Path, is_checked: bool, wanted: Mapping[str, Regions]
+    folder: Path, wanted: Mapping[str, Regions]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Returns the arrays of a checkpoint, and what is wrong with them, by tree and path."""
     items: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     try:
-        sums = read_array_checksums(folder) if is_checked else {}
+        sums = read_array_checksums(folder)
     except ValueError as error:
         return {}, {"": str(error)}
     for item in _ITEMS:
@@ -198,7 +196,7 @@ def _read_items(
         }
         try:
             parts = wanted if item == "state" else {}
-            items[item], bad = read_arrays(folder / item, inside or None, parts)
+            items[item], bad = read_arrays(folder / item, inside, parts)
         except ValueError as error:
             problems[item] = str(error)
             continue

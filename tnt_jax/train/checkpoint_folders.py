@@ -15,8 +15,8 @@ from typing import Any
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_checksums import FOLDER, has_checksums
 
-# Where the marker stands beside Orbax's own metadata. Format 1 had no checksums.
-METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 2
+# Where the marker stands beside Orbax's own metadata.
+METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 1
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TMP = ".orbax-checkpoint-tmp"
 _UNFINISHED = rf"{re.escape(_TMP)}.*"
