@@ -90,3 +90,15 @@ def test_a_directory_in_use_is_refused_on_all_processes_by_name(tmp_path):
 @pytest.mark.long  # Orbax alone wrote nothing here on any process but the first.
 def test_each_process_alone_writes_its_own(tmp_path):
     assert run("alone", tmp_path) == {0: ["read 1.0"], 1: ["read 2.0"]}
+
+
+def test_a_backup_that_fails_ends_training_on_all_processes_within_seconds(tmp_path):
+    result = launch(
+        2, SCRIPTS / "raise_save_error.py", tmp_path, flags=["--output-on-all-devices"],
+    )  # fmt: skip
+    pattern = r"^\[rank (\d)\] raised after batch (\d+), (.*) s: A checkpoint could not be written"
+    found = re.findall(pattern, result.stdout, re.MULTILINE)
+    assert sorted(process for process, _, _ in found) == ["0", "1"], result.stderr
+    assert len({batch for _, batch, _ in found}) == 1
+    assert int(found[0][1]) < 400  # The epoch, and with it the next backup, ends after 500.
+    assert all(float(seconds) < 8 for _, _, seconds in found)

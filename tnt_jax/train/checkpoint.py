@@ -89,7 +89,7 @@ class Checkpoints:
             that was saved with `is_best` stays besides.
         on_save_error: What happens if a checkpoint cannot be written, for instance because the disk
             is full. `"warn"`: one warning; training goes on, and the next `save` tries again.
-            `"raise"`: the next call raises, on all processes.
+            `"raise"`: the next call raises, on all processes; `check` finds out early.
         alone: Whether this process acts by itself, without the others.
         prefix: What the names of the folders begin with. Checkpoints with different prefixes do not
             see each other.
@@ -284,6 +284,20 @@ class Checkpoints:
     def folder_name(self, number: int) -> str:
         """Returns the name of a checkpoint's folder in the directory."""
         return self._folders.build_name(number)
+
+    @in_phase("save", spent="saving")
+    def check(self) -> bool:
+        """Returns whether everything is written, without waiting for it.
+
+        Without a call of it, a checkpoint that could not be written is noticed by the next one.
+
+        Raises:
+            OSError: As `wait`.
+        """
+        if not self._writer.is_done():
+            return False
+        self.wait()
+        return True
 
     @property
     def last_is_written(self) -> bool:

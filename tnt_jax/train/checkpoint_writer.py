@@ -129,6 +129,13 @@ class Writer:
         )
         self._thread.start()
 
+    def is_done(self) -> bool:
+        """Returns whether no checkpoint is being written; all processes ask together."""
+        is_done = self._thread is None or not self._thread.is_alive()
+        if self._alone or not self._is_writing:
+            return is_done
+        return collectives.agree("Checkpoints.check", {}, note=is_done)[0]
+
     def finish(self) -> Outcome | None:
         """Waits for the checkpoint that is being written.
 

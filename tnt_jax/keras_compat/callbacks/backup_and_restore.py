@@ -11,7 +11,7 @@ import jax
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.callback_states import collect, numbered, restore
 from tnt_jax.keras_compat.callbacks.monitor import Monitor
-from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, saving_times
+from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingSeconds, saving_times
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint import Checkpoints, OnSaveError, Position, Saved
 from tnt_jax.train.checkpoint_folders import OwnFolders
@@ -19,6 +19,8 @@ from tnt_jax.train.state_arrays import with_arrays
 
 BACKUP_PREFIX = "tnt_jax_backup"
 """What the names of the folders of backups begin with."""
+# Seconds between two looks whether a backup could be written.
+_CHECK_S = 1.0
 
 
 def newest_backup(directory: Path) -> str | None:
@@ -52,7 +54,8 @@ class BackupAndRestore(Callback):
         keep_best: Name of a log, such as `"val_loss"`. A backup is made after each epoch in which
             it improves, and the last of these stays besides the others.
         on_save_error: `"warn"` to go on without a backup that cannot be written and to try again at
-            the next one, `"raise"` to end training on all processes.
+            the next one, `"raise"` to end training on all processes after the same batch, a few
+            seconds later at most.
 
     Attributes:
         newest: Number of the last backup that this `fit` has begun to write, or None.
@@ -94,6 +97,8 @@ class BackupAndRestore(Callback):
         self._watch = None if keep_best is None else Monitor(keep_best)
         self._best: float | None = None
         self._has_saved_now = False
+        # Says when to look whether the last backup could be written; None if that is known.
+        self._checks: SavingSeconds | None = None
         self._ended_state: Any = None
         self._checkpoints = self._open()
 
@@ -115,10 +120,10 @@ class BackupAndRestore(Callback):
         """Restores a backup, if there is one."""
         self._has_saved_now, self._ended_state, self._best = False, None, None
         self.newest = None
+        self._checks = None
         self._checkpoints = self._open()
         resumption = self.model.resumption
-        alone = self.scope != "all_processes" or jax.process_count() == 1
-        self._times = saving_times(self.save_freq, alone=alone)
+        self._times = saving_times(self.save_freq, alone=self._is_alone)
         resumption.warn_unless_repeatable()
         self._checkpoints.lock()
         saved = self._checkpoints.read_newest_valid(like=self.model.state)
@@ -131,6 +136,8 @@ class BackupAndRestore(Callback):
         self._has_saved_now = False
         if self._times.is_due_after_batch(batch):
             self._save()
+        elif self._checks is not None and self._checks.is_due_after_batch(batch):
+            self._check()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Backs up after the epoch, if `save_freq` is `"epoch"` or the watched log has improved."""
@@ -179,6 +186,11 @@ class BackupAndRestore(Callback):
             return None
         return self._checkpoints.folder_name(self.newest)
 
+    def _check(self) -> None:
+        """Raises on all processes if the backup that was started last could not be written."""
+        if self._checkpoints.check():
+            self._checks = None
+
     def _open(self) -> Checkpoints:
         return Checkpoints(
             self.backup_dir,
@@ -197,7 +209,8 @@ class BackupAndRestore(Callback):
             like = self.model.state
             before = self._checkpoints.read_newest_valid(before=saved.number, like=like)
             saved = before or saved
-        position = saved.position or Position(0, 0)
+        position = saved.position
+        assert position is not None, "Each backup has one."
         stops = saved.notes.get("stops", False)
         if has_ended or (stops and position.batch == 0):
             position = Position(max(position.epoch, self.params["epochs"]), 0)
@@ -205,7 +218,7 @@ class BackupAndRestore(Callback):
         try:
             self.model.set_state(with_arrays(self.model.state, saved.arrays))
             position = self.model.resumption.resume_at(
-                position, saved.notes.get("data", {}), numbered(saved.extra, "sums")
+                position, saved.notes["data"], numbered(saved.extra, "sums")
             )
         except ValueError as error:
             raise ValueError(f"{error} Or delete {self.where} to start over.") from None
@@ -241,6 +254,10 @@ class BackupAndRestore(Callback):
         self._best = float(value)
         return True
 
+    @property
+    def _is_alone(self) -> bool:
+        return self.scope != "all_processes" or jax.process_count() == 1
+
     def _save(self, *, is_best: bool = False, ended: dict[str, Any] | None = None) -> None:
         self.model.training_state.settle()
         reached = self.model.resumption.reached()
@@ -260,3 +277,5 @@ class BackupAndRestore(Callback):
             },
             is_best=is_best,
         )
+        if self.on_save_error == "raise":
+            self._checks = SavingSeconds(_CHECK_S, alone=self._is_alone)
