@@ -82,9 +82,40 @@ def test_a_lock_that_vanished_is_noticed(tmp_path):
     lock.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "x" * 4000])
 def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, content):
     (tmp_path / "lock").write_text(content)
     lock = DirectoryLock(tmp_path / "lock")
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_holder_renews_time_stamp_and_record_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_lock, "_RENEWAL_S", 0.05)
+    lock = DirectoryLock(tmp_path / "lock")
+    try:
+        before = lock.path.stat().st_mtime_ns
+        wait_until(lambda: lock.path.stat().st_mtime_ns > before)
+        # To close any descriptor of the file frees the record lock of the process.
+        lock.path.read_bytes()
+        read = lock.path.stat().st_mtime_ns
+        wait_until(lambda: lock.path.stat().st_mtime_ns > read)
+        refused, told = hold(lock.path)
+        assert (told, refused.wait()) == ([], 1)
+    finally:
+        lock.release()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "own").write_text("important")
+    (tmp_path / "lock").symlink_to(tmp_path / "own")
+    with pytest.raises(OSError, match="symbolic links"):
+        DirectoryLock(tmp_path / "lock")
+    assert (tmp_path / "own").read_text() == "important"

@@ -127,6 +127,28 @@ def test_steps_that_are_redone_are_lost(clock):
     assert report["goodput"] == round(8 / 30, 4)
 
 
+@pytest.mark.parametrize(
+    ("step", "lost_steps", "lost_s"),
+    [
+        (110, 0, 0.0),  # Training goes on where it ended.
+        (120, 0, 0.0),
+        (50, 60, 20.0),  # From a checkpoint of an earlier start; 10 steps were counted.
+    ],
+)
+def test_no_more_time_is_lost_than_was_spent(clock, step, lost_steps, lost_s):
+    first = Account()
+    first.begin_training(100)
+    first.switch("computing")
+    clock.now_s += 20
+    first.add_steps(10)
+    second = Account(earlier=first.notes(is_finished=False))
+    second.begin_training(step)
+    second.begin_training(0)  # Another `fit` of this start loses nothing.
+    report = second.report()
+    assert (report["lost_steps"], report["lost_s"]) == (lost_steps, lost_s)
+    assert report["computing_s"] == 20 - lost_s
+
+
 def test_a_finished_run_keeps_its_line(tmp_path):
     path = tmp_path / "new" / "goodput.jsonl"
     for is_finished in (True, False):

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from processes import SCRIPTS, environment, launch
 
+from tnt_jax.launch import restarts
 from tnt_jax.launch.command import main
 from tnt_jax.launch.hostfile import HostEntry
 from tnt_jax.launch.restarts import delay_before_restart, run_on_hosts_left
@@ -250,6 +252,25 @@ def test_job_does_not_run_on_too_few_hosts(broken, min_hosts):
 def test_more_hosts_than_there_are_cannot_be_required():
     with pytest.raises(ValueError, match=r"--min-hosts \(4\) must not be above .*, which is 3"):
         run_on_hosts_left(WHOLE, 4, hosts_with()[0])
+
+
+def test_an_attempt_that_ran_for_long_begins_the_delays_anew(monkeypatch):
+    slept, clock = [], SimpleNamespace(now_s=0.0)
+    times = {"monotonic": lambda: clock.now_s, "sleep": slept.append, "time": time.time}
+    times |= {"strftime": time.strftime, "localtime": time.localtime}
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(**times))
+    hosts = [HostEntry("a", 1), HostEntry("b", 1)]
+    # Seconds that each attempt ran, and the hosts that were lost.
+    ends = iter([(1, ()), (1, ()), (61, ()), (1, ()), (1, ("b",)), (1, ())])
+
+    def run(attempt):
+        seconds, lost = next(ends)
+        clock.now_s += seconds
+        return Ending(3, because="it failed", silent_hosts=lost)
+
+    options = SimpleNamespace(max_restarts=5, min_hosts=None)
+    assert restarts._repeat(Attempt("job", hosts), options, run, lambda: hosts) == 3
+    assert slept == [1, 2, 1, 2, 8]
 
 
 def test_delays_double_up_to_a_minute_and_outlast_the_processes_of_a_lost_host():

@@ -188,3 +188,15 @@ def test_a_slow_process_is_named_once_and_not_while_programs_are_compiled():
         "Process 1 is slower than the others, which wait for it: of the last 61 s it spent 40.0 s "
         "reading data, the others 0.0 s at the median."
     )
+
+
+def test_times_are_compared_once_in_a_window():
+    slow, seconds = SlowRanks(60.0), {"data": 1.0}
+    looks = [(61.0, [seconds, seconds]), (70.0, [seconds, {"data": 40.0}])]
+    assert [slow.look(*look) for look in looks] == [None, None]
+
+
+def test_a_process_that_had_not_posted_is_not_compared_by_all_of_its_time():
+    slow, seconds = SlowRanks(60.0), {"data": 1.0}
+    looks = [(60.0, [{}, seconds]), (120.0, [{"data": 60.0}, seconds])]
+    assert [slow.look(*look) for look in looks] == [None, None]
