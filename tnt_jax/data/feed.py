@@ -98,7 +98,8 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         here = stall.here()
         while True:
-            outer, here.doing = here.doing, ("data", "")
+            outer = here.doing
+            here.doing = ("data", "")
             try:
                 kind, value = self._wait() if self._threaded else self._next()
             finally:
