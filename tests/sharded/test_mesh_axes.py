@@ -72,6 +72,11 @@ def test_options_of_whole_gradients_exclude_a_mesh(option):
         tnt.Model(make_net(), mesh={"fsdp": 8}, **option)
 
 
+def test_an_axis_without_use_is_refused():
+    with pytest.raises(ValueError, match=r"axis 'stage' of mesh \(2 devices\)"):
+        ShardingOptions.of({"data": 4, "stage": 2}, ())
+
+
 def test_rules_need_a_mesh():
     with pytest.raises(ValueError, match="sharding_rules need a mesh"):
         ShardingOptions.of(None, [("*", ())])

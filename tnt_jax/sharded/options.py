@@ -43,6 +43,11 @@ class ShardingOptions:
                 )
             return None
         axes = MeshAxes.of(mesh)
+        if axes.stage != 1:
+            raise ValueError(
+                f"The axis 'stage' of mesh ({axes.stage} devices) needs a model that is divided "
+                "into stages, which is not offered. Use 'fsdp' instead: it divides every layer."
+            )
         chosen = [name for name, value in others.items() if value]
         if chosen:
             raise ValueError(
