@@ -1,246 +1,239 @@
 """Disturbs training jobs of two processes, and counts what is lost.
 
-Each trial starts a job, lets one fault happen at a random step, starts the job again where its
-launcher does not (as a cluster would, at most `--starts` times in all), and compares the final
-weights with those of the undisturbed job. A parameter of the model counts how often each row was
-trained on, so rows that are lost or doubled are read from the weights themselves. The peers get
-the same faults: PyTorch under torchrun, and Keras 3 on JAX with `BackupAndRestore`.
+A trial is one fault: a signal, a death, a blocked or slow process, a bad number, a damaged file, a
+full disk, a process that disagrees, a start with other settings, a network that is cut, each in
+every phase of training in which it can happen (`fault_kinds.py`). What is lost or doubled is read
+from the weights: a parameter of the model counts how often each row was trained on. After each
+fault the arrays must have the bits of the undisturbed job's. The peers get the same faults: PyTorch
+under torchrun, and Keras 3 on JAX with `BackupAndRestore`.
 
-    python benchmarks/faults.py --trials 1000 --output benchmarks/results/faults.json
-    python benchmarks/faults.py --contenders tnt_jax pytorch keras --trials 40
+Each trial adds a line to the record; those that are in it are not run again, so that a series can
+be interrupted and continued:
+
+    python benchmarks/faults.py --trials 1000 --seed 0 --record faults.jsonl
+    python benchmarks/faults.py --contenders pytorch keras --repetitions 3 --record faults.jsonl
+    python benchmarks/faults.py --table faults.jsonl --into docs/survival.md
+
+Mounting file systems and cutting networks needs root; without it, those kinds are left out.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
-import statistics
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
-from fault_contenders import CONTENDERS, RunningJob
-from fault_jobs.injected import EPOCHS, STEPS
+import numpy as np
+from fault_contenders import CONTENDERS, STOP, Stopped
+from fault_kinds import KINDS, Kind
+from fault_sequences import FaultSequence, in_order
+from fault_starts import has_hosts, run_alone, verdict_alone
+from fault_tables import compact, insert, read_records, tables
+from fault_verdicts import Trial, verdict
 from scaling import versions
-
-# Those that happen inside a process, with the place; and those that come from outside.
-INSIDE = {
-    "exception in a callback": "exception callback",
-    "exception in the loader": "exception loader",
-    "MemoryError in the loader": "memory loader",
-    "sys.exit(3) in a callback": "sys_exit callback",
-    "os._exit(5) in a callback": "os_exit callback",
-    "stuck in a callback": "stuck callback",
-    "stuck in the loader": "stuck loader",
-    "a slow process": "slow callback",
-    "NaN in one row": "nan row",
-}
-OUTSIDE = (
-    "kill -9 of a process", "SIGSEGV of a process", "SIGSTOP of a process", "SIGTERM to a process",
-    "SIGTERM to the launcher", "SIGUSR1 to the launcher", "kill -9 of the launcher",
-    "a flipped bit in the newest checkpoint", "a truncated file in the newest checkpoint",
-)  # fmt: skip
-FAULTS = (*INSIDE, *OUTSIDE)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What became of a job.
-
-    Attributes:
-        contender: Who trained.
-        fault: What happened.
-        process: The process it happened to.
-        step: The step at which it was due.
-        ended: Whether the job came to its end.
-        lost: Rows that were trained on too seldom, over all epochs.
-        doubled: Rows that were trained on too often.
-        same_weights: Whether the final weights are those of the undisturbed job, bit for bit.
-        noticed_s: Seconds from the fault to the first line that the job printed or its first
-            process that ended; None if it noticed nothing.
-        back_s: Seconds from the fault to the next step; None if there was none.
-        starts: How often the job was started, other than by its own launcher.
-        code: Exit code of the last start; None if it was ended as hanging.
-    """
-
-    contender: str
-    fault: str
-    process: int
-    step: int
-    ended: bool
-    lost: int = 0
-    doubled: int = 0
-    same_weights: bool = False
-    noticed_s: float | None = None
-    back_s: float | None = None
-    starts: int = 1
-    code: int | None = None
 
 
 def main() -> None:
+    args = parse_arguments()
+    if args.table:
+        text = tables([record for path in args.table for record in read_records(Path(path))])
+        if args.into:
+            insert(text, Path(args.into))
+        else:
+            print(text)
+        return
+    record = Path(args.record)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: STOP.set())
+    with tempfile.TemporaryDirectory(prefix="tnt-faults-", ignore_cleanup_errors=True) as scratch:
+        try:
+            for contender in args.contenders:
+                Series(contender, args, Path(scratch), record).run()
+        except Stopped:
+            sys.exit("Ended by a signal. The same command goes on from the record.")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["tnt_jax"])
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--trials", type=int, default=len(FAULTS), help="of each contender")
+    parser.add_argument("--kinds", help="only kinds whose name this regular expression finds")
+    parser.add_argument("--trials", type=int, default=1000, help="of each contender")
+    parser.add_argument("--repetitions", type=int, help="most trials of a kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--starts", type=int, default=4, help="most starts of a job")
-    parser.add_argument(
-        "--hang", type=float, default=120.0, help="seconds without a step or an end"
-    )
-    parser.add_argument("--minutes", type=float, help="stop beginning trials after this time")
-    parser.add_argument("--output", help="JSON file for the results")
-    args = parser.parse_args()
-    trials = []
-    began = time.monotonic()
-    for contender in args.contenders:
-        whole = run_trial(contender, "none", 0, 0, args, reference=None)[1]
-        for trial in trials_of(contender, args, whole):
-            trials.append(trial)
-            print(_line(trial), flush=True)
-            write(args, trials)
-            if args.minutes and time.monotonic() - began > 60 * args.minutes:
+    parser.add_argument("--record", default="faults.jsonl", help="file to which trials are added")
+    parser.add_argument("--table", nargs="+", metavar="RECORD", help="print tables, and end")
+    parser.add_argument("--into", metavar="PAGE", help="write the tables into a page instead")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs that run at a time")
+    parser.add_argument("--faults-per-job", type=int, default=8)
+    parser.add_argument("--hang", type=float, default=120.0, help="seconds without any progress")
+    parser.add_argument("--minutes", type=float, help="begin no job after this time")
+    parser.add_argument("--keep", help="folder for the output of jobs that went wrong")
+    return parser.parse_args()
+
+
+class Series:
+    """The trials of one contender.
+
+    Args:
+        contender: Who trains.
+        args: The options.
+        scratch: Folder for its jobs.
+        record: File to which trials are added.
+    """
+
+    def __init__(
+        self, contender: str, args: argparse.Namespace, scratch: Path, record: Path
+    ) -> None:
+        self._contender, self._args = contender, args
+        self._scratch, self._record = scratch, record
+        self._write, self._failures = threading.Lock(), 0
+        self._until = time.monotonic() + 60 * args.minutes if args.minutes else None
+        known = " ".join(f"{name} {number}" for name, number in versions().items())
+        self._about = {"seed": args.seed, "commit": _commit(), "versions": known}
+
+    def run(self) -> None:
+        """Runs what is not recorded, round by round of all kinds."""
+        for trials in self._rounds():
+            if not trials or self._is_over():
+                continue
+            # Before the threads, which all need them.
+            _ = self._digests
+            if any(trial.kind.family != "sequence" for trial in trials):
+                _ = self._weights
+            with ThreadPoolExecutor(self._args.jobs) as pool:
+                list(pool.map(self._try_group, _groups(trials, self._args.faults_per_job)))
+        if self._failures:
+            raise RuntimeError(f"{self._failures} jobs could not be judged; see above.")
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        """The digests of the undisturbed job's arrays after each epoch."""
+        most = 2 + 4 * self._args.faults_per_job
+        whole = FaultSequence(self._contender, [], self._scratch, self._args.hang, most)
+        whole.run()
+        epochs = whole.history.epochs
+        if len(epochs) != most + 1 or any(item["lost"] or item["doubled"] for item in epochs):
+            raise RuntimeError(f"The undisturbed job is wrong: {whole.history.lines}")
+        return [epoch["digest"] for epoch in epochs]
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        """All numbers that the undisturbed job ends with after three epochs."""
+        three = FaultSequence(self._contender, [], self._scratch, self._args.hang, more_epochs=2)
+        three.run()
+        return np.load(three.folder / "weights.npy")
+
+    def _is_over(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
+
+    def _rounds(self) -> Iterator[list[Trial]]:
+        """Yields the trials of each round that are not recorded, in a random order."""
+        kinds = list(self._kinds())
+        left = self._args.trials
+        for repetition in islice(count(), self._args.repetitions):
+            draw = random.Random(f"{self._args.seed} {repetition}")
+            chosen = draw.sample(kinds, len(kinds))[:left]
+            left -= len(chosen)
+            if not chosen:
+                return
+            seed = self._args.seed
+            trials = [Trial(self._contender, kind, repetition, seed) for kind in chosen]
+            known = {_key(item) for item in read_records(self._record)}
+            yield [trial for trial in trials if _key(trial.record()) not in known]
+
+    def _kinds(self) -> Iterator[Kind]:
+        for kind in KINDS.values():
+            is_possible = self._contender in kind.contenders and (
+                ("disk" not in kind.fault or os.geteuid() == 0)
+                and ("cut off" not in kind.fault or has_hosts())
+            )
+            if is_possible and re.search(self._args.kinds or "", kind.name):
+                yield kind
+
+    def _try_group(self, trials: Sequence[Trial]) -> None:
+        """Runs trials; a failure of the benchmark itself is shown, and the others go on."""
+        try:
+            self._run_group(trials)
+        except Stopped:
+            raise
+        except Exception:
+            traceback.print_exc()
+            self._failures += 1
+
+    def _run_group(self, trials: Sequence[Trial]) -> None:
+        while trials and not self._is_over():
+            if trials[0].kind.family != "sequence":
+                args = (self._scratch, self._args.hang, self._weights)
+                found = [run_alone(trials[0], *args)]
+                self._add(found[0], verdict_alone(found[0], trials[0].kind))
+                return
+            trials = self._run_sequence(trials)
+
+    def _run_sequence(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Runs a job; returns the trials that were not reached, or came after one gone wrong."""
+        sequence = FaultSequence(self._contender, trials, self._scratch, self._args.hang)
+        done = set()
+        for found in sequence.run():
+            wrong = verdict(found, KINDS[found["kind"]], self._digests)
+            self._add(found, wrong)
+            done.add(_key(found))
+            if wrong:
+                self._keep(sequence, found)
                 break
-    print(table(trials))
+        sequence.close()
+        left = [trial for trial in in_order(trials) if _key(trial.record()) not in done]
+        if not done:
+            # It is not recorded, so that the next series tries it again.
+            print(f"not reached: {self._contender} {left.pop(0).kind.name}", flush=True)
+        return left
+
+    def _keep(self, sequence: FaultSequence, found: dict[str, Any]) -> None:
+        if self._args.keep:
+            name = f"{found['kind']} {found['repetition']}".replace("/", "-")
+            shutil.copytree(sequence.folder, Path(self._args.keep) / name, dirs_exist_ok=True)
+
+    def _add(self, found: dict[str, Any], wrong: str) -> None:
+        line = json.dumps({**compact(found, wrong), "wrong": wrong, **self._about})
+        with self._write, open(self._record, "a") as file:
+            file.write(line + "\n")
+        print(_one_line(found, wrong), flush=True)
 
 
-def trials_of(contender: str, args: argparse.Namespace, whole: str) -> Iterator[Trial]:
-    """Yields the trials of a contender: the faults in turns, the rest drawn from the seed."""
-    for number in range(args.trials):
-        draw = random.Random(f"{args.seed} {number}")
-        fault = args.faults[number % len(args.faults)]
-        process, step = draw.randrange(2), draw.randrange(3, STEPS - 8)
-        yield run_trial(contender, fault, process, step, args, reference=whole)[0]
+def _groups(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
+    """Yields trials that one job takes."""
+    alone = [trial for trial in trials if trial.kind.family != "sequence"]
+    others = [trial for trial in trials if trial.kind.family == "sequence"]
+    yield from (others[first : first + size] for first in range(0, len(others), size))
+    yield from ([trial] for trial in alone)
 
 
-def run_trial(
-    contender: str,
-    fault: str,
-    process: int,
-    step: int,
-    args: argparse.Namespace,
-    *,
-    reference: str | None,
-) -> tuple[Trial, str]:
-    """Runs one job to its end, and returns the trial and the digest of its weights."""
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    inside = f"{INSIDE[fault]} {process} {step}" if fault in INSIDE else ""
-    codes: list[int | None] = []
-    noticed_s = None
-    try:
-        while len(codes) < args.starts and not (folder / "result").exists():
-            job = RunningJob(CONTENDERS[contender], folder, inside)
-            try:
-                codes.append(_watch(job, fault, process, step, folder, args.hang))
-            finally:
-                job.end()
-            noticed_s = noticed_s or job.noticed_s
-        return _judge(contender, fault, process, step, folder, codes, noticed_s, reference)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in ("contender", "kind", "repetition"))
 
 
-def _watch(
-    job: RunningJob, fault: str, process: int, step: int, folder: Path, hang_s: float
-) -> int | None:
-    """Waits for a job, makes faults from outside, and returns its exit code; None if it hangs."""
-    moved_at, last = time.monotonic(), ""
-    while (code := job.poll()) is None:
-        time.sleep(0.02)
-        steps = _steps(folder)
-        state = f"{len(steps)} {job.num_lines}"
-        if state != last:
-            moved_at, last = time.monotonic(), state
-        is_due = fault in OUTSIDE and steps and steps[-1][0] >= step
-        if is_due and not (folder / "fault").exists():
-            (folder / "fault").write_text(str(time.time()))
-            job.disturb(fault, process)
-        if time.monotonic() - moved_at > hang_s:
-            return None
-    return code
+def _one_line(found: Mapping[str, Any], wrong: str) -> str:
+    names = ("contender", "kind", "process", "noticed_s", "back_s", "redone", "named", "codes")
+    words = " ".join(f"{name}={found.get(name)}" for name in names)
+    return f"{time.strftime('%H:%M:%S')} {wrong or 'ok'}: {words}"
 
 
-def _judge(
-    contender: str,
-    fault: str,
-    process: int,
-    step: int,
-    folder: Path,
-    codes: Sequence[int | None],
-    noticed_s: float | None,
-    reference: str | None,
-) -> tuple[Trial, str]:
-    """Reads from its folder what became of a job."""
-    path = folder / "result"
-    result = json.loads(path.read_text()) if path.exists() else {"seen": [], "digest": ""}
-    happened = folder / "fault"
-    at = float(happened.read_text()) if happened.exists() else None
-    later = [moment for _, moment in _steps(folder) if at is not None and moment > at + 0.5]
-    trial = Trial(
-        contender, fault, process, step,
-        ended=path.exists(),
-        lost=round(sum(max(0.0, EPOCHS - count) for count in result["seen"])),
-        doubled=round(sum(max(0.0, count - EPOCHS) for count in result["seen"])),
-        same_weights=path.exists() and reference in (None, result["digest"]),
-        noticed_s=noticed_s,
-        back_s=None if at is None or not later else later[0] - at,
-        starts=len(codes),
-        code=codes[-1],
-    )  # fmt: skip
-    return trial, result["digest"]
-
-
-def _steps(folder: Path) -> list[tuple[int, float]]:
-    path = folder / "steps"
-    lines = path.read_text().splitlines() if path.exists() else []
-    pairs = [line.split() for line in lines]
-    return [(int(pair[0]), float(pair[1])) for pair in pairs if len(pair) == 2]
-
-
-def _line(trial: Trial) -> str:
-    return " ".join(f"{name}={value}" for name, value in asdict(trial).items())
-
-
-def table(trials: Sequence[Trial]) -> str:
-    """Returns the trials by contender and fault, as a table."""
-    lines = [
-        "| contender | fault | trials | did not end | rows lost | doubled | other weights | "
-        "noticed, s | next step, s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    kinds = dict.fromkeys((trial.contender, trial.fault) for trial in trials)
-    for contender, fault in kinds:
-        some = [item for item in trials if (item.contender, item.fault) == (contender, fault)]
-        counts = [
-            len(some),
-            sum(not item.ended for item in some),
-            sum(item.lost for item in some),
-            sum(item.doubled for item in some),
-            sum(item.ended and not item.same_weights for item in some),
-        ]
-        times = [
-            _spread([value for item in some if (value := getattr(item, name)) is not None])
-            for name in ("noticed_s", "back_s")
-        ]
-        lines.append(f"| {' | '.join(map(str, [contender, fault, *counts, *times]))} |")
-    return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.median(values):.1f} (at most {max(values):.1f})"
-
-
-def write(args: argparse.Namespace, trials: Sequence[Trial]) -> None:
-    """Writes what is known so far."""
-    if args.output:
-        about = {"command": " ".join(sys.argv), "cores": os.cpu_count(), "versions": versions()}
-        text = json.dumps(about | {"trials": [asdict(trial) for trial in trials]}, indent=1)
-        Path(args.output).write_text(text + "\n")
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
