@@ -5,7 +5,7 @@ import re
 import pytest
 from processes import launch
 
-from tnt_jax.launch.reports import failure_report
+from tnt_jax.launch.reports import failure_report, gist
 
 DEATHS = [
     ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by signal 9 (SIGKILL)", ""),
@@ -54,3 +54,32 @@ def test_lack_of_memory_is_said_of_a_killed_rank_alone(code, kills, is_said):
     report = failure_report("node1", message, shown=False)
     said = "The kernel of node1 has killed 1 process(es) for lack of memory since the start."
     assert (said in report) == is_said
+
+
+@pytest.mark.parametrize(
+    ("said", "culprit"),
+    [
+        (
+            "Process 0 has left the job (KeyError: 'broken'). Process 1 waits for it in fit.",
+            "Process 0 has left the job (KeyError: 'broken')",
+        ),
+        (
+            "Process 0, which coordinates the job, has not answered process 1 for 8 s: it is "
+            "stopped. If it would have gone on, raise the limit.",
+            "Process 0, which coordinates the job, has not answered process 1 for 8 s: it is stopped",
+        ),
+        (
+            "Process 2 has made no progress for 60 s (TNT_STALL_TIMEOUT is 60 s) in Model.fit, "
+            "epoch 1, step 3.\nPython stack of its main thread",
+            "Process 2 has made no progress for 60 s (TNT_STALL_TIMEOUT is 60 s) in Model.fit, "
+            "epoch 1, step 3",
+        ),
+        ("The data cannot be read.", ""),
+    ],
+)
+def test_the_report_on_a_rank_that_another_has_ended_begins_with_the_other(said, culprit):
+    tail = f"a line\n[tnt_jax] ERROR: {said}\n"
+    message = {"rank": 1, "pid": 4711, "code": 76, "tail": tail, "memory_kills": 0}
+    own = "Rank 1 on node1 failed with exit code 76. It was process 4711."
+    first = gist(failure_report("node1", message, shown=False))
+    assert first == (f"{culprit}. {own}" if culprit else own)

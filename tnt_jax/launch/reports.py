@@ -8,12 +8,20 @@ from typing import Any
 _END_OF_OUTPUT = " End of its output:"
 _LAST_LINES = 30
 _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
+# What a process says of the one without which it cannot go on: the first sentence of the messages
+# of distributed/leaving.py, stall_causes.py and stall_watch.py.
+_CULPRIT = re.compile(
+    r"\[tnt_jax\] ERROR: (Process \d+(?: has left the job| has ended without leaving the job"
+    r"| has not posted| has made no progress|, which coordinates the job, has not answered)"
+    r".*?)\.(?=\s)"
+)
 
 
 def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str:
     """Returns the report on a failed process.
 
-    It says which process failed and how, and has the end of its output unless that was shown.
+    It says which process failed and how, and has the end of its output unless that was shown. If
+    the process said that another one was the cause, the report begins with that.
 
     Args:
         host: The host of the process.
@@ -28,6 +36,8 @@ def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str
             "memory since the start."
         )
     tail = message["tail"].encode("latin-1").decode(errors="replace")
+    if culprits := _CULPRIT.findall(tail + "\n"):
+        text = f"{culprits[-1]}. {text}"
     last = excerpt(tail.rstrip().splitlines())
     if shown or not last:
         return text
