@@ -86,6 +86,9 @@ class LinearAdapter:
     def init(self, inputs, *, seed):
         return Variables(parameters(), model_state())
 
+    def initializer(self, inputs, *, seed):
+        return None
+
     def attach(self, inputs):
         self.attached.append(inputs)
 
