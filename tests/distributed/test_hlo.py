@@ -1,6 +1,13 @@
 import pytest
 
-from tnt_jax.distributed.hlo import Collective, read_collectives, read_planned
+from tnt_jax.distributed.hlo import (
+    Collective,
+    Traffic,
+    count_runs,
+    read_collectives,
+    read_planned,
+    read_traffic,
+)
 
 # Shortened from a step compiled for H100s: one pair with a kernel inside, one that blocks, one
 # wrapped into a generic start.
@@ -74,3 +81,44 @@ def test_planned_collectives_are_read():
     %3 = "stablehlo.all_gather"(%2) <{all_gather_dim = 0 : i64}> : (tensor<i32>) -> tensor<4xi32>
     """
     assert read_planned(text) == [("all-reduce", 48), ("all-to-all", 64), ("all-gather", 4)]
+
+
+# Shortened from a decoder compiled for H100s: a loop over layers, with a branch in it.
+LOOP = """\
+HloModule jit_step, is_scheduled=true
+
+%branch (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %permute = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %ag = (bf16[8,512]{1,0}, bf16[8,4096]{1,0}) all-gather-start(%x), backend_config={"is_sync":false}
+  %ag-done = bf16[8,4096]{1,0} all-gather-done(%ag)
+  %rs = ((f32[8,64]{1,0}), f32[8,8]{1,0}) reduce-scatter-start(%y), backend_config={"is_sync":true}
+  %c = f32[4]{0} conditional(%index, %a, %a), branch_computations={%branch, %branch}
+  ROOT %t = (s32[], f32[8]) tuple(%i, %z)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}
+  ROOT %ar = f32[2]{0} all-reduce(%b), replica_groups={{0,1}}
+}
+"""
+
+
+def test_traffic_counts_what_stands_in_loops_and_branches():
+    assert read_traffic(LOOP) == [
+        Traffic("all-reduce", 8, "f32", False, 1),
+        Traffic("all-gather", 8 * 4096 * 2, "bf16", True, 32),
+        Traffic("reduce-scatter", 8 * 64 * 4, "f32", False, 32),
+        Traffic("collective-permute", 16, "f32", False, 32),
+        Traffic("collective-permute", 16, "f32", False, 32),
+    ]
+    assert count_runs(LOOP) == {"": 1, "body": 32, "branch": 64}
+
+
+def test_traffic_of_a_flat_program_is_its_collectives():
+    assert [(x.kind, x.nbytes, x.is_asynchronous) for x in read_traffic(PROGRAM)] == [
+        (x.kind, x.nbytes, x.is_asynchronous) for x in read_collectives(PROGRAM)[0]
+    ]

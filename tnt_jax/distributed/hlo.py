@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _NUM_BYTES = {
@@ -21,7 +21,7 @@ _NUM_BYTES = {
     "pred": 1,
 }
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _SHAPES = r"\((tensor<[^)]*>)\) ->"
 _TITLE = "// Program: "
 _KERNELS = (
@@ -47,8 +47,8 @@ class Collective(NamedTuple):
     """One collective of a schedule; positions are shares of the kernels, from 0 to 1.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`; `ring-sum` for a sum by
-            callbacks between CPUs.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`;
+            `ring-sum` for a sum by callbacks between CPUs.
         nbytes: Bytes of the result.
         is_asynchronous: Whether other kernels are scheduled between its start and its end.
         start: Position of the start.
@@ -62,6 +62,25 @@ class Collective(NamedTuple):
     start: float
     done: float
     backward_end: float
+
+
+class Traffic(NamedTuple):
+    """One collective of a scheduled program, wherever it stands.
+
+    Attributes:
+        kind: As in `Collective`.
+        nbytes: Bytes as in `Collective`; of several arrays in one collective, other than an
+            all-reduce, those of the largest.
+        dtypes: Dtypes of the result, such as `bf16`.
+        is_asynchronous: Whether other work is scheduled while it runs.
+        times: How often a run of the program executes it, where the compiler knows; else 1.
+    """
+
+    kind: str
+    nbytes: int
+    dtypes: str
+    is_asynchronous: bool
+    times: int
 
 
 def join_programs(texts: Mapping[str, str]) -> str:
@@ -94,13 +113,14 @@ def read_planned(text: str) -> list[tuple[str, int]]:
     return [*planned, *((RING_SUM, _num_tensor_bytes(shapes)) for shapes in waits)]
 
 
-def read_collectives(text: str) -> tuple[list[Collective], int]:
+def read_collectives(text: str, computation: str = "") -> tuple[list[Collective], int]:
     """Returns the collectives of a scheduled program in order, and its backpropagation kernels.
 
     The second item is the number of kernels.
 
     Args:
         text: HLO as `compiled.as_text()` returns it.
+        computation: Name of a loop body, as `count_runs` has it; the program itself by default.
 
     Raises:
         ValueError: If the program is not scheduled.
@@ -116,7 +136,7 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
     kernels = 0
     backward = []
     ring_ends = []
-    for name, shape, operation, rest in filter(None, map(_parse, computations[""])):
+    for name, shape, operation, rest in filter(None, map(_parse, computations[computation])):
         kind = _kind(operation, rest, wrapped)
         if kind is not None and operation.endswith("-done"):
             continue
@@ -131,7 +151,7 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
             kernels += 1
             if "transpose(jvp" in rest:
                 backward.append(kernels)
-    ends = _ends(computations[""], [name for name, *_ in found], wrapped)
+    ends = _ends(computations[computation], [name for name, *_ in found], wrapped)
     # Sums are waited for in the order in which they start.
     ends.update(zip([name for name, kind, *_ in found if kind == RING_SUM], ring_ends, strict=True))
     last = max(backward, default=0) / max(kernels, 1)
@@ -147,6 +167,62 @@ def read_collectives(text: str) -> tuple[list[Collective], int]:
             Collective(kind, size, is_asynchronous, position(start), position(done), last)
         )
     return collectives, len(backward)
+
+
+def read_traffic(text: str) -> list[Traffic]:
+    """Returns the collectives of a compiled program, those in loops and branches included.
+
+    Args:
+        text: HLO as `compiled.as_text()` returns it.
+    """
+    computations = _computations(text)
+    wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
+    found = []
+    for name, times in _runs(computations):
+        for _, shape, operation, rest in filter(None, map(_parse, computations[name])):
+            kind = _kind(operation, rest, wrapped)
+            if kind is None or operation.endswith("-done"):
+                continue
+            is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
+            dtypes = "+".join(sorted(set(re.findall(r"(\w+)\[", shape))))
+            nbytes = _num_bytes(kind, shape)
+            found.append(Traffic(kind, nbytes, dtypes, not is_synchronous, times))
+    return found
+
+
+def count_runs(text: str) -> dict[str, int]:
+    """Returns how often a compiled program runs each loop body and branch, by its name.
+
+    The name of the program itself is ''. Loops whose length the compiler does not know count once.
+    """
+    runs: dict[str, int] = {}
+    for name, times in _runs(_computations(text)):
+        runs[name] = runs.get(name, 0) + times
+    return runs
+
+
+def _runs(
+    computations: dict[str, list[str]], name: str = "", times: int = 1
+) -> Iterator[tuple[str, int]]:
+    yield name, times
+    for _, _, operation, rest in filter(None, map(_parse, computations[name])):
+        if operation in ("while", "conditional", "call"):
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+            for called in _called(operation, rest):
+                yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
+
+
+def _called(operation: str, rest: str) -> list[str]:
+    """Returns the computations that a loop, a branch or a call runs."""
+    if operation == "conditional":
+        branches = re.search(r"branch_computations=\{(.*?)\}", rest)
+        listed = (
+            branches[1]
+            if branches
+            else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", rest))
+        )
+        return re.findall(r"%([\w.\-]+)", listed)
+    return re.findall(r"(?:body|to_apply)=%([\w.\-]+)", rest)
 
 
 def _num_tensor_bytes(shapes: str) -> int:
