@@ -39,6 +39,7 @@ from .keras_compat.saved_models import model_from_json as model_from_json
 from .keras_compat.saved_models import save_model as save_model
 from .parameter_server.facade import ParameterServer as ParameterServer
 from .seeding import set_seed as set_seed
+from .sharded import Pipeline as Pipeline
 from .train.loops.dataset import distribute as distribute
 from .train.loops.gradients import grad as grad
 from .train.loops.gradients import value_and_grad as value_and_grad

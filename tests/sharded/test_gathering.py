@@ -63,7 +63,7 @@ def in_parts(function, dim, *, dtype=None):
         def loss(params):
             return gather_where_used(
                 lambda whole: function(whole if dtype is None else cast(whole, dtype), x),
-                params, [Cut(dim)], policy=None,
+                params, [Cut(dim)], has_remat=False,
             )  # fmt: skip
 
         value, grads = jax.value_and_grad(loss)(_jax.make_varying(params))
@@ -128,7 +128,7 @@ def test_numbers_in_results_stay_numbers():
 
     def work(params):
         result = gather_where_used(
-            lambda whole: (jnp.sum(whole["w"]), 2.0, None), params, [Cut(1)], policy=None
+            lambda whole: (jnp.sum(whole["w"]), 2.0, None), params, [Cut(1)], has_remat=False
         )
         seen.append(result[1:])
         return jax.lax.psum(result[0], "fsdp") / 2

@@ -19,6 +19,7 @@ from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_im
 from tnt_jax._jax.arrays import (
     DATA_AXIS,
     FSDP_AXIS,
+    STAGE_AXIS,
     abstract_data_mesh,
     all_gather_invariant,
     from_local_parts,
@@ -34,6 +35,7 @@ from tnt_jax._jax.arrays import (
     replicate,
     shard_map,
     shard_rows,
+    varying_axes,
     zeros_like,
 )
 from tnt_jax._jax.compiler import convolution_options, deterministic_options
@@ -50,22 +52,27 @@ from tnt_jax._jax.processes import (
     skip_cleanup,
 )
 from tnt_jax._jax.programs import (
+    CASTS,
+    PLAIN,
     called_program,
     check_axes,
     check_local,
     communicates,
     computes_in_half,
     convolves,
-    evaluate,
     is_collective,
     last_activations,
+    run_equation,
     unjitted,
     without_dead_code,
 )
 
 __all__ = [
+    "CASTS",
     "DATA_AXIS",
     "FSDP_AXIS",
+    "PLAIN",
+    "STAGE_AXIS",
     "ClosedJaxpr",
     "Literal",
     "Var",
@@ -88,7 +95,6 @@ __all__ = [
     "coordinator_listens",
     "define_prng_impl",
     "deterministic_options",
-    "evaluate",
     "from_local_parts",
     "host_call",
     "is_collective",
@@ -109,6 +115,7 @@ __all__ = [
     "put",
     "rank_axes",
     "replicate",
+    "run_equation",
     "shard_map",
     "shard_rows",
     "skip_cleanup",
@@ -116,6 +123,7 @@ __all__ = [
     "threefry_prng_impl",
     "tracks_varying",
     "unjitted",
+    "varying_axes",
     "was_summed",
     "without_dead_code",
     "zeros_like",

@@ -17,6 +17,8 @@ DATA_AXIS = "data"
 # Axis over whose devices the parameters are sharded; rows are split over it as well.
 FSDP_AXIS = "fsdp"
 _RANK_AXES = (DATA_AXIS, FSDP_AXIS)
+# Axis over whose devices the layers of a pipeline are divided.
+STAGE_AXIS = "stage"
 
 
 def make_data_mesh(devices: Sequence[Any]) -> Mesh:
@@ -81,15 +83,19 @@ def mapped_sizes() -> dict[Any, int]:
 def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on.
 
-    The compiler divides the work over the other axes of the mesh. One rank alone is not checked:
-    nothing can differ, and `psum` needs no collective to make that known.
+    It is mapped over the axis `stage`, too, if `in_specs` name it. The compiler divides the work
+    over the other axes of the mesh. One rank alone is not checked: nothing can differ, and `psum`
+    needs no collective to make that known.
     """
+    specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    has_stages = any(STAGE_AXIS in spec for spec in specs)
+    manual = {*_RANK_AXES, STAGE_AXIS} if has_stages else {*_RANK_AXES}
     mapped: dict[str, Any] = {}
-    if set(mesh.axis_names) - set(_RANK_AXES):
-        mapped["axis_names"] = set(mesh.axis_names) & set(_RANK_AXES)
+    if set(mesh.axis_names) - manual:
+        mapped["axis_names"] = set(mesh.axis_names) & manual
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-        check_vma=num_ranks(mesh) > 1, **mapped,
+        check_vma=num_ranks(mesh) > 1 or has_stages, **mapped,
     )  # fmt: skip
 
 
@@ -151,15 +157,16 @@ def is_varying(x: jax.Array, axis_name: str | None = None) -> bool:
         x: The array.
         axis_name: An axis of the ranks; any of them by default.
     """
-    varying = _varying_axes(x)
+    varying = varying_axes(x)
     return any(name in varying for name in (_RANK_AXES if axis_name is None else (axis_name,)))
 
 
-def _varying_axes(x: jax.Array) -> Any:
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the mesh axes over which `x` may differ inside `shard_map`."""
     aval = jax.typeof(x)
     # Differs by version: the set of varying axes stands in the manual axis type, or directly in
     # `vma`, as in JAX 0.10.0 and 0.10.2. A public question would replace it.
-    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
 
 
 def make_varying(tree: Any) -> Any:

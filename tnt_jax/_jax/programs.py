@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 # Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Nothing else finds the
 # programs that an equation calls.
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
 
@@ -78,23 +78,14 @@ def called_program(equation: Any) -> Any:
     return programs[0] if len(programs) == 1 else None
 
 
-def evaluate(jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
-    """Returns the results of one equation of a traced program for other operands."""
-    # How an equation is evaluated is private and differs between versions; that of a program of one
-    # equation is not.
-    given = {
-        variable: operand
-        for variable, operand in zip(equation.invars, operands, strict=True)
-        if not isinstance(variable, Literal)
-    }
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(given),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*given.values())
+def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
+    """Returns the results of an equation of a traced program for other operands."""
+    # Differs by version: JAX's page on interpreters of programs has a pair of functions and
+    # parameters, JAX 0.10.2 parameters alone.
+    bound = equation.primitive.get_bind_params(equation.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    results = equation.primitive.bind(*functions, *operands, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def _communication(jaxpr: Any) -> str | None:
@@ -156,6 +147,10 @@ PLAIN = (
     "transpose",
     "expand_dims",
 )
+
+
+# Operations that leave an array what it is but for its dtype and the type of its axes.
+CASTS = ("convert_element_type", "pvary", "pcast", "copy")
 
 
 def _activation(jaxpr: Any, var: Any) -> str | None:

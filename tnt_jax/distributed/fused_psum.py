@@ -27,7 +27,8 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = N
         axis_name: Axis to sum over; all axes of the ranks by default.
     """
     axes = _jax.rank_axes() if axis_name is None else axis_name
-    if jax.lax.axis_size(axes) == 1:
+    # With stages, `shard_map` must see that values are the same on all ranks.
+    if jax.lax.axis_size(axes) == 1 and _jax.STAGE_AXIS not in _jax.mapped_axes():
         return tree
     if not (_has_slow_starts() if join_small is None else join_small):
         return jax.lax.psum(tree, axes)

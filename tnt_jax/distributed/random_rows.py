@@ -70,6 +70,20 @@ def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: jax.Array | in
     )
 
 
+def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:
+    """Returns the words of keys for consecutive parts of a rank's rows, uint32 `[parts, words]`.
+
+    Args:
+        key: A key of `row_key` for all rows.
+        num_parts: Number of parts.
+        part_rows: Rows of each part.
+    """
+    words = jax.random.key_data(key)
+    first = words[2] + jnp.arange(num_parts, dtype=jnp.uint32) * part_rows
+    columns = [words[0], words[1], first, jnp.uint32(part_rows)]
+    return jnp.stack(_alike(*(jnp.broadcast_to(x, num_parts) for x in columns)), axis=-1)
+
+
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
     """Makes all arrays varying if one is.
 

@@ -18,7 +18,7 @@ from tnt_jax.keras_compat.keras_training import transformation_of
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.wrapped import write_back, writing_back
-from tnt_jax.train.contracts import Parts, Steps
+from tnt_jax.train.contracts import Apply, Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.trainer import Trainer
@@ -50,7 +50,10 @@ class Core:
         self.module = module
         self.options = options
         self._sharding = options.for_sharding()
+        sharded.check_remat(options.remat)
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
+        # This object's own method: another model of the module has other options.
+        self.adapter.apply = self._chosen_apply(self.adapter.apply)
         self.compilation: Compilation | None = None
         self.is_fitting = False
         self._trainer: Trainer | None = None
@@ -178,6 +181,14 @@ class Core:
         if not self.is_fitting:
             self.write_back()
 
+    def _chosen_apply(self, apply: Apply) -> Apply:
+        """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
+        pipeline, remat = self.options.pipeline, self.options.remat
+        if pipeline is not None:
+            policy = None if remat == "none" else sharded.policy_of(remat, pipeline.path)
+            return sharded.pipelined(apply, pipeline, policy=policy)
+        return apply if remat == "none" else sharded.rematerialized_apply(apply, remat)
+
     def _choose_steps(self, job: runtime.Runtime) -> Steps:
         """Returns the `Steps` that compile the model for the devices of the job."""
         if self.options.reproducible:
@@ -192,6 +203,8 @@ class Core:
             replace(reduction, by_ring=False),
             rules=self._sharding.rules,
             names=self.adapter.axis_names,
+            pipeline=self.options.pipeline,
+            has_remat=self.options.remat != "none",
         )
 
     def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:

@@ -29,7 +29,7 @@ from tnt_jax.keras_compat.state_variable import StateVariable
 from tnt_jax.keras_compat.trial_loop import choose_fit_loop
 from tnt_jax.keras_compat.views import view
 from tnt_jax.seeding import seed_or_default
-from tnt_jax.sharded import Rule
+from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -56,17 +56,16 @@ class Model:
             `"xla"` leaves it to the compiler. By default docs/performance.md says what.
         gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding
             leaves out is sent in later steps.
-        ranks_per_host: Neighbouring ranks that are summed before hosts exchange their sums; 1
-            leaves that to the collective library.
-        shard_optimizer_state: Whether each rank keeps and updates only its part of the optimizer
-            state, which saves memory.
+        ranks_per_host: Neighbouring ranks that are summed before hosts exchange sums; 1 for none.
+        shard_optimizer_state: Whether each rank keeps only its part of the optimizer's state.
         reproducible: Whether results have the same bits on every number of devices and processes
             that divides `virtual_ranks`; slower, one step at a time (docs/reproducibility.md).
         virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of
             two, and the ranks that `tnt_micro_batch_size` and batch statistics refer to.
-        mesh: Devices along `data`, `fsdp` and `tensor`, for a model in parts
-            (docs/larger_models.md).
+        mesh: Devices along `data`, `stage`, `fsdp` and `tensor` (docs/larger_models.md).
         sharding_rules: What is cut over which axis of the mesh.
+        pipeline: Stacked layers that are divided over the axis `stage`.
+        remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
 
     Attributes:
         history: The `History` of the last `fit`.
@@ -80,8 +79,7 @@ class Model:
 
     Raises:
         TypeError: If `module` is of no known kind.
-        ValueError: If `variables` come with a module that holds its own, or a Keras model computes
-            on another backend than JAX.
+        ValueError: If an option is invalid, or does not fit the module or another option.
     """
 
     def __init__(
@@ -102,11 +100,13 @@ class Model:
         virtual_ranks: int = 8,
         mesh: Mapping[str, int] | None = None,
         sharding_rules: Sequence[Rule] = (),
+        pipeline: Pipeline | None = None,
+        remat: Remat | Mapping[str, Remat] = "none",
     ) -> None:
         options = ModelOptions(
             seed_or_default(seed), precision, trainable, frozen, synchronize_batch_norm,
             fusion_threshold, gradient_compression, ranks_per_host, shard_optimizer_state,
-            reproducible, virtual_ranks, mesh, sharding_rules,
+            reproducible, virtual_ranks, mesh, sharding_rules, pipeline, remat,
         )  # fmt: skip
         self._core = core = Core(module, variables, options)
         self._progress = progress = Progress()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tnt_jax.sharded import Rule, ShardingOptions
+from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class ModelOptions:
     virtual_ranks: int
     mesh: Mapping[str, int] | None = None
     sharding_rules: Sequence[Rule] = ()
+    pipeline: Pipeline | None = None
+    remat: Remat | Mapping[str, Remat] = "none"
 
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
@@ -45,7 +47,7 @@ class ModelOptions:
             ValueError: If a value is invalid, or options exclude one another.
         """
         return ShardingOptions.of(
-            self.mesh, self.sharding_rules, reproducible=self.reproducible,
+            self.mesh, self.sharding_rules, self.pipeline, reproducible=self.reproducible,
             gradient_compression=self.gradient_compression, ranks_per_host=self.ranks_per_host > 1,
             shard_optimizer_state=self.shard_optimizer_state,
         )  # fmt: skip
@@ -53,7 +55,7 @@ class ModelOptions:
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model.
 
-        They exclude `ranks_per_host` and `mesh`, which belong to the machine.
+        They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
         """
         return self._named(
             "seed", "precision", "trainable", "frozen", "synchronize_batch_norm",

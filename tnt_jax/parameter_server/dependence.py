@@ -118,15 +118,15 @@ class Interpreter:
             if (called := _jax.called_program(equation)) is not None:
                 results, found = self.run(called, inputs, known)
             else:
-                results, found = self._step(jaxpr, equation, inputs, known)
+                results, found = self._step(equation, inputs, known)
             values |= zip(equation.outvars, zip(results, found, strict=True), strict=True)
         outputs = [read(variable) for variable in jaxpr.outvars]
         return [value for value, _ in outputs], [kind for _, kind in outputs]
 
     def _step(
-        self, jaxpr: Any, equation: Any, inputs: list[Any], kinds: list[Kind]
+        self, equation: Any, inputs: list[Any], kinds: list[Kind]
     ) -> tuple[list[Any], list[Kind]]:
-        results = _jax.evaluate(jaxpr, equation, inputs)
+        results = _jax.run_equation(equation, inputs)
         operation = _scalar_reduction(equation, kinds)
         if operation is not None and self.exchanges:
             return [self._exchanged(results[0], operation, kinds[0])], [

@@ -19,13 +19,13 @@ class GatheredParts:
     Args:
         parts: What the step computes from whole parameters.
         layout: How the parameters are cut.
-        policy: What is kept for backpropagation; see `gather_where_used`.
+        has_remat: Whether `parts` rematerialize blocks; see `gather_where_used`.
     """
 
-    def __init__(self, parts: Parts, layout: Layout, policy: Any = None) -> None:
+    def __init__(self, parts: Parts, layout: Layout, *, has_remat: bool = False) -> None:
         self._parts = parts
         self._layout = layout
-        self._policy = policy
+        self._has_remat = has_remat
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
@@ -40,7 +40,7 @@ class GatheredParts:
         def measure(params: Any) -> Measured:
             return self._parts.measure(params, model_state, batch, key=key, train=train)
 
-        measured = gather_where_used(measure, params, self._layout.cuts, policy=self._policy)
+        measured = gather_where_used(measure, params, self._layout.cuts, has_remat=self._has_remat)
         if train:
             _check_statistics(measured.model_state)
         return measured
@@ -53,7 +53,7 @@ def gathered_apply(apply: Apply, layout: Layout) -> Callable:
         def whole(params: Any) -> Applied:
             return apply(params, model_state, inputs, **options)
 
-        return gather_where_used(whole, params, layout.cuts, policy=None)
+        return gather_where_used(whole, params, layout.cuts, has_remat=False)
 
     return in_parts
 

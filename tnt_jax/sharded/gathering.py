@@ -63,7 +63,7 @@ class Cut:
 
 
 def gather_where_used(
-    function: Callable[[Any], Any], parts: Any, cuts: Sequence[Cut | None], *, policy: Any
+    function: Callable[[Any], Any], parts: Any, cuts: Sequence[Cut | None], *, has_remat: bool
 ) -> Any:
     """Returns `function(params)` for parameters of which this device holds parts.
 
@@ -73,8 +73,9 @@ def gather_where_used(
         function: Function of a pytree of whole arrays. Numbers in its result remain numbers.
         parts: The pytree with the parts of this device.
         cuts: How each leaf is cut; None for a leaf that every device holds whole.
-        policy: Policy of `jax.checkpoint` for what is kept for backpropagation; gathered arrays are
-            not, whatever it says.
+        has_remat: Whether the function rematerializes its blocks itself. These gather again what
+            they need, and nothing else is; otherwise everything is kept for backpropagation but
+            gathered arrays.
     """
     leaves, structure = jax.tree.flatten(parts)
     if _jax.FSDP_AXIS not in _jax.mapped_axes():
@@ -105,15 +106,18 @@ def gather_where_used(
     }
     jaxpr = _rewritten(traced.jaxpr, inside)
     run = _jax.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, traced.consts))
-    arrays = iter(jax.checkpoint(run, policy=partial(_is_kept, policy))(*leaves))
+    # A policy around blocks that have one would override theirs.
+    run = run if has_remat else jax.checkpoint(run, policy=_is_kept)
+    arrays = iter(run(*leaves))
     return tree.unflatten([next(arrays) if x is None else x for x in kept])
 
 
-def _is_kept(policy: Any, primitive: Any, *args: Any, **params: Any) -> Any:
-    """Returns what a policy says of the results of a primitive; gathered arrays are not kept."""
-    if primitive.name.startswith("all_gather"):
-        return False
-    return True if policy is None else policy(primitive, *args, **params)
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Returns whether results of a primitive are kept for backpropagation.
+
+    Gathered arrays are not, and neither are reshaped ones, which may be gathered arrays.
+    """
+    return not primitive.name.startswith("all_gather") and primitive.name not in _jax.PLAIN
 
 
 def _like_whole(part: jax.Array, cut: Cut) -> jax.Array:

@@ -9,11 +9,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut
+from tnt_jax.sharded.pipeline import Pipeline
 from tnt_jax.sharded.rules import Axis, Rule, choose_axes
 from tnt_jax.train.state_arrays import is_array, state_arrays
 
 # Where a boxed array of Linen lies in its box.
 _VALUE = "/value"
+# Axes that a step handles itself; the compiler handles the others.
+_MAPPED = (_jax.FSDP_AXIS, _jax.STAGE_AXIS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Layout:
         mesh: Mesh,
         rules: Sequence[Rule] = (),
         names: Mapping[str, tuple[Axis, ...]] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> "Layout":
         """Returns the layout of parameters.
 
@@ -47,23 +51,26 @@ class Layout:
             mesh: The mesh.
             rules: Rules of the user; see `tnt_jax.sharded.rules`.
             names: Logical names of the dimensions of parameters by path, besides those in `params`.
+            pipeline: Layers that are divided over the axis `stage`, if there is one.
 
         Raises:
-            ValueError: As `choose_axes`.
+            ValueError: As `choose_axes`, and if the stages do not divide the layers.
         """
         shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
         known = dict(names or {}) | boxed_names(params)
         plain = {_unboxed(path): shape for path, shape in shapes.items()}
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
+        if pipeline is not None and (num_stages := mesh.shape.get(_jax.STAGE_AXIS, 1)) > 1:
+            chosen = _with_stages(chosen, plain, pipeline, num_stages)
         axes = dict(zip(shapes, chosen.values(), strict=True))
         return cls(mesh, shapes, axes, jax.tree.structure(params))
 
     @property
     def manual_specs(self) -> Any:
-        """The tree of partitions over `fsdp` alone, for `shard_map`."""
+        """The tree of partitions over `fsdp` and `stage` alone, for `shard_map`."""
         return self.structure.unflatten(
             [
-                PartitionSpec(*(axis if axis == _jax.FSDP_AXIS else None for axis in axes))
+                PartitionSpec(*(axis if axis in _MAPPED else None for axis in axes))
                 for axes in self.axes.values()
             ]
         )
@@ -130,3 +137,34 @@ def _cut(axes: tuple[Axis, ...]) -> Cut | None:
         return None
     others = tuple(None if axis == _jax.FSDP_AXIS else axis for axis in axes)
     return Cut(axes.index(_jax.FSDP_AXIS), others=others if any(others) else None)
+
+
+def _with_stages(
+    chosen: Mapping[str, tuple[Axis, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    pipeline: Pipeline,
+    num_stages: int,
+) -> dict[str, tuple[Axis, ...]]:
+    """Returns axes with `stage` for the first dimension of the stacked layers.
+
+    Raises:
+        ValueError: If there are no such layers, or the stages do not divide them.
+    """
+    stacked = [path for path in shapes if pipeline.holds(path)]
+    if not stacked:
+        known = sorted({path.rpartition("/")[0] for path in shapes if "/" in path})
+        raise ValueError(
+            f"A pipeline over {pipeline.path!r} needs stacked layers of this path, such as nn.scan "
+            f"makes, but there are no such parameters. Parameters lie in {', '.join(known)}."
+        )
+    for path in stacked:
+        if not shapes[path] or shapes[path][0] % num_stages:
+            raise ValueError(
+                f"{path} {list(shapes[path])} cannot be divided over the axis 'stage' of "
+                f"{num_stages} devices: its first dimension, the layers, must be a multiple of "
+                "them. Choose another mesh, or another number of layers."
+            )
+    return {
+        path: (_jax.STAGE_AXIS, *axes[1:]) if path in stacked else axes
+        for path, axes in chosen.items()
+    }

@@ -9,10 +9,9 @@ from jax.sharding import AxisType, Mesh
 
 from tnt_jax import _jax
 
-STAGE_AXIS = "stage"
 TENSOR_AXIS = "tensor"
 # The devices of one process are neighbours on the last axes, which communicate most.
-AXES = (_jax.DATA_AXIS, STAGE_AXIS, _jax.FSDP_AXIS, TENSOR_AXIS)
+AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, TENSOR_AXIS)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tnt_jax.sharded.mesh_axes import MeshAxes
+from tnt_jax.sharded.pipeline import Pipeline
 from tnt_jax.sharded.rules import Rule, checked_rules
 
 
@@ -15,20 +16,27 @@ class ShardingOptions:
     Attributes:
         mesh: Devices along each axis.
         rules: Rules that say which dimension is cut over which axis.
+        pipeline: Layers that are divided over the axis `stage`.
     """
 
     mesh: MeshAxes
     rules: tuple[Rule, ...] = ()
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(
-        cls, mesh: Mapping[str, int] | None, rules: Sequence[Rule], **others: Any
+        cls,
+        mesh: Mapping[str, int] | None,
+        rules: Sequence[Rule],
+        pipeline: Pipeline | None = None,
+        **others: Any,
     ) -> "ShardingOptions | None":
         """Returns the choices, or None if the model is not sharded.
 
         Args:
             mesh: Devices along each axis; None for data parallelism alone.
             rules: Sharding rules.
+            pipeline: Layers that are divided over the axis `stage`.
             **others: Options that exclude a mesh, by name; those that are set count.
 
         Raises:
@@ -41,20 +49,40 @@ class ShardingOptions:
                     "sharding_rules need a mesh with the axes that they name, such as "
                     "mesh={'data': 4, 'tensor': 2}."
                 )
+            if pipeline is not None:
+                raise ValueError(
+                    "A pipeline needs a mesh with an axis 'stage', such as mesh={'data': 2, "
+                    "'stage': 4}."
+                )
             return None
         axes = MeshAxes.of(mesh)
-        if axes.stage != 1:
-            raise ValueError(
-                f"The axis 'stage' of mesh ({axes.stage} devices) needs a model that is divided "
-                "into stages, which is not offered. Use 'fsdp' instead: it divides every layer."
-            )
+        _check_stages(axes, pipeline)
         chosen = [name for name, value in others.items() if value]
         if chosen:
             raise ValueError(
                 f"{chosen[0]} cannot be combined with mesh: {_WAYS_OUT[chosen[0]]}. Leave one of "
                 "the two out."
             )
-        return cls(axes, checked_rules(rules))
+        return cls(axes, checked_rules(rules), pipeline)
+
+
+def _check_stages(axes: MeshAxes, pipeline: Any) -> None:
+    """Raises an error if a mesh and a pipeline do not fit."""
+    if pipeline is not None and not isinstance(pipeline, Pipeline):
+        raise TypeError(
+            "pipeline must be a tnt_jax.Pipeline, such as Pipeline('layers', microbatches=16), but "
+            f"is {pipeline!r}."
+        )
+    if pipeline is None and axes.stage != 1:
+        raise ValueError(
+            f"The axis 'stage' of mesh ({axes.stage} devices) needs a pipeline: "
+            "pipeline=tnt_jax.Pipeline('layers', microbatches=16)."
+        )
+    if pipeline is not None and (axes.fsdp, axes.tensor) != (1, 1):
+        raise ValueError(
+            "A pipeline can be combined with the axis 'data' alone, but mesh has fsdp "
+            f"{axes.fsdp} and tensor {axes.tensor}. Leave out these axes, or the pipeline."
+        )
 
 
 _WAYS_OUT = {

@@ -30,7 +30,7 @@ class InParts:
         mesh: The mesh.
         reduction: Buckets in which gradients are summed over the axis `data`.
         layout_of: Returns the layout of whole parameters or of their descriptions.
-        policy: What is kept for backpropagation; see `gather_where_used`.
+        has_remat: Whether what a step computes rematerializes blocks; see `gather_where_used`.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class InParts:
         reduction: Reduction,
         layout_of: Callable[[Any], Layout],
         *,
-        policy: Any = None,
+        has_remat: bool = False,
     ) -> None:
         self.mesh = mesh
         self._reduction = reduction
         self._layout_of = layout_of
-        self._policy = policy
+        self._has_remat = has_remat
 
     def param_specs(self, params: Any) -> Any:
         """Returns how the parameters are cut over `fsdp`."""
@@ -56,7 +56,7 @@ class InParts:
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what gathers the parameters and computes `parts` from them."""
-        return GatheredParts(parts, self._layout_of(params), self._policy)
+        return GatheredParts(parts, self._layout_of(params), has_remat=self._has_remat)
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the sums of gradients; what was cut is summed over `fsdp` already."""

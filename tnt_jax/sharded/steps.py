@@ -17,6 +17,7 @@ from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.sharded.gathered_parts import GatheredParts, gathered_apply
 from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.pipeline import Pipeline
 from tnt_jax.sharded.placement import InParts
 from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
@@ -38,8 +39,9 @@ class ShardedSteps:
         rules: Which dimension of a parameter is cut over which axis; see
             `tnt_jax.sharded.rules`.
         names: Returns the logical names of the dimensions of parameters, by path.
-        policy: What is kept for backpropagation, a policy of `jax.checkpoint`; None for all but
-            gathered parameters.
+        has_remat: Whether what a step computes rematerializes blocks; otherwise everything is kept
+            for backpropagation but gathered parameters.
+        pipeline: Layers that are divided over the axis `stage`.
 
     Attributes:
         rank_slice: The part of the global batch that this process feeds.
@@ -56,13 +58,15 @@ class ShardedSteps:
         *,
         rules: Sequence[Rule] = (),
         names: Callable[[], Mapping[str, tuple[Axis, ...]]] = dict,
-        policy: Any = None,
+        has_remat: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.rank_slice = rank_slice_of(runtime)
         self._mesh = runtime.mesh
         self._rules = rules
         self._names = names
-        self._placement = InParts(self._mesh, reduction, self.layout_of, policy=policy)
+        self._pipeline = pipeline
+        self._placement = InParts(self._mesh, reduction, self.layout_of, has_remat=has_remat)
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self._mesh))
         stacked = NamedSharding(self._mesh, PartitionSpec(None, *self._by_row))
         self.fused = _FusedSteps(self._placement, stacked)
@@ -73,7 +77,7 @@ class ShardedSteps:
         Raises:
             ValueError: As `choose_axes`.
         """
-        return Layout.of(params, self._mesh, self._rules, self._names())
+        return Layout.of(params, self._mesh, self._rules, self._names(), self._pipeline)
 
     def begin_epoch(self, epoch: int, step: int, update: int) -> None:
         """Does nothing: the compiler's collectives carry all sums."""
@@ -89,7 +93,16 @@ class ShardedSteps:
         accumulation_steps: int,
         on_nan: OnNaN | None = None,
     ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
+
+        Raises:
+            ValueError: If `on_nan` is set with a pipeline.
+        """
+        if self._pipeline is not None and on_nan is not None:
+            raise ValueError(
+                f"on_nan={on_nan!r} cannot be combined with a pipeline: a stage sees the gradients "
+                "of its own layers alone. Leave on_nan out; TerminateOnNaN looks at the loss."
+            )
         return make_sharded_train_step(
             parts,
             optimizer,

@@ -1,0 +1,261 @@
+"""Pipelines: the stages of a model on different devices, which work on micro-batches in turn.
+
+Both schedules run inside `shard_map` over a mesh axis (`stage` by default) whose devices hold
+consecutive parts of a stack of layers. A stage maps a pytree of arrays to one of the same shapes
+and dtypes. One program serves all stages: in every tick each stage sends what it computed to its
+neighbor.
+
+GPipe (Huang et al. 2019, arXiv:1811.06965) runs all micro-batches forward, then all backward, and
+is differentiated as it stands. 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) turns to
+the backward pass of a micro-batch as soon as the last stage has seen it, so that a stage keeps the
+inputs of at most `num_stages` micro-batches; gradients are computed by hand.
+
+    outputs = gpipe(stage, layers, micro_batches)
+    loss, numbers, grads = one_forward_one_backward(ends, stage, shared, layers, micro_batches)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+
+STAGE_AXIS = _jax.STAGE_AXIS
+
+Stage = Callable[[Any, Any, jax.Array], Any]
+
+
+def bubble_share(num_stages: int, num_micro_batches: int) -> float:
+    """Returns the share of a step in which a stage waits: (S - 1) / (M + S - 1).
+
+    It is the same for GPipe and 1F1B (Huang et al. 2019, section 2.3; Narayanan et al. 2021,
+    section 2.2, which states it as a share of the working time, (S - 1) / M).
+
+    >>> bubble_share(4, 16)
+    0.15789473684210525
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STAGE_AXIS) -> Any:
+    """Returns the outputs of all stages in turn for each micro-batch, equal on every stage.
+
+    Stage s works on micro-batch t - s in tick t. While it has none it computes with the one that
+    stands there, and nothing depends on the result. Gradients flow back through the same ticks.
+
+    Args:
+        stage: Function `(layers, x, m) -> x` of this device's layers and micro-batch number `m`.
+        layers: This device's part of the stack.
+        micro_batches: Inputs of the first stage: pytree of arrays `[micro-batches, ...]`.
+        axis_name: Mesh axis of the stages.
+    """
+    num_micro_batches = _num_micro_batches(micro_batches)
+    num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+    def tick(received: Any, t: jax.Array) -> tuple[Any, Any]:
+        fed = _take(micro_batches, jnp.minimum(t, num_micro_batches - 1))
+        m = jnp.clip(t - index, 0, num_micro_batches - 1)
+        outputs = stage(layers, _select(index == 0, fed, received), m)
+        return _send(outputs, axis_name, by=1), outputs
+
+    # Zeros may have no finite result in a layer that divides by a norm; a real input has one.
+    start = vary(_take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
+    _, outputs = jax.lax.scan(tick, start, jnp.arange(num_micro_batches + num_stages - 1))
+    leaving = jax.tree.map(lambda x: x[num_stages - 1 :], outputs)
+    zeros = jax.tree.map(jnp.zeros_like, leaving)
+    return jax.lax.psum(_select(index == num_stages - 1, leaving, zeros), axis_name)
+
+
+class Ends(NamedTuple):
+    """What stands before and after the stack of layers.
+
+    Attributes:
+        enter: Function `(shared, micro_batch) -> x`, which the first stage runs.
+        leave: Function `(shared, x, micro_batch) -> (loss, numbers)`, which the last stage runs;
+            the loss is a scalar, numbers are a pytree of arrays. Both are summed over the
+            micro-batches.
+    """
+
+    enter: Callable[[Any, Any], Any]
+    leave: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+
+
+class _Run(NamedTuple):
+    """What a stage carries from slot to slot.
+
+    Attributes:
+        x: Activations that the stage before sent in the last slot.
+        grad_x: Gradients that the stage after sent in the last slot.
+        kept: Inputs of the micro-batches whose backward pass is still to come, `[stages, ...]`.
+        loss: Sum so far; on the last stage alone.
+        numbers: Sums so far; on the last stage alone.
+        grads: Sums so far of the gradients of (shared, layers).
+    """
+
+    x: Any
+    grad_x: Any
+    kept: Any
+    loss: jax.Array
+    numbers: Any
+    grads: tuple[Any, Any]
+
+
+def one_forward_one_backward(
+    ends: Ends,
+    stage: Stage,
+    shared: Any,
+    layers: Any,
+    micro_batches: Any,
+    *,
+    axis_name: str = STAGE_AXIS,
+) -> tuple[jax.Array, Any, tuple[Any, Any]]:
+    """Returns loss, numbers and gradients of all micro-batches, a stage at a time.
+
+    Stage s of S runs micro-batch m forward in slot 2m + s and backward in slot 2m + 2S - 1 - s: its
+    neighbors need each result in the slot after, and it keeps at most S - s inputs in between. The
+    backward pass computes the stage again from its input. The last stage runs forward and backward
+    at once.
+
+    Args:
+        ends: What stands before and after the layers.
+        stage: Function `(layers, x, m) -> x` of this device's layers and micro-batch number `m`.
+        shared: Parameters of `ends`, equal on every stage.
+        layers: This device's part of the stack.
+        micro_batches: Pytree of arrays `[micro-batches, ...]`, equal on every stage.
+        axis_name: Mesh axis of the stages.
+
+    Returns:
+        The loss, the numbers and the gradients of (shared, layers). All are equal on every stage
+        but the gradients of `layers`, which are those of this device's layers. On other mesh axes
+        nothing is summed.
+    """
+    num_micro_batches = _num_micro_batches(micro_batches)
+    num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    axes = axes_of((shared, layers, micro_batches), axis_name)
+    shared, layers, micro_batches = vary((shared, layers, micro_batches), axes)
+    is_first, is_last = index == 0, index == num_stages - 1
+
+    def forward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
+        x = jax.lax.cond(
+            is_first,
+            lambda: vary(ends.enter(shared, _take(micro_batches, m)), axes),
+            lambda: run.x,
+        )
+        # The last stage computes its layers in the backward slot, together with their gradients.
+        outputs = jax.lax.cond(is_last, lambda: x, lambda: vary(stage(layers, x, m), axes))
+        return run._replace(kept=_put(run.kept, x, m % num_stages)), outputs, run.grad_x
+
+    def backward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
+        x, micro_batch = _take(run.kept, m % num_stages), _take(micro_batches, m)
+
+        def loss_of(shared: Any, layers: Any, x: Any) -> tuple[jax.Array, Any]:
+            return vary(ends.leave(shared, stage(layers, x, m), micro_batch), axes)
+
+        def from_loss() -> Any:
+            loss, pull, numbers = jax.vjp(loss_of, shared, layers, x, has_aux=True)
+            return loss, numbers, pull(vary(jnp.ones_like(loss), axes))
+
+        def from_next() -> Any:
+            _, pull = jax.vjp(lambda layers, x: vary(stage(layers, x, m), axes), layers, x)
+            return run.loss * 0, vary(_zeros(run.numbers), axes), (no_grads, *pull(run.grad_x))
+
+        def of_entry() -> Any:
+            _, pull = jax.vjp(lambda shared: vary(ends.enter(shared, micro_batch), axes), shared)
+            return pull(grad_x)[0]
+
+        no_grads = vary(_zeros(shared), axes)
+        loss, numbers, (grads_shared, grads_layers, grad_x) = jax.lax.cond(
+            is_last, from_loss, from_next
+        )
+        entry_grads = jax.lax.cond(is_first, of_entry, lambda: no_grads)
+        run = run._replace(
+            loss=run.loss + loss,
+            numbers=_add(run.numbers, numbers),
+            grads=_add(run.grads, (_add(grads_shared, entry_grads), grads_layers)),
+        )
+        return run, run.x, grad_x
+
+    def slot(run: _Run, t: jax.Array) -> tuple[_Run, None]:
+        at = jnp.stack([t - index, t - (2 * num_stages - 1 - index)])
+        runs = (at % 2 == 0) & (at >= 0) & (at < 2 * num_micro_batches)
+        m = jnp.clip(at // 2, 0, num_micro_batches - 1)
+        run, x, grad_x = jax.lax.switch(
+            runs[0] + 2 * runs[1].astype(jnp.int32),
+            [
+                lambda run: (run, run.x, run.grad_x),
+                lambda run: forward(run, m[0]),
+                lambda run: backward(run, m[1]),
+            ],
+            run,
+        )
+        received = _send(x, axis_name, by=1), _send(grad_x, axis_name, by=-1)
+        return run._replace(x=received[0], grad_x=received[1]), None
+
+    micro_batch = jax.tree.map(lambda x: x[0], micro_batches)
+    x = jax.eval_shape(ends.enter, shared, micro_batch)
+    loss, numbers = jax.eval_shape(ends.leave, shared, x, micro_batch)
+    kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_stages, *x.shape), x.dtype), x)
+    start = _Run(*vary(_zeros((x, x, kept, loss, numbers, (shared, layers))), axes))
+    num_slots = 2 * (num_micro_batches + num_stages - 1)
+    end, _ = jax.lax.scan(slot, start, jnp.arange(num_slots))
+    loss, numbers, grads_shared = jax.lax.psum((end.loss, end.numbers, end.grads[0]), axis_name)
+    return loss, numbers, (grads_shared, end.grads[1])
+
+
+def _num_micro_batches(micro_batches: Any) -> int:
+    counts = {x.shape[0] for x in jax.tree.leaves(micro_batches)}
+    if len(counts) != 1:
+        raise ValueError(
+            "The arrays of micro_batches must have one leading dimension, the number of "
+            f"micro-batches, but have {sorted(counts)}."
+        )
+    return counts.pop()
+
+
+def axes_of(tree: Any, axis_name: str = STAGE_AXIS) -> frozenset[str]:
+    """Returns the mesh axes over which any array of `tree` varies, and `axis_name`."""
+    found = {axis_name}
+    for x in jax.tree.leaves(tree):
+        found |= _jax.varying_axes(x)
+    return frozenset(found)
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """Marks every array of `tree` as different along mesh axes, inside `shard_map`."""
+
+    def vary_one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        missing = tuple(sorted(axes - _jax.varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary_one, tree)
+
+
+def _send(tree: Any, axis_name: str, *, by: int) -> Any:
+    size = jax.lax.axis_size(axis_name)
+    pairs = [(i, i + by) for i in range(size) if 0 <= i + by < size]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), tree)
+
+
+def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _take(tree: Any, index: jax.Array | int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _put(tree: Any, values: Any, index: jax.Array) -> Any:
+    return jax.tree.map(
+        lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, index, 0), tree, values
+    )
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
