@@ -15,11 +15,11 @@ def test_all_variables_are_read():
         "TNT_LOG_ON_ALL_DEVICES": "1",
         "TNT_OUTPUT_ON_ALL_DEVICES": "True", "TNT_FUSION_THRESHOLD": "0",
         "TNT_LAUNCHED_AT": "12.500",
-        "TNT_TUNE_STEPS": "5", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
+        "TNT_TUNE_STEPS": "5", "TNT_PLAN": "1", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
         "TNT_RESTART_COUNT": "2", "TNT_CHECKPOINT_DIR": "runs/a", "TNT_CHECKPOINT_EVERY": "30s",
     }  # fmt: skip
     assert read_settings(environ) == Settings(
-        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, 6, 0,
+        "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, True, 6, 0,
         checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
         goodput="runs/a/goodput.jsonl",
     )  # fmt: skip

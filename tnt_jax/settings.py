@@ -50,6 +50,7 @@ class Settings:
             the start.
         tune_steps: Steps per trial if `fit` compares ways to sum gradients instead of training
             (`TNT_TUNE_STEPS`), otherwise None.
+        plan: Whether `fit` prints what a step needs instead of training (`TNT_PLAN`).
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
         stall_timeout_s: Seconds without progress of a process after which the job ends, 0 for never
@@ -75,6 +76,7 @@ class Settings:
     fusion_threshold_kb: int | Literal["xla"] | None = None
     launched_at: float | None = None
     tune_steps: int | None = None
+    plan: bool = False
     stall_warning_s: int = 60
     stall_timeout_s: int = 60
     timeline: str | None = None
@@ -117,6 +119,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
         fusion_threshold_kb=_threshold(env, "TNT_FUSION_THRESHOLD"),
         tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
+        plan=_boolean(env, "TNT_PLAN"),
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,
         stall_timeout_s=Settings.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,

@@ -120,6 +120,17 @@ def test_wrong_values_and_unknown_options_end_the_program(argv, capsys):
     assert "usage: tnt-jax" in capsys.readouterr().err
 
 
+def test_plan_is_the_first_word_and_has_one_process(capsys):
+    options = parse("plan", "-n", "8", "--no-gpu", "--", "t.py", "plan")
+    assert (options.is_plan, options.devices_per_node, options.processes_per_node) == (True, 8, 1)
+    assert options.script_args == ("plan",)
+    assert not parse("-n", "8", "--", "plan").is_plan
+    with pytest.raises(ValueError, match="plan runs a Python script"):
+        parse("plan", "--python-interpreter", "", "--", "t.sh")
+    with pytest.raises(SystemExit, match="2"):
+        parse("plan", "--steps", "7", "--", "t.py")
+
+
 def test_tune_is_the_first_word_and_has_steps(capsys):
     options = parse("tune", "-n", "2", "--steps", "7", "--", "t.py", "--steps", "3")
     assert (options.tune_steps, options.devices_per_node, options.script_args) == (

@@ -1,28 +1,32 @@
-"""`fit` in a process of `tnt-jax tune`: it compares ways to sum gradients instead of training.
+"""`fit` in a process of `tnt-jax tune` or `tnt-jax plan`.
 
-The launcher says so by `TNT_TUNE_STEPS`. `FitLoop` knows nothing of it.
+It compares ways to sum gradients, or shows what a step needs, instead of training. The launcher
+says so by `TNT_TUNE_STEPS` or `TNT_PLAN`. `FitLoop` knows nothing of it.
 """
 
 import os
 from typing import NoReturn
 
+from tnt_jax.distributed.runtime import is_master_rank
 from tnt_jax.keras_compat.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit_plan import Plan
 from tnt_jax.keras_compat.hooks import CallbackArguments
 from tnt_jax.keras_compat.trials_done import TrialsDone
 from tnt_jax.settings import read_settings
 
-_STEPS = "TNT_TUNE_STEPS"
+_CHOICES = ("TNT_TUNE_STEPS", "TNT_PLAN")
 
 
 def choose_fit_loop() -> type[FitLoop]:
-    """Returns what runs `fit` in this job: training, or the trials of `tnt-jax tune`.
+    """Returns what runs `fit` in this job: training, trials, or a plan.
 
     Raises:
-        ValueError: If the launcher's variable is no number of steps.
+        ValueError: If a variable of the launcher has no valid value.
     """
-    steps = read_settings({_STEPS: os.environ.get(_STEPS, "")}).tune_steps
-    return FitLoop if steps is None else TrialLoop
+    settings = read_settings({name: os.environ.get(name, "") for name in _CHOICES})
+    if settings.plan:
+        return PlanLoop
+    return FitLoop if settings.tune_steps is None else TrialLoop
 
 
 class TrialLoop(FitLoop):
@@ -50,4 +54,24 @@ class TrialLoop(FitLoop):
         )
         by_argument = self._core.options.fusion_threshold is not None
         tuning.tune(trainer, step, plan.first, plan.unpack, by_argument=by_argument)
+        raise TrialsDone
+
+
+class PlanLoop(FitLoop):
+    """Shows what a step of a `fit` needs, instead of training."""
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Prints the plan on the master, and hands back to the entry of the process.
+
+        Raises:
+            TrialsDone: At the end; `tune_script` waits for it.
+        """
+        # Training needs none of it.
+        from tnt_jax.sharded.planning import plan_step
+
+        trainer = self._core.trainer
+        lowered = trainer.lower_train_step(plan.unpack(plan.first))
+        planned = plan_step(lowered, trainer.require_state(), trainer.runtime.mesh)
+        if is_master_rank():
+            print(planned.text(), flush=True)
         raise TrialsDone

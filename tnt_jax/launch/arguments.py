@@ -19,7 +19,16 @@ examples:
   tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
   tnt-jax doctor --hostfile hosts                  find out why it does not work
   tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
+  tnt-jax plan -n 8 --no-gpu -- train.py           show what a step needs, without training
 """
+
+# What the first word of the command line can be, besides other programs.
+COMMANDS = {
+    "tune": "Times ways to sum the gradients of a script's first fit, instead of training, and "
+    "recommends options.",
+    "plan": "Shows where the arrays of a script's first fit lie, and what memory and communication "
+    "its step needs by the compiler's own analysis, instead of training.",
+}
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
@@ -39,22 +48,17 @@ def _save_freq(text: str) -> str:
     return text
 
 
-def make_parser(version: str, *, is_tuning: bool) -> argparse.ArgumentParser:
+def make_parser(version: str, command: str) -> argparse.ArgumentParser:
     """Returns the parser of the command line up to the script.
 
     Args:
         version: What `--version` prints.
-        is_tuning: Whether it is that of `tnt-jax tune`.
+        command: The first word, one of `COMMANDS`; empty to train.
     """
     parser = argparse.ArgumentParser(
         prog="tnt-jax",
-        usage=f"tnt-jax {'tune ' if is_tuning else ''}[options] -- script.py [arguments]",
-        description=(
-            "Times ways to sum the gradients of a script's first fit, instead of training, and "
-            "recommends options."
-            if is_tuning
-            else "Runs a training script in one process per device."
-        ),
+        usage=f"tnt-jax {f'{command} ' if command else ''}[options] -- script.py [arguments]",
+        description=COMMANDS.get(command, "Runs a training script in one process per device."),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -65,7 +69,7 @@ def make_parser(version: str, *, is_tuning: bool) -> argparse.ArgumentParser:
     _add_hosts(parser.add_argument_group("hosts"))
     _add_output(parser.add_argument_group("output"))
     _add_processes(parser.add_argument_group("processes"))
-    if is_tuning:
+    if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(
             "--steps",

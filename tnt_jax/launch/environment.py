@@ -229,6 +229,8 @@ def _library_options(options: Options) -> dict[str, str]:
         chosen["TNT_FUSION_THRESHOLD"] = str(options.fusion_threshold_kb)
     if options.tune_steps is not None:
         chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
+    if options.is_plan:
+        chosen["TNT_PLAN"] = "1"
     if options.timeline is not None:
         chosen["TNT_TIMELINE"] = options.timeline
     if options.checkpoint_dir is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tnt_jax.launch.arguments import GRACE_PERIOD_S, MAX_RESTARTS, make_parser
+from tnt_jax.launch.arguments import COMMANDS, GRACE_PERIOD_S, MAX_RESTARTS, make_parser
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Options:
         checkpoint_every: Batches, "epoch", or a time such as "30s", between two checkpoints; None
             to leave the environment's.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
+        is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         pin_to_socket: Whether each process is bound to the processors of one NUMA node.
         pin_memory_to_socket: Whether its memory is, too.
         compilation_cache: Whether compiled programs are kept between runs.
@@ -72,6 +73,7 @@ class Options:
     checkpoint_dir: str | None = None
     checkpoint_every: str | None = None
     tune_steps: int | None = None
+    is_plan: bool = False
     pin_to_socket: bool = False
     pin_memory_to_socket: bool = False
     compilation_cache: bool = True
@@ -99,19 +101,21 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """Returns the options of a command line; prints help or an error and exits where argparse does.
 
     Everything after `--`, or from the first word that is not an option, is the script and its
-    arguments. The first word `tune` selects trials instead of training, and allows `--steps`.
+    arguments. The first word `tune` selects trials instead of training, and allows `--steps`;
+    `plan` selects a plan, for which one process has all devices.
 
     Raises:
         ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.
     """
-    is_tuning = list(argv[:1]) == ["tune"]
-    ours, script = _split(argv[1:] if is_tuning else argv)
-    parser = make_parser(version, is_tuning=is_tuning)
+    command = argv[0] if argv and argv[0] in COMMANDS else ""
+    is_tuning, is_plan = command == "tune", command == "plan"
+    ours, script = _split(argv[1:] if command else argv)
+    parser = make_parser(version, command)
     given = parser.parse_args(ours)
     exports = tuple(_export(text) for texts in given.exports for text in texts)
     # If a script is named before the first `--`, this `--` belongs to its arguments.
     script = [*given.script, *(["--"] if given.script and "--" in argv else []), *script]
-    _check(given, script, is_tuning=is_tuning)
+    _check(given, script, command)
     return Options(
         script=script[0] if script else "",
         script_args=tuple(script[1:]),
@@ -120,7 +124,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         else tuple(shlex.split(given.python_interpreter)),
         devices_per_node=None if given.ray else given.num_processes or given.devices_per_node,
         this_host_only=given.num_processes is not None and given.hostfile is None,
-        processes_per_node=given.processes_per_node,
+        processes_per_node=1 if is_plan else given.processes_per_node,
         use_gpus=not given.no_gpu,
         log_level=given.log_level,
         log_on_all_devices=given.log_on_all_devices,
@@ -131,6 +135,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         checkpoint_dir=given.checkpoint_dir,
         checkpoint_every=given.checkpoint_every,
         tune_steps=given.steps if is_tuning else None,
+        is_plan=is_plan,
         pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
         pin_memory_to_socket=given.pin_memory_to_socket,
         compilation_cache=not given.no_compilation_cache,
@@ -158,7 +163,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _check(given: argparse.Namespace, script: Sequence[str], *, is_tuning: bool) -> None:
+def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> None:
     if given.num_processes is not None and given.devices_per_node is not None:
         raise ValueError(
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
@@ -171,10 +176,11 @@ def _check(given: argparse.Namespace, script: Sequence[str], *, is_tuning: bool)
             "-m must be followed by a module, and needs a Python interpreter: tnt-jax -n 2 -- -m "
             "package.train --epochs 3"
         )
-    if is_tuning and given.python_interpreter == "":
+    if command and given.python_interpreter == "":
         raise ValueError(
-            "tnt-jax tune runs a Python script up to its first fit, and needs an interpreter: name "
-            "the script, and leave --python-interpreter out: tnt-jax tune -n 2 -- train.py"
+            f"tnt-jax {command} runs a Python script up to its first fit, and needs an "
+            "interpreter: name the script, and leave --python-interpreter out: "
+            f"tnt-jax {command} -n 2 -- train.py"
         )
     if not script and given.cleanup is None:
         raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")

@@ -264,7 +264,8 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
 def script_command(options: Options, cwd: str) -> tuple[str, ...]:
     """Returns the words that run the user's script."""
     if options.interpreter:
-        entry = () if options.tune_steps is None else ("-m", _TUNE_ENTRY)
+        ends_early = options.is_plan or options.tune_steps is not None
+        entry = ("-m", _TUNE_ENTRY) if ends_early else ()
         return (*options.interpreter, *entry, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)
 

@@ -1,0 +1,96 @@
+"""Plans: what they say of arrays is what live arrays have, and what they say of communication is what
+the step does.
+"""
+
+import re
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from processes import launch
+
+import tnt_jax as tnt
+from tnt_jax.keras_compat.trials_done import TrialsDone
+
+X, Y = np.ones((16, 64), np.float32), np.zeros(16, np.int32)
+
+
+def compiled_model(**options):
+    model = tnt.Model(nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(8)]), **options)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="adam", loss=loss)
+    return model
+
+
+def planned(monkeypatch, capsys, **options):
+    """Returns the text of a plan, and the state of the model that it is for."""
+    monkeypatch.setenv("TNT_PLAN", "1")
+    model = compiled_model(**options)
+    with pytest.raises(TrialsDone):
+        model.fit(X, Y, batch_size=16, verbose=0)
+    return capsys.readouterr().out, model._core.trainer.require_state()
+
+
+def local_bytes(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def said_kib(text, line):
+    return float(re.search(rf"{line}: [\d.]+ KiB, ([\d.]+) KiB a device", text)[1])
+
+
+def test_a_plan_states_the_bytes_of_live_arrays(four_ranks, monkeypatch, capsys):
+    text, state = planned(monkeypatch, capsys, mesh={"data": 2, "fsdp": 2})
+    assert text.startswith("Mesh: data 2, fsdp 2\n")
+    assert re.search(r"layers_0/kernel +float32\[64, 256 fsdp\]  32\.0 KiB a device", text)
+    assert re.search(r"layers_2/bias +float32\[8\]  32 B a device", text)
+    assert said_kib(text, "All parameters") == pytest.approx(
+        local_bytes(state.params) / 1024, abs=0.1
+    )
+    assert said_kib(text, "All other state") == pytest.approx(
+        local_bytes((state.opt_state, state.step, state.key)) / 1024, abs=0.1
+    )
+    assert int(state.step) == 0, "Nothing was trained."
+
+
+def test_a_plan_lists_the_collectives_of_the_step(four_ranks, monkeypatch, capsys):
+    sharded, _ = planned(monkeypatch, capsys, mesh={"fsdp": 4})
+    assert "x all-gather," in sharded
+    assert "x reduce-scatter," in sharded
+    plain, state = planned(monkeypatch, capsys)
+    assert "all-gather" not in plain
+    # The gradients and a few numbers.
+    sent = float(re.search(r"x all-reduce, ([\d.]+) KiB", plain)[1])
+    assert sent == pytest.approx(local_bytes(state.params) / 1024, abs=0.2)
+
+
+def test_one_device_communicates_nothing(use_ranks, monkeypatch, capsys):
+    use_ranks(1)
+    text, state = planned(monkeypatch, capsys)
+    assert "Communication of a step: none" in text
+    peak = float(re.search(r"Memory of a step: ([\d.]+) KiB a device", text)[1])
+    assert peak * 1024 > local_bytes((state.params, state.opt_state)) + X.nbytes
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_the_launcher_shows_a_plan_for_devices_that_are_not_here(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import numpy as np
+        from flax import linen as nn
+        import tnt_jax as tnt
+
+        model = tnt.Model(nn.Dense(256), mesh={"data": 2, "fsdp": 4})
+        model.compile(optimizer="sgd", loss="mean_squared_error")
+        model.fit(np.ones((16, 64)), np.ones((16, 256)), batch_size=16)
+        raise SystemExit("fit came back")
+        """)
+    )
+    result = launch(8, str(script), command="plan", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "Mesh: data 2, fsdp 4" in result.stdout
+    assert re.search(r"kernel +float32\[64, 256 fsdp\]  16\.0 KiB a device", result.stdout)

@@ -1,0 +1,142 @@
+"""What a training step needs on each device, before one runs: `tnt-jax plan -- train.py`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tnt_jax.distributed.hlo import Traffic, read_traffic
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import state_arrays
+
+_UNITS = ("B", "KiB", "MiB", "GiB")
+
+
+class PlannedArray(NamedTuple):
+    """Where an array lies.
+
+    Attributes:
+        path: Its path among the parameters.
+        shape: Its shape.
+        dtype: Its dtype.
+        axes: Mesh axes that cut each dimension, joined by `*`; empty for none.
+        nbytes: Bytes of the whole array.
+        local_bytes: Bytes on each device.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    nbytes: int
+    local_bytes: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a training step needs.
+
+    Attributes:
+        mesh: Devices along each axis.
+        params: Where the parameters lie.
+        state: Where all other arrays of the training state lie.
+        peak_bytes: Memory that a step needs on each device, by the compiler's analysis.
+        traffic: Collectives of the compiled step.
+    """
+
+    mesh: Mapping[str, int]
+    params: Sequence[PlannedArray]
+    state: Sequence[PlannedArray]
+    peak_bytes: int
+    traffic: Sequence[Traffic]
+
+    def text(self) -> str:
+        """Returns the plan as text, an array a line."""
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        width = max((len(array.path) for array in self.params), default=0)
+        lines = [f"Mesh: {mesh}", "Parameters, with the axis that cuts each dimension:"]
+        lines += [
+            f"  {x.path:{width}}  {x.dtype}{_shape(x)}  {_size(x.local_bytes)} a device"
+            for x in self.params
+        ]
+        for name, arrays in (("parameters", self.params), ("other state", self.state)):
+            whole, local = (sum(sizes) for sizes in zip(*map(_sizes, arrays), strict=True))
+            lines.append(f"All {name}: {_size(whole)}, {_size(local)} a device")
+        lines.append(f"Memory of a step: {_size(self.peak_bytes)} a device, by the compiler")
+        return "\n".join([*lines, *self._traffic_lines()])
+
+    def _traffic_lines(self) -> list[str]:
+        if not self.traffic:
+            return ["Communication of a step: none"]
+        kinds: dict[str, tuple[int, int]] = {}
+        for x in self.traffic:
+            count, nbytes = kinds.get(x.kind, (0, 0))
+            kinds[x.kind] = count + x.times, nbytes + x.times * x.nbytes
+        return ["Communication of a step, as compiled:"] + [
+            f"  {count} x {kind}, {_size(nbytes)}" for kind, (count, nbytes) in kinds.items()
+        ]
+
+
+def plan_step(lowered: Any, state: TrainState, mesh: Mesh) -> StepPlan:
+    """Returns what a lowered training step needs; compiles it.
+
+    Args:
+        lowered: Training step, as `Trainer.lower_train_step` returns it.
+        state: Training state, or descriptions with shardings.
+        mesh: Mesh that the state lies on.
+    """
+    compiled = lowered.compile()
+    arrays = {path: _planned(path, x) for path, x in state_arrays(state).items()}
+    params = {path: x for path, x in arrays.items() if path.startswith("params/")}
+    return StepPlan(
+        dict(mesh.shape),
+        [x._replace(path=path.removeprefix("params/")) for path, x in params.items()],
+        [x for path, x in arrays.items() if path not in params],
+        peak_bytes(compiled),
+        read_traffic(compiled.as_text()),
+    )
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Returns the memory of a compiled program on each device: arguments, results, and between."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def _planned(path: str, x: Any) -> PlannedArray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x)
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
+    names = [axis if isinstance(axis, tuple) else (axis,) if axis else () for axis in spec]
+    axes = ["*".join(axes) for axes in names] + [""] * (x.ndim - len(names))
+    itemsize = np.dtype(x.dtype).itemsize
+    local = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
+    sizes = (int(np.prod(shape)) * itemsize for shape in (x.shape, local))
+    return PlannedArray(path, x.shape, np.dtype(x.dtype).name, tuple(axes), *sizes)
+
+
+def _shape(x: PlannedArray) -> str:
+    dims = [f"{size} {axis}".strip() for size, axis in zip(x.shape, x.axes, strict=True)]
+    return f"[{', '.join(dims)}]"
+
+
+def _sizes(x: PlannedArray) -> tuple[int, int]:
+    return x.nbytes, x.local_bytes
+
+
+def _size(nbytes: float) -> str:
+    """Returns bytes in a unit that suits them.
+
+    >>> _size(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in _UNITS[:-1]:
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} {_UNITS[-1]}"
