@@ -43,6 +43,11 @@ def test_the_state_of_an_optimizer_lies_like_the_parameters(layout):
     assert specs(placed) == [(), *moments, *moments]
 
 
+def test_the_state_of_an_optimizer_by_name_lies_like_the_parameters(layout):
+    compiled = {"a": {"w": {"m": PARAMS["a"]["w"], "v": PARAMS["a"]["w"]}}, "rate": jnp.zeros(())}
+    assert specs(layout.like_params({"slots": compiled})) == [*[("fsdp", None)] * 2, ()]
+
+
 def test_arrays_of_other_shapes_are_replicated(layout):
     factored = {"v_row": {"a": {"w": jax.ShapeDtypeStruct((64,), jnp.float32)}}}
     assert specs(layout.like_params(factored)) == [()]

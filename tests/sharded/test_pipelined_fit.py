@@ -41,7 +41,8 @@ def one_device():
         (4, {"mesh": {"data": 2, "stage": 2}, "remat": "full"}),
         pytest.param(8, {"mesh": {"data": 2, "stage": 4}}, marks=pytest.mark.long),
         pytest.param(4, {"mesh": {"stage": -1}, "remat": "dots"}, marks=pytest.mark.long),
-        (2, {"remat": "full", "pipeline": None}),
+        # Blocks that are rematerialized are compared with plain ones in test_remat.
+        pytest.param(2, {"remat": "full", "pipeline": None}, marks=pytest.mark.long),
     ],
 )
 def test_training_equals_one_device(one_device, num_devices, options):
@@ -65,7 +66,7 @@ def test_each_stage_holds_its_layers_alone(use_ranks):
     moments = [
         x
         for path, x in state_arrays(state.opt_state).items()
-        if path.endswith("layers/feed_forward/down/kernel")
+        if "layers/feed_forward/down/kernel" in path
     ]
     assert len(moments) == 2
     for x in (down, *moments):

@@ -155,12 +155,13 @@ def test_half_precision_equals_data_parallelism(use_ranks):
     assert_close(model.get_weights(), whole.get_weights())
 
 
-def test_each_device_holds_its_part_of_the_state(use_ranks):
+@pytest.mark.parametrize("optimizer", ["adam", optax.adam(1e-3)], ids=["keras", "optax"])
+def test_each_device_holds_its_part_of_the_state(use_ranks, optimizer):
     use_ranks(8)
     x, y = make_data()
     net = nn.Sequential([nn.Dense(1024), nn.relu, nn.Dense(CLASSES * 8)])
     model = tnt.Model(net, mesh={"fsdp": 8})
-    model.compile(optax.adam(1e-3), loss=crossentropy())
+    model.compile(optimizer, loss=crossentropy())
     model.fit(x, y, batch_size=SIZE, epochs=1, verbose=0)
     state = model.state
     leaves = jax.tree.leaves((state.params, state.opt_state))

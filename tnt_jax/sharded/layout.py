@@ -88,8 +88,8 @@ class Layout:
     def like_params(self, tree: Any, *, before: int = 0) -> Any:
         """Returns the shardings of another tree, such as the state of an optimizer.
 
-        An array lies like the parameter whose path ends its own, if it has its shape; other arrays
-        are replicated.
+        An array lies like the parameter whose path is part of its own, if it has its shape; other
+        arrays are replicated.
 
         Args:
             tree: Arrays or their descriptions.
@@ -102,12 +102,13 @@ class Layout:
         return jax.tree.structure(tree, is_leaf=is_array).unflatten(placed)
 
     def _axes_at(self, path: str, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-        """Returns the axes of the parameter with the longest path that ends another path."""
+        """Returns the axes of the parameter with the longest path that is part of another path."""
         keys = path.split("/")
-        for start in range(len(keys)):
-            end = "/".join(keys[start:])
-            if self.shapes.get(end) == shape:
-                return self.axes[end]
+        for length in range(len(keys), 0, -1):
+            for start in range(len(keys) - length + 1):
+                part = "/".join(keys[start : start + length])
+                if self.shapes.get(part) == shape:
+                    return self.axes[part]
         return ()
 
     def _sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
