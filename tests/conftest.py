@@ -77,10 +77,25 @@ def ray_cluster():
     them; one that kills the first starts a cluster of its own, with `ray_cluster_of`.
     """
     pytest.importorskip("ray", reason="needs the extra ray")
+    import jax
     from ray_clusters import ray_cluster_of
+
+    # While the cluster runs, the environment asks for no virtual devices.
+    jax.local_devices()
 
     with ray_cluster_of() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray_data(ray_cluster):
+    """Connects this process to the cluster, for the tests of a file; returns `ray.data`."""
+    import ray
+
+    ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield ray.data
+    ray.shutdown()
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import threading
 
 
 class Boards:
-    """Boards of several simulated processes in one process."""
+    """Boards of several simulated processes in one process, which wait up to `timeout_s`."""
 
-    def __init__(self, num_processes):
+    def __init__(self, num_processes, timeout_s=20):
         self.num_processes = num_processes
+        self.timeout_s = timeout_s
         self.texts = {}
         self.most = 0
         self.changed = threading.Condition()
@@ -30,7 +31,7 @@ class Boards:
             def read(self, name, other):
                 with boards.changed:
                     assert boards.changed.wait_for(
-                        lambda: (name, other) in boards.texts, timeout=20
+                        lambda: (name, other) in boards.texts, timeout=boards.timeout_s
                     )
                     return boards.texts[name, other]
 

@@ -5,6 +5,7 @@ from .images import shift_and_flip as shift_and_flip
 from .images import training_images as training_images
 from .permutation import Permutation as Permutation
 from .random_access import RandomAccess as RandomAccess
+from .ray.spec import RayData as RayData
 from .records import image_records as image_records
 from .synthetic import SyntheticImages as SyntheticImages
 from .synthetic import SyntheticTokens as SyntheticTokens

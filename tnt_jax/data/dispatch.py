@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from tnt_jax.data.kinds import is_arrays, is_tf_dataset
@@ -11,6 +12,10 @@ from tnt_jax.data.layout import resolve_batch_size
 from tnt_jax.data.loaders import gives_batches, is_grain_map_dataset, num_shards
 from tnt_jax.data.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
+from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
+from tnt_jax.data.ray.shards import shard_source
+from tnt_jax.data.ray.source import RaySource
+from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.read_options import ReadOptions
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import ArraySource, IterableSource, Source, common_length
@@ -22,6 +27,7 @@ from tnt_jax.log import logger
 
 # Keras's default for arrays.
 _DEFAULT_BATCH_SIZE = 32
+_Spec = TypeVar("_Spec", RandomAccess, RayData)
 
 
 def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Source:
@@ -29,8 +35,9 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
 
     Args:
         x: Arrays (or a dict, tuple or list of arrays), a `tf.data.Dataset` (or a `TfData` of one),
-            a random-access dataset of examples (or a `RandomAccess` of one), a Keras `PyDataset`,
-            an iterable of batches such as a `DataLoader`, or a source.
+            a random-access dataset of examples (or a `RandomAccess` of one), a Ray dataset or
+            `DataIterator` (or a `RayData` of one), a Keras `PyDataset`, an iterable of batches such
+            as a `DataLoader`, or a source.
         y: Targets for arrays; None otherwise.
         sample_weight: Weights for arrays; None otherwise.
         options: How the data is to be read.
@@ -50,6 +57,8 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
     _check_arguments(x, y, sample_weight, options)
     if isinstance(x, Source):
         return x
+    if _is_of_ray(x):
+        return _ray_source(x, options)
     if isinstance(x, RandomAccess) or _gives_examples(x):
         return _random_access_source(x, options)
     if isinstance(x, TokenBatches):
@@ -81,7 +90,7 @@ def _check_arguments(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -
                 f"{name} was passed with a {type(x).__name__}, which must contain it: let each "
                 "element be (inputs, targets) or (inputs, targets, sample_weight)."
             )
-    if isinstance(x, RandomAccess) or _gives_examples(x):
+    if isinstance(x, RandomAccess) or _is_of_ray(x) or _gives_examples(x):
         return
     if options.drop_remainder:
         raise ValueError(
@@ -166,23 +175,49 @@ def _random_access_source(x: Any, options: ReadOptions) -> Source:
     if not isinstance(x, RandomAccess):
         default = (
             None
-            if options.micro_batch_size is not None
+            if options.batch_size is not None or options.micro_batch_size is not None
             else max(_DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
         )
         x = RandomAccess(x, batch_size=default, shuffle=options.shuffle, seed=options.seed)
-    elif options.batch_size is not None and x.batch_size not in (
-        None,
-        options.batch_size,
-    ):
+    x = _with_arguments(x, options)
+    return RandomAccessSource(x, options.rank_slice, micro_batch_size=options.micro_batch_size)
+
+
+def _with_arguments(x: _Spec, options: ReadOptions) -> _Spec:
+    """Returns a `RandomAccess` or `RayData` with the arguments of the call.
+
+    Raises:
+        ValueError: If the call passes another batch size.
+    """
+    if options.batch_size is not None and x.batch_size not in (None, options.batch_size):
         raise ValueError(
-            f"A batch size of {options.batch_size} was passed with a RandomAccess that has "
+            f"A batch size of {options.batch_size} was passed with a {type(x).__name__} that has "
             f"batch_size={x.batch_size}. Pass it once."
         )
     if options.batch_size is not None:
         x = replace(x, batch_size=options.batch_size)
-    if options.drop_remainder:
-        x = replace(x, drop_remainder=True)
-    return RandomAccessSource(x, options.rank_slice, micro_batch_size=options.micro_batch_size)
+    return replace(x, drop_remainder=True) if options.drop_remainder else x
+
+
+def _is_of_ray(x: Any) -> bool:
+    return isinstance(x, RayData) or is_ray_dataset(x) or is_ray_iterator(x)
+
+
+def _ray_source(x: Any, options: ReadOptions) -> Source:
+    spec = _with_arguments(x if isinstance(x, RayData) else RayData(x), options)
+    if spec.batch_size is None and options.micro_batch_size is None:
+        raise ValueError(
+            "The global batch size of a Ray dataset is unknown: pass batch_size, or "
+            "tnt_micro_batch_size (rows of one rank)."
+        )
+    if is_ray_shard(spec.dataset) or not options.distribute:
+        return shard_source(
+            spec,
+            options.rank_slice,
+            jax.process_count(),
+            micro_batch_size=options.micro_batch_size,
+        )
+    return RaySource(spec, options.rank_slice, micro_batch_size=options.micro_batch_size)
 
 
 def _iterable_source(x: Iterable[Any], options: ReadOptions) -> Source:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator
+
 
 def is_arrays(x: Any) -> bool:
     """Returns whether `x` is an array, or a dict, tuple or list of arrays, not a stream of batches.
@@ -23,6 +25,14 @@ def is_arrays(x: Any) -> bool:
     return isinstance(x, (np.ndarray, jax.Array)) or (
         hasattr(x, "__array__") and hasattr(x, "shape")
     )
+
+
+def takes_batch_size(x: Any) -> bool:
+    """Returns whether data has no batches of its own, so that a call gives their size.
+
+    It is true of arrays, and of Ray datasets and iterators without a `RayData`.
+    """
+    return is_arrays(x) or is_ray_dataset(x) or is_ray_iterator(x)
 
 
 def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:

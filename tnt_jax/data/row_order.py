@@ -15,12 +15,15 @@ class RowOrder:
         parts: What else changes it, by the names that users know; JSON values.
         is_of_rows: Whether rows come in the same order with every global batch size.
         can_go_back: Whether the data can be read again from its beginning; a generator cannot.
+        unrepeatable: Why the rows come in another order in every run, and what to do; empty where
+            they do not.
     """
 
     seed: list[int] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
     is_of_rows: bool = False
     can_go_back: bool = True
+    unrepeatable: str = ""
 
 
 def row_order_of(source: Any) -> RowOrder:

@@ -60,6 +60,11 @@ def batches_done(
         ValueError: If rows would be lost or seen twice; the message gives both values.
     """
     own = describe_position(stream, first_epoch, noted["rows"])
+    if noted["rows"] and (reason := row_order_of(stream.source).unrepeatable):
+        raise ValueError(
+            f"The interrupted run stopped after {noted['rows']} rows of epoch "
+            f"{position.epoch + 1}, but it is not known which ones these were. {reason}."
+        )
     if own["seed"] != noted["seed"]:
         raise ValueError(
             f"The interrupted run ordered its data by the seed {_listed(noted['seed'])}, but the "

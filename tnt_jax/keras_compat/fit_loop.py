@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.kinds import is_arrays
+from tnt_jax.data.kinds import takes_batch_size
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed import collectives, goodput, runtime, stall
@@ -125,7 +125,8 @@ class FitLoop:
         arguments = plan.arguments
         training = plan.stream.source
         size, micro = arguments.validation_batch_size, arguments.validation_micro_batch_size
-        if size is None and micro is None and is_arrays(unpack(arguments.validation_data)[0]):
+        inputs = unpack(arguments.validation_data)[0]
+        if size is None and micro is None and takes_batch_size(inputs):
             size = training.global_batch_size
 
         def source() -> Source | None:

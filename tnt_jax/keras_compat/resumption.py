@@ -129,7 +129,13 @@ class Resumption:
     def warn_unless_repeatable(self) -> None:
         """Warns if the data of the running `fit` cannot be read again from its beginning."""
         assert self._stream is not None, "fit() comes first."
-        if not row_order_of(self._stream.source).can_go_back:
+        order = row_order_of(self._stream.source)
+        if order.unrepeatable:
+            logger.warning(
+                "A run that stops within an epoch could not be resumed there. %s.",
+                order.unrepeatable,
+            )
+        if not order.can_go_back:
             logger.warning(
                 "The data is a generator, which cannot go back: a resumed run makes its batches "
                 "from the first on and drops those that are done, which is right only if it makes "

@@ -1,0 +1,122 @@
+"""Columns of a Ray dataset as inputs, targets and sample weights.
+
+This module needs only NumPy: it is also used by an actor, which does not import JAX.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Names = str | Sequence[str]
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ColumnRoles:
+    """Which columns are what; see `RayData`, whose attributes these are."""
+
+    inputs: Names | None
+    targets: Names | None
+    sample_weight: str | None
+
+    def element(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """Returns `(inputs, targets, sample_weight)` of a batch of columns.
+
+        Raises:
+            ValueError: If a column does not exist, or it is not clear which ones are the inputs.
+        """
+        targets = self._target_names(batch)
+        weight = self._weight_name(batch)
+        return (
+            self._inputs(batch, {*_listed(targets), *_listed(weight)}),
+            _pick(batch, "targets", targets),
+            _pick(batch, "sample_weight", weight),
+        )
+
+    def checksums(self, batch: Batch) -> tuple[int, int | None]:
+        """Returns a checksum of rows, and one of their targets that tells their order.
+
+        The latter is None without targets, or if those of all rows are the same.
+        """
+        names = _listed(self._target_names(batch))
+        # A column that is missing is an error of `element`.
+        targets = [np.asarray(batch[name]) for name in names if name in batch]
+        tells_rows = any(bool((column != column[:1]).any()) for column in targets)
+        return (
+            _checksum([np.asarray(column) for column in batch.values()]),
+            _checksum(targets) if tells_rows else None,
+        )
+
+    def _inputs(self, batch: Batch, others: set[str]) -> Any:
+        if self.inputs is not None:
+            return _pick(batch, "inputs", self.inputs)
+        rest = {name: column for name, column in batch.items() if name not in others}
+        if "x" in rest:
+            return rest["x"]
+        if self.targets is None and len(rest) > 1:
+            raise ValueError(
+                f"It is not known which of the columns {_named(batch)} are inputs and which are "
+                "targets. Pass tnt_jax.data.RayData(dataset, inputs=..., targets=...), or call "
+                "them x and y."
+            )
+        if not rest:
+            raise ValueError(f"No column is left for the inputs: there are {_named(batch)} alone.")
+        return next(iter(rest.values())) if len(rest) == 1 else rest
+
+    def _target_names(self, batch: Batch) -> Names | None:
+        return "y" if self.targets is None and "y" in batch else self.targets
+
+    def _weight_name(self, batch: Batch) -> str | None:
+        is_there = self.sample_weight is None and "sample_weight" in batch
+        return "sample_weight" if is_there else self.sample_weight
+
+
+def dense(batch: Batch) -> Batch:
+    """Returns columns in which each row is an array as one array each, as far as they are not.
+
+    Raises:
+        ValueError: If the arrays of a column differ in shape.
+    """
+    return {name: _dense(name, column) for name, column in batch.items()}
+
+
+def _dense(name: str, column: np.ndarray) -> np.ndarray:
+    if column.dtype != object or not isinstance(column[0], (np.ndarray, list)):
+        return column
+    try:
+        return np.stack([np.asarray(row) for row in column])
+    except ValueError as error:
+        raise ValueError(
+            f"The rows of a batch must have one shape, but those of the column {name!r} differ. "
+            "Pad or crop them to one shape in the dataset."
+        ) from error
+
+
+def _pick(batch: Batch, role: str, names: Names | None) -> Any:
+    if names is None:
+        return None
+    for name in _listed(names):
+        if name not in batch:
+            raise ValueError(
+                f"{role} names the column {name!r}, but the columns are {_named(batch)}."
+            )
+    return batch[names] if isinstance(names, str) else tuple(batch[name] for name in names)
+
+
+def _listed(names: Names | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _named(batch: Batch) -> str:
+    return ", ".join(map(repr, batch))
+
+
+def _checksum(arrays: list[np.ndarray]) -> int:
+    checksum = 0
+    for array in arrays:
+        data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+        checksum = zlib.crc32(data, checksum)
+    return checksum

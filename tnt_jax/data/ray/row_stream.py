@@ -1,0 +1,235 @@
+"""The rows of a whole Ray dataset in their order, of which each process asks for its own.
+
+`RowStreams` runs as an actor on the cluster, where it starts the tasks of datasets. Blocks do not
+pass through it: it tells each process which rows of which blocks are its part of a global batch,
+and Ray brings these blocks from where they were made. So rows are prepared once, and not by every
+process; and as the actor counts rows, not blocks, the batches are the same however many processes
+there are.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tnt_jax.data.layout import RankSlice, local_rows
+from tnt_jax.data.ray.blocks import Piece, rows_of
+from tnt_jax.data.ray.columns import ColumnRoles
+from tnt_jax.data.ray.kinds import is_function_of_epoch, is_ray_dataset
+from tnt_jax.on_ray.require import import_ray
+
+# A checksum of so many rows at the beginning tells one order from another.
+_CHECKED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process asks for.
+
+    Attributes:
+        number: Number of the pass over the dataset, from 0 on.
+        epoch: Epoch of the pass, which decides the order of its rows.
+        first_row: First row of the global batch, counted from the beginning of the pass.
+        num_rows: Rows of a full global batch.
+        rank_slice: The part of the data axis that the process feeds.
+    """
+
+    number: int
+    epoch: int
+    first_row: int
+    num_rows: int
+    rank_slice: RankSlice
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a global batch that a process feeds, without repetitions.
+
+    Attributes:
+        num_rows: Real rows of the whole global batch; 0 behind the end of the pass.
+        pieces: The rows.
+    """
+
+    num_rows: int
+    pieces: list[Piece]
+
+
+class RowStreams:
+    """The row streams of a job, by name; as an actor it works on one call after the other."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RowStream] = {}
+
+    def open(self, name: str, dataset: Any, num_processes: int) -> None:
+        """Makes a stream; see `RowStream`."""
+        self._streams[name] = RowStream(dataset, num_processes)
+
+    def close(self, name: str) -> None:
+        """Drops a stream, and ends the tasks of its dataset."""
+        self._streams.pop(name, None)
+
+    def take(self, name: str, process: int, request: Request) -> Share:
+        """Returns the rows of a process; see `RowStream`."""
+        return self._streams[name].take(process, request)
+
+    def checksums(self, name: str, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
+        """Returns checksums of the rows at the beginning of a pass; see `RowStream`."""
+        return self._streams[name].checksums(number, roles)
+
+    def leave(self, name: str, process: int, number: int) -> None:
+        """Notes that a process does not read a pass any further."""
+        if name in self._streams:
+            self._streams[name].leave(process, number)
+
+
+class RowStream:
+    """Gives each process its rows of the global batches of a dataset.
+
+    Args:
+        dataset: A `ray.data.Dataset`, or a function from the epoch to one.
+        num_processes: Number of processes that read all passes.
+    """
+
+    def __init__(self, dataset: Any, num_processes: int) -> None:
+        self._dataset = dataset
+        self._num_processes = num_processes
+        self._passes: dict[int, _Pass] = {}
+        self._checksums: dict[int, tuple[int, int | None]] = {}
+
+    def take(self, process: int, request: Request) -> Share:
+        """Returns the rows of a process; waits until they are prepared.
+
+        A process asks for batches in rising order.
+
+        Args:
+            process: The process that asks.
+            request: What it asks for.
+
+        Raises:
+            Exception: What a task of the dataset raised; also at all later requests of the pass.
+        """
+        for number in [number for number in self._passes if number < request.number]:
+            self.leave(process, number)
+        if request.number not in self._passes:
+            self._passes[request.number] = _Pass(
+                self._in_order(request.epoch), request.first_row, self._num_processes
+            )
+        return self._passes[request.number].take(process, request)
+
+    def leave(self, process: int, number: int) -> None:
+        """Notes that a process does not read a pass any further; all that do so end it."""
+        if number in self._passes and self._passes[number].leave(process):
+            del self._passes[number]
+
+    def checksums(self, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
+        """Returns checksums of the rows at the beginning of a pass; see `ColumnRoles.checksums`.
+
+        The process that asks has asked for the first batch, and for no other yet.
+        """
+        if number not in self._checksums:
+            pieces = self._passes[number].beginning(_CHECKED_ROWS)
+            blocks = import_ray("RayData").get([piece.block for piece in pieces])
+            self._checksums[number] = roles.checksums(rows_of(pieces, blocks))
+        return self._checksums[number]
+
+    def _in_order(self, epoch: int) -> Any:
+        """Returns the dataset of an epoch, which keeps the order of its rows."""
+        context = import_ray("RayData", "ray.data").DataContext
+        dataset = self._dataset
+        if is_function_of_epoch(dataset):
+            context.get_current().execution_options.preserve_order = True
+            dataset = dataset(epoch)
+            if not is_ray_dataset(dataset):
+                raise TypeError(
+                    "The function of a RayData must return the ray.data.Dataset of the epoch, but "
+                    f"for epoch {epoch} it returned {type(dataset).__qualname__}."
+                )
+        dataset.context.execution_options.preserve_order = True
+        # Shuffles with `reseed_after_execution` draw from their seed and this number, which Ray
+        # would count from the start of this actor.
+        dataset.context._execution_idx = epoch
+        return dataset
+
+
+class _Pass:
+    """One pass over a dataset.
+
+    Args:
+        dataset: The dataset.
+        first_row: First row that any process asks for.
+        num_processes: Number of processes that read it.
+    """
+
+    def __init__(self, dataset: Any, first_row: int, num_processes: int) -> None:
+        self._pieces: deque[tuple[int, Piece]] = deque()
+        self._num_rows = 0
+        self._has_ended = False
+        self._error: Exception | None = None
+        # First row that each process may still ask for.
+        self._positions = dict.fromkeys(range(num_processes), first_row)
+        self._blocks = _blocks_of(dataset)
+
+    def take(self, process: int, request: Request) -> Share:
+        first = request.first_row
+        self._positions[process] = first
+        self._read(first + request.num_rows)
+        num_rows = max(0, min(request.num_rows, self._num_rows - first))
+        if not num_rows:
+            return Share(0, [])
+        own = np.unique(local_rows(num_rows, request.rank_slice).indices)
+        share = Share(num_rows, self._slice(first + int(own[0]), first + int(own[-1]) + 1))
+        self._forget()
+        return share
+
+    def leave(self, process: int) -> bool:
+        """Returns whether all processes have left."""
+        self._positions.pop(process, None)
+        return not self._positions
+
+    def beginning(self, num_rows: int) -> list[Piece]:
+        """Returns up to `num_rows` rows at the beginning."""
+        self._read(num_rows)
+        return self._slice(0, min(num_rows, self._num_rows))
+
+    def _read(self, num_rows: int) -> None:
+        """Waits until there are so many rows, or the pass has ended."""
+        while self._num_rows < num_rows and not self._has_ended:
+            if self._error is not None:
+                # Other processes must not take an interrupted pass for one that has ended.
+                raise self._error
+            try:
+                piece = next(self._blocks, None)
+            except Exception as error:
+                self._error = error
+                raise
+            if piece is None:
+                self._has_ended = True
+                return
+            self._pieces.append((self._num_rows, piece))
+            self._num_rows += piece.num_rows
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops blocks that no process will ask for, so that Ray can free their memory."""
+        needed = min(self._positions.values(), default=self._num_rows)
+        while self._pieces and self._pieces[0][0] + self._pieces[0][1].num_rows <= needed:
+            self._pieces.popleft()
+
+    def _slice(self, first: int, end: int) -> list[Piece]:
+        return [
+            piece.part(max(first - begin, 0), min(end - begin, piece.num_rows))
+            for begin, piece in self._pieces
+            if begin < end and first < begin + piece.num_rows
+        ]
+
+
+def _blocks_of(dataset: Any) -> Iterator[Piece]:
+    """Yields the blocks of a dataset in their order, as they are made; empty ones are left out."""
+    for bundle in dataset.iter_internal_ref_bundles():
+        for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
+            start = 0 if part is None else part.start_offset
+            end = entry.metadata.num_rows if part is None else part.end_offset
+            if end > start:
+                yield Piece(entry.ref, start, end - start)

@@ -1,0 +1,53 @@
+"""The description of a Ray dataset to train on.
+
+train = RayData(ray.data.read_parquet(path).map(decode), batch_size=256, targets="label")
+model.fit(train, epochs=90)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tnt_jax.data.ray.kinds import is_function_of_epoch, is_ray_dataset, is_ray_iterator
+
+Columns = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class RayData:
+    """A Ray dataset and the options for training on it.
+
+    Attributes:
+        dataset: A `ray.data.Dataset`; a function that returns one for each epoch, counted from 0,
+            such as `lambda epoch: dataset.random_shuffle(seed=epoch)`; or a `DataIterator`.
+        batch_size: Rows of the global batch; None to derive it from `tnt_micro_batch_size`.
+        inputs: Column with the inputs, or a sequence of columns for several inputs. By default the
+            column `x` if there is one, else the only column or a dict of all columns that are
+            neither targets nor weights.
+        targets: Column with the targets, or a sequence of columns for several outputs; by default
+            the column `y` if there is one.
+        sample_weight: Column with the weights of rows; by default the column `sample_weight` if
+            there is one.
+        drop_remainder: Whether an incomplete last batch is dropped.
+
+    Raises:
+        TypeError: If `dataset` is none of these.
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    inputs: Columns | None = None
+    targets: Columns | None = None
+    sample_weight: str | None = None
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        if not any(
+            is_kind(self.dataset)
+            for is_kind in (is_ray_dataset, is_ray_iterator, is_function_of_epoch)
+        ):
+            raise TypeError(
+                "RayData takes a ray.data.Dataset, a function from the epoch to one, or a "
+                f"ray.data.DataIterator, but got {type(self.dataset).__module__}."
+                f"{type(self.dataset).__qualname__}."
+            )
