@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from pages import ROOT, blocks
+from pages import ROOT, fences
 from ray_clusters import ray_cluster_of
 
 import tnt_jax as tnt
@@ -280,7 +280,8 @@ def test_the_page_runs(use_ranks):
     use_ranks(1)
     names = {"x": TOKENS, "y": LABELS}
     with ray_cluster_of(num_cpus=8) as cluster, ray.init(cluster.address, log_to_driver=False):
-        for block in blocks(ROOT / "docs/parameter_server.md", "py"):
+        for kind, block in fences(ROOT / "docs/parameter_server.md"):
+            assert kind == "python"
             exec(block, names)
     assert names["sidecar"].results[-1]["version"] > 4
     assert all(np.isfinite(value.fetch()) for value in names["losses"])
