@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -112,8 +112,18 @@ class Worker:
     def load(self, model: WorkerModel) -> None:
         """Builds the model; its variables come with each order."""
         adapter = wrap(model.module, variables=None, **model.options)
-        adapter.attach(model.sample)
         self._model, self._layout = model, model.layout
+        if adapter.holds_variables:
+            # Keras may name the variables of a model that was pickled otherwise: the same arrays,
+            # in the same order, with other paths.
+            own = adapter.init(model.sample, seed=0)
+            self._layout = replace(
+                model.layout,
+                params=jax.tree.structure(own.params),
+                model_state=jax.tree.structure(own.model_state),
+            )
+        else:
+            adapter.attach(model.sample)
         if model.functions is not None:
             self._parts: Parts = model.functions.step_parts(adapter.apply)
             self._gradients = GradientStep(self._parts, self._mesh, self._reduction)
