@@ -60,7 +60,7 @@ def test_workers_train_together_and_a_killed_one_changes_no_bit(ray_runs, undist
 def test_the_code_of_the_page_runs_and_its_weights_can_be_loaded(ray_runs, tmp_path):
     import flax.linen as nn
     import numpy as np
-    from pages import ROOT, blocks
+    from pages import ROOT, fences
 
     import tnt_jax as tnt
 
@@ -74,7 +74,7 @@ def test_the_code_of_the_page_runs_and_its_weights_can_be_loaded(ray_runs, tmp_p
     model.compile("adam", loss="mse")
     model.build(x)
     given = {"Net": Net, "x": x, "y": x.sum(1, keepdims=True), "model": model, "__name__": "page"}
-    first, *others = blocks(ROOT / "docs" / "ray.md", "py")
+    first, *others = (text for kind, text in fences(ROOT / "docs/ray.md") if kind == "python")
     given["__name__"] = "__main__"
     exec(first.replace("/shared/runs", str(tmp_path)), given)
     result = given["result"]
