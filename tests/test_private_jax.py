@@ -26,6 +26,8 @@ FOREIGN = {
     "_flatten_layers", "_fn", "_fn_kwargs", "_iterations", "_layers", "_learning_rate",
     "_model_variables_moving_average", "_moments", "_non_trainable_variables", "_obj_type",
     "_seed_generators", "_trainable_variables",
+    # Of Ray.
+    "_execution_idx", "_in_tune_session", "_private",
 }  # fmt: skip
 
 

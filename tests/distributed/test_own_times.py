@@ -1,5 +1,6 @@
 """The time of each phase, by samples, without the time in which the process waits for others."""
 
+import random
 import threading
 import time
 
@@ -47,3 +48,15 @@ def test_the_thread_counts_all_time_that_passes():
     thread.join()
     assert times.seconds["step"] == pytest.approx(time.monotonic() - start_s, abs=0.2)
     assert times.seconds["step"] <= time.monotonic() - start_s
+
+
+def test_the_random_numbers_of_the_user_are_left_alone():
+    random.seed(3)
+    expected = random.getstate()
+    stopped = threading.Event()
+    thread = threading.Thread(target=OwnTimes(Here(), 0.2).run, args=(stopped,))
+    thread.start()
+    time.sleep(0.05)
+    stopped.set()
+    thread.join()
+    assert random.getstate() == expected

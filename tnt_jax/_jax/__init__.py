@@ -50,6 +50,7 @@ from tnt_jax._jax.processes import (
     coordinator_listens,
     is_distributed,
     skip_cleanup,
+    value_of_key,
 )
 from tnt_jax._jax.programs import (
     CASTS,
@@ -123,6 +124,7 @@ __all__ = [
     "threefry_prng_impl",
     "tracks_varying",
     "unjitted",
+    "value_of_key",
     "varying_axes",
     "was_summed",
     "without_dead_code",

@@ -42,6 +42,20 @@ def coordination_client() -> Any:
     return client
 
 
+def value_of_key(client: Any, key: str) -> str | None:
+    """Returns the value of a key of the coordination service, or None if it has none.
+
+    It does not wait. Threads that wait for what may never come ask so again and again: a call of
+    `blocking_key_value_get` that runs out of time leaves 20 to 35 kB in the process (JAX 0.10.2).
+    """
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
 def skip_cleanup() -> None:
     """Lets the interpreter end without waiting for programs that still run on the devices."""
     # Private. Checked with JAX 0.10.0 and 0.10.2. What JAX registers for the end has no public

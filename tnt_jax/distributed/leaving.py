@@ -91,16 +91,14 @@ class Membership:
         self._thread.start()
 
     def _watch(self) -> None:
-        question_ms = int(1000 * max(_QUESTION_S, self.num_processes / 100))
         waited_s: float = 0
-        while not self._stopped.is_set():
+        while not self._stopped.wait(max(_TICK_S, self.num_processes / 200)):
             try:
                 self._report_lost()
-                self.client.blocking_key_value_get(_FIRST, question_ms)
-                break
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    self._stopped.wait(_QUESTION_S)
+                if _jax.value_of_key(self.client, _FIRST) is not None:
+                    break
+            except jax.errors.JaxRuntimeError:
+                self._stopped.wait(_QUESTION_S)
         has_answered = False
         while not self._stopped.wait(_TICK_S):
             self._end_if_stalled()

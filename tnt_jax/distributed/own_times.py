@@ -34,8 +34,10 @@ class OwnTimes:
     def run(self, stopped: threading.Event) -> None:
         """Samples until an event is set."""
         before_s = time.monotonic()
-        # Periods of random length, as steps may have a fixed one.
-        while not stopped.wait(self._period_s * random.uniform(0.5, 1.5)):
+        # Periods of random length, as steps may have a fixed one. The global generator belongs to
+        # the user.
+        lengths = random.Random()
+        while not stopped.wait(self._period_s * lengths.uniform(0.5, 1.5)):
             now_s = time.monotonic()
             self.sample(now_s - before_s)
             before_s = now_s

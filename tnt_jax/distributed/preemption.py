@@ -34,7 +34,7 @@ from tnt_jax.log import logger
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 _REQUEST, _PASSED, _LAST = (f"tnt_jax/preemption/{name}" for name in ("request", "passed", "last"))
-# Of one question to the service; the answer comes at once. Large jobs ask less often.
+# After a question that failed, and between two that found nothing; large jobs ask less often.
 _QUESTION_S = 1.0
 _TICK_S = 0.25
 # After the script of process 0 has ended, the others end theirs.
@@ -194,13 +194,13 @@ class Watch(Points):
 
     def _read(self, key: str) -> str | None:
         """Returns the value of a key once it exists; None if the job ends before."""
-        question_ms = int(1000 * max(_QUESTION_S, self._num_processes / 100))
         while not self._stopped.is_set():
             try:
-                return self._client.blocking_key_value_get(key, question_ms)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    self._stopped.wait(_QUESTION_S)
+                if (text := _jax.value_of_key(self._client, key)) is not None:
+                    return text
+                self._stopped.wait(max(_TICK_S, self._num_processes / 200))
+            except jax.errors.JaxRuntimeError:
+                self._stopped.wait(_QUESTION_S)
         return None
 
 
