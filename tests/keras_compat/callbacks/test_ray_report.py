@@ -75,7 +75,7 @@ class Stop(tnt.callbacks.Callback):
             raise RuntimeError("a fault on purpose")
 
 
-def same(one, other):
+def have_same_weights(one, other):
     return all(
         np.array_equal(a, b) for a, b in zip(one.get_weights(), other.get_weights(), strict=True)
     )
@@ -93,7 +93,7 @@ def test_fit_reports_each_epoch_and_the_last_checkpoint_by_itself(on_ray):
     fresh.compile("sgd", loss="mse")
     fresh.build(data()[0])
     fresh.load_weights(storage.stored / "fit-1")
-    assert same(fresh, model)
+    assert have_same_weights(fresh, model)
 
 
 def test_a_function_that_starts_again_goes_on_in_the_epoch_with_the_same_bits(on_ray):
@@ -114,7 +114,7 @@ def test_a_function_that_starts_again_goes_on_in_the_epoch_with_the_same_bits(on
     found, again = train(callbacks=[Count(), tnt.callbacks.RayReport(save_freq=3)])
     assert updates == [7, 8]
     assert again.history == history.history
-    assert same(found, expected)
+    assert have_same_weights(found, expected)
 
 
 def test_a_function_of_two_fits_skips_the_one_that_has_ended(on_ray):
