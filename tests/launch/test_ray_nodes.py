@@ -69,14 +69,17 @@ def what_is_left(ray, job_id):
 
 
 @pytest.mark.multiprocess
-def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_cluster):
+def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_cluster, tmp_path):
     program = launcher(
-        "import os, sys\n"
+        "import os, pathlib, sys, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "rank = os.environ['TNT_PROCESS_ID']\n"
         "print('I am', rank, 'of', os.environ['TNT_NUM_PROCESSES'], flush=True)\n"
-        "if rank == '1': sys.exit('the cause')\n"
+        "(folder / f'printed{rank}').touch()\n"
+        "while len(list(folder.glob('printed*'))) < 3: time.sleep(0.05)\n"
+        "if rank == '1': time.sleep(1); sys.exit('the cause')\n"
         "sys.stdin.read()\n"
-        "import time; time.sleep(600)\n",
+        "time.sleep(600)\n",
         "-n", 3, "--output-on-all-devices",
     )  # fmt: skip
     out, err = program.communicate(timeout=90)

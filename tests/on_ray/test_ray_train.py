@@ -38,6 +38,7 @@ def undisturbed(tmp_path):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.long  # The reports and the resuming of a worker are tested without Ray's start.
 def test_workers_train_together_and_a_killed_one_changes_no_bit(ray_runs, undisturbed, tmp_path):
     folder = tmp_path / "killed"
     folder.mkdir()

@@ -71,7 +71,11 @@ def loss_of(function, remat):
 
 @pytest.mark.parametrize(
     ("function", "num_blocks", "remat"),
-    [(decoder, 1, "dots"), (transformer, 4, "full"), (blocks, 11, "full")],
+    [
+        (decoder, 1, "dots"),
+        pytest.param(transformer, 4, "full", marks=pytest.mark.long),
+        (blocks, 11, "full"),
+    ],
 )
 def test_gradients_are_those_without_remat(function, num_blocks, remat):
     params = params_of(function)

@@ -154,7 +154,8 @@ def test_training_stays_the_same_bit_by_bit(use_ranks, monkeypatch, num_ranks, l
 def test_inputs_are_kept_on_cpus_alone(platform, is_kept, monkeypatch):
     called = []
     monkeypatch.setattr(step, "keep_inputs", lambda traced, step: called.append(platform) or traced)
-    mesh: Any = SimpleNamespace(size=1, devices=np.array([SimpleNamespace(platform=platform)]))
+    devices = np.array([SimpleNamespace(platform=platform)])
+    mesh: Any = SimpleNamespace(size=1, shape={"data": 1}, devices=devices)
     variables = Residual().init(jax.random.key(0), X)
 
     def apply(params, model_state, inputs, *, key, train, mask):
