@@ -129,13 +129,9 @@ def seeds():
 def places(node, path=()):
     """Yields the path of every node of a JSON value."""
     yield path
-    items = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    )
+    items = enumerate(node) if isinstance(node, list) else ()
+    if isinstance(node, dict):
+        items = node.items()
     for key, value in items:
         yield from places(value, (*path, key))
 
@@ -184,7 +180,10 @@ def places_up_to(description, limit):
         limit -= 1
         node = stack.pop()
         yield node
-        stack += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        if isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
 
 
 def load(description):

@@ -172,9 +172,9 @@ def _replacement(name, value):
         return _lenient(value)
     if inspect.isclass(value) and value.__module__.startswith("keras.src.optimizers"):
         found = getattr(tnt.schedules, name, None) or getattr(tnt.optimizers, name, None)
-        return (
-            value if found is None else applied(found) if hasattr(tnt.optimizers, name) else found
-        )
+        if found is None:
+            return value
+        return applied(found) if hasattr(tnt.optimizers, name) else found
     if inspect.ismodule(value) and value.__name__.startswith("keras.src.optimizers.schedules"):
         return tnt.schedules
     if inspect.isclass(value) and value.__module__.startswith("keras.src.callbacks"):

@@ -112,8 +112,8 @@ def _planned(path: str, x: Any) -> PlannedArray:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(jax.random.key_data, x)
     spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
-    names = [axis if isinstance(axis, tuple) else (axis,) if axis else () for axis in spec]
-    axes = ["*".join(axes) for axes in names] + [""] * (x.ndim - len(names))
+    axes = ["*".join(axis) if isinstance(axis, tuple) else axis or "" for axis in spec]
+    axes += [""] * (x.ndim - len(axes))
     itemsize = np.dtype(x.dtype).itemsize
     local = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
     sizes = (int(np.prod(shape)) * itemsize for shape in (x.shape, local))

@@ -107,7 +107,9 @@ def _pick(batch: Batch, role: str, names: Names | None) -> Any:
 
 
 def _listed(names: Names | None) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _named(batch: Batch) -> str:
