@@ -96,6 +96,8 @@ def test_processes_of_two_devices_that_accumulate_equal_one(alone, tmp_path):
     assert_equal_to_one(together["accumulation"], alone["accumulation"], 4)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_ring_gives_the_bits_of_sums_by_xla(tmp_path):
     ring, _ = train(2, tmp_path / "ring", "statistics")
     xla, _ = train(2, tmp_path / "xla", "statistics", TNT_FUSION_THRESHOLD="xla")

@@ -1,5 +1,7 @@
 """Training with other reductions than the plain one, against a plain loop on one device."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -54,8 +56,10 @@ def train(optimizer, *, compile_options=None, **choices):
     return model, history
 
 
-def train_plainly(optimizer):
+@functools.cache
+def train_plainly(name):
     """Trains with a loop on one device, written without the package."""
+    optimizer = OPTIMIZERS[name]()
     x, y = make_data()
 
     class Plain(nn.Module):
@@ -112,13 +116,13 @@ def test_exact_reductions_equal_a_plain_loop(choices, name):
     if name == "clip" and "shard_optimizer_state" not in choices:
         pytest.skip("The update is the plain one, whatever the optimizer.")
     model, _ = train(OPTIMIZERS[name](), **choices)
-    assert_close(model.variables["params"], train_plainly(OPTIMIZERS[name]()))
+    assert_close(model.variables["params"], train_plainly(name))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_compression_stays_within_its_rounding(name):
     model, _ = train(OPTIMIZERS[name](), gradient_compression="bfloat16")
-    expected = train_plainly(OPTIMIZERS[name]())
+    expected = train_plainly(name)
     # Adam divides by the size of a gradient, so that a rounding of 2**-8 of it moves a weight by
     # about that part of the rate.
     assert_close(model.variables["params"], expected, {"sgd": 2e-3, "adam": 5e-3}[name])

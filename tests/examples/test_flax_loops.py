@@ -73,7 +73,9 @@ def trained(example, folder, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param("lm1b", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["mnist", *[pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:]]]
+)
 def test_a_port_trains_as_the_original(name, folder, use_ranks, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     original, port = (importlib.import_module(f"{name}_{kind}") for kind in ("one_device", "loop"))

@@ -52,12 +52,16 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if name == "tf.data" else name for name in SOURCES],
+    ("name", "counts"),
+    [
+        ("random access", (1, 8)),
+        pytest.param("random access", (2, 4, 8), marks=pytest.mark.long),
+        pytest.param("tf.data", (1, 2, 4, 8), marks=pytest.mark.long),
+    ],
 )
-def test_any_number_of_devices_gives_the_same_bits(name):
+def test_any_number_of_devices_gives_the_same_bits(name, counts):
     def run():
         model = compiled(Mlp(), optax.adam(0.01), virtual_ranks=VIRTUAL_RANKS)
         return fit_and_digest(model, SOURCES[name](), predict_on=images(EXAMPLES)[0])
 
-    assert_equal_on((1, 2, 4, 8), run)
+    assert_equal_on(counts, run)

@@ -16,15 +16,17 @@ def train(num_processes, results):
     return json.loads(results.read_text())
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train(1, tmp_path_factory.mktemp("alone") / "results")
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_any_number_of_processes_gives_the_same_bits(tmp_path):
-    alone = train(1, tmp_path / "alone")
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_any_number_of_processes_gives_the_same_bits(num_processes, alone, tmp_path):
     assert alone["threads"] == "8", (
         "The size of the pool must follow from 4 virtual ranks, not from the launcher's division "
         "of cores."
     )
-    for num_processes in (2, 4):
-        assert train(num_processes, tmp_path / str(num_processes)) == alone, (
-            f"{num_processes} processes differ from one"
-        )
+    assert train(num_processes, tmp_path / "results") == alone

@@ -67,7 +67,12 @@ def assert_same(model, history, whole, expected):
 
 @pytest.mark.parametrize(
     ("save_freq", "crash_after"),
-    [("epoch", [8]), (4, [11, 7]), (6, [13]), (3, [2])],
+    [
+        ("epoch", [8]),
+        (4, [11, 7]),
+        pytest.param(6, [13], marks=pytest.mark.long),
+        pytest.param(3, [2], marks=pytest.mark.long),
+    ],
     # Six batches an epoch: within an epoch, twice, at the end of an epoch, before any backup.
 )
 def test_the_interrupted_run_equals_the_whole_one(tmp_path, save_freq, crash_after):
@@ -96,7 +101,7 @@ def test_batches_of_an_iterable(tmp_path):
     assert_same(*interrupted(tmp_path / "backup", 4, [9], x=batches, batch_size=None))
 
 
-@pytest.mark.parametrize("steps_per_epoch", [4, 7])
+@pytest.mark.parametrize("steps_per_epoch", [pytest.param(4, marks=pytest.mark.long), 7])
 def test_steps_per_epoch_over_passes(tmp_path, steps_per_epoch):
     x, y = data(44)
     assert_same(
@@ -156,7 +161,14 @@ def test_accumulated_gradients_come_back(tmp_path):
     assert_same(*interrupted(tmp_path / "backup", 3, [5], optimizer=optimizer))
 
 
-@pytest.mark.parametrize(("save_freq", "crash_after"), [("epoch", [8]), (4, [13]), (5, [13, 9])])
+@pytest.mark.parametrize(
+    ("save_freq", "crash_after"),
+    [
+        pytest.param("epoch", [8], marks=pytest.mark.long),
+        pytest.param(4, [13], marks=pytest.mark.long),
+        (5, [13, 9]),
+    ],
+)
 def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, crash_after):
     # Rows of an earlier run stay, whatever epochs they name.
     files = [tmp_path / "whole.csv", tmp_path / "resumed.csv"]
@@ -239,7 +251,7 @@ def test_a_csv_file_of_another_name_is_not_looked_into(tmp_path):
     assert [line.split(",")[0] for line in text.splitlines()[2:]] == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("verbose", [0, 2])
+@pytest.mark.parametrize("verbose", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_resumed_run_says_where_it_goes_on(tmp_path, capsys, verbose):
     with pytest.raises(Crash):
         make_model().fit(

@@ -56,7 +56,7 @@ def found(request, server, tmp_path_factory):
     for label in ("ours", "mixed"):
         (folder / label).mkdir()
     server.posts.clear()
-    more = ["with_keras_tensorboard"] if request.param == 2 else []
+    more = ["with_keras_tensorboard"] if request.param == 3 else []
     result = launch(
         request.param,
         Path(callback_runs.__file__),
@@ -177,9 +177,8 @@ def test_the_master_alone_writes_the_files_that_keras_writes(found, expected, la
     results, folder = found[:2]
     written = set(names(folder / label, 0))
     assert written - OURS_ALONE == set(names(expected[1], 0)) - OURS_ALONE
-    assert written & OURS_ALONE == (
-        OURS_ALONE if label == "ours" else {"tensorboard"} if len(results) == 2 else set()
-    )
+    of_keras = {"tensorboard"} if len(results) == 3 else set()
+    assert written & OURS_ALONE == (OURS_ALONE if label == "ours" else of_keras)
     for rank in range(1, len(results)):
         assert names(folder / label, rank) == (["everywhere.csv"] if label == "ours" else [])
     assert not (folder / label / "backup").exists(), "It is deleted at the end."
@@ -202,7 +201,7 @@ def test_files_hold_what_keras_wrote(found, expected, label):
         mine.load_weights(folder / label / f"0-{name}")
         for a, b in zip(mine.get_weights(), by_dense(theirs.get_weights()), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5, err_msg=name)
-    if label == "ours" or len(results) == 2:
+    if label == "ours" or len(results) == 3:
         scalars = [scalars_of(path / "0-tensorboard") for path in (folder / label, expected[1])]
         # Keras writes the rate of Keras optimizers only.
         keys = {key for key in scalars[1] if label == "ours" or key[1] != "epoch_learning_rate"}
