@@ -103,10 +103,21 @@ def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, 
     lines = await_lines(program, 2)
     assert [line[-2] for line in lines] == ["0", "1"]
     job_id = lines[0][-1]
+    socket = socket_of_relays(program)
+    assert socket.is_socket()
     os.kill(victim(dies, program), signal.SIGKILL)
     code = program.wait(60)
     assert code == -signal.SIGKILL if dies == "launcher" else code not in (0, None)
     await_nothing_left(ray_cluster, job_id)
+    if dies != "broker":  # Which can remove nothing.
+        assert not socket.parent.exists()
+
+
+def socket_of_relays(program):
+    """Returns the socket that connects a launcher with its nodes."""
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    words = [read(Path(f"/proc/{pid}/cmdline")).split(b"\0") for pid in children]
+    return Path(next(each[4] for each in words if b"on_ray.relay" in b" ".join(each[3:4])).decode())
 
 
 def victim(who, program):

@@ -1,10 +1,8 @@
 """The nodes of a Ray cluster as hosts of a job: reserved by a broker, reached through it."""
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -36,9 +34,6 @@ class RayNodes:
         self._options = options
         self._every_node = every_node
         self._broker: subprocess.Popen[bytes] | None = None
-        # The path of a socket must be shorter than 108 characters.
-        self._folder = tempfile.mkdtemp(prefix="tnt-ray-", dir="/tmp")
-        self._attempts = 0
 
     def __enter__(self) -> "RayNodes":
         """Returns itself."""
@@ -52,7 +47,6 @@ class RayNodes:
     ) -> None:
         """Frees the nodes."""
         self.free()
-        shutil.rmtree(self._folder)
 
     def take(self) -> list[HostEntry]:
         """Frees the nodes of the attempt before, and returns those for another.
@@ -63,23 +57,21 @@ class RayNodes:
             HostError: If there is no such cluster, or Ray is not installed; the message is Ray's.
         """
         self.free()
-        self._attempts += 1
-        path = f"{self._folder}/{self._attempts}"
         self._broker = subprocess.Popen(
-            _program("broker", json.dumps(asdict(self._wish(path)))),
+            _program("broker", json.dumps(asdict(self._wish()))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        nodes = self._await_nodes(self._broker)
+        answer = self._await_nodes(self._broker)
         return [
             HostEntry(
                 node["name"],
                 node["slots"] if not self._every_node else None,
                 through="ray",
-                command=_program("relay", path, str(number)),
+                command=_program("relay", answer["socket_path"], str(number)),
             )
-            for number, node in enumerate(nodes)
+            for number, node in enumerate(answer["nodes"])
         ]
 
     def free(self) -> None:
@@ -96,24 +88,24 @@ class RayNodes:
             broker.kill()
             broker.wait()
 
-    def _wish(self, path: str) -> Wish:
+    def _wish(self) -> Wish:
         options = self._options
         assert options.ray_address is not None
         return Wish(
             address=options.ray_address,
-            socket_path=path,
             command=supervisor_command(),
             num_processes=None if self._every_node else options.ray_devices,
             fewest=options.min_devices,
             use_gpus=options.use_gpus,
         )
 
-    def _await_nodes(self, broker: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    def _await_nodes(self, broker: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """Returns what the broker answers: the nodes, and the path of its socket."""
         assert broker.stdout is not None
         for line in broker.stdout:
             answer = json.loads(line)
             if "nodes" in answer:
-                return answer["nodes"]
+                return answer
             if "error" in answer:
                 raise HostError({"Ray": answer["error"]})
             say(f"Waiting for {answer['waits']}.")

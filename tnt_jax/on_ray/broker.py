@@ -2,20 +2,22 @@
 
 It runs as a program of its own, a driver of Ray, because Ray takes signals, threads and memory that
 the launcher needs for itself. It prints the nodes as one line of JSON, then serves a socket to
-which a `relay` connects for each node, until its standard input closes. Everything that it has made
-on the cluster, Ray removes when it ends, by whatever cause: a placement group with a bundle for
-each process, and an actor for each node.
+which a `relay` connects for each node, until its standard input closes, as it does when the
+launcher is killed. Everything that it has made on the cluster, Ray removes when it ends, by
+whatever cause: a placement group with a bundle for each process, and an actor for each node.
 """
 
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from tnt_jax.on_ray import node
 from tnt_jax.on_ray.bundles import Reservation, reserve, reserve_every_node
@@ -31,7 +33,6 @@ class Wish:
 
     Attributes:
         address: Address of the cluster.
-        socket_path: Where the launcher's relays connect.
         command: Words of the program to run on each node.
         num_processes: Bundles; None for each node that is alive, without a reservation.
         fewest: Bundles that are enough if there are no more; None for all of them.
@@ -39,7 +40,6 @@ class Wish:
     """
 
     address: str
-    socket_path: str
     command: Sequence[str]
     num_processes: int | None
     fewest: int | None
@@ -49,28 +49,34 @@ class Wish:
 def main() -> None:
     """Serves the launcher, whose wish is the argument, in JSON."""
     wish = Wish(**json.loads(sys.argv[1]))
+    # The path of a socket must be shorter than 108 characters.
+    folder = tempfile.mkdtemp(prefix="tnt-ray-", dir="/tmp")
     # The last thread of this process, once the nodes are told.
-    threading.Thread(target=_end_with_launcher).start()
+    threading.Thread(target=_end_with_launcher, args=(folder,)).start()
     # What libraries print must not mix with the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    def give_up(text: str) -> NoReturn:
+        _answer(answers, error=text)
+        _end(folder, 1)
+
     try:
         ray = import_ray("tnt-jax --ray")
-        _connect(ray, wish.address, answers)
+        _connect(ray, wish.address, give_up)
         held = _reserve(ray, wish, lambda text: _answer(answers, waits=text))
         doors = _open_doors(ray, held, wish.command)
     except BaseException as error:  # The launcher tells its user, whatever it is.
-        _answer(answers, error=f"{error}".strip() or type(error).__name__)
-        os._exit(1)
+        give_up(f"{error}".strip() or type(error).__name__)
     server = socket.socket(socket.AF_UNIX)
-    server.bind(wish.socket_path)
+    server.bind(path := f"{folder}/relays")
     server.listen(len(doors))
     threading.Thread(target=_serve, args=(ray, server, doors), daemon=True).start()
-    _answer(answers, nodes=[asdict(each) for each in held.nodes])
+    _answer(answers, nodes=[asdict(each) for each in held.nodes], socket_path=path)
 
 
-def _connect(ray: Any, address: str, answers: Any) -> None:
-    """Connects to the cluster, or raises or ends with an answer that says that there is none."""
+def _connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None:
+    """Connects to the cluster; raises, or gives up with a text, if there is none."""
     host, _, port = address.rpartition(":")
     missing = (
         f"No Ray cluster answers at {address}. Start one with ray start --head, or name another "
@@ -82,25 +88,26 @@ def _connect(ray: Any, address: str, answers: Any) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ConnectionError(f"{missing} ({error})") from error
-
-    def give_up() -> None:
-        _answer(answers, error=missing)
-        os._exit(1)
-
-    timer = threading.Timer(_INIT_TIMEOUT_S, give_up)
+    timer = threading.Timer(_INIT_TIMEOUT_S, give_up, [missing])
     timer.start()
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     timer.cancel()
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher(folder: str) -> None:
     """Ends this process with the launcher, or when that frees the nodes.
 
     Ray then removes what belongs to this driver.
     """
     while os.read(0, 1 << 12):
         continue
-    os._exit(0)
+    _end(folder, 0)
+
+
+def _end(folder: str, code: int) -> NoReturn:
+    """Ends this process, whatever its other threads do, and leaves no socket behind."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
 
 
 def _answer(answers: Any, **fields: Any) -> None:
