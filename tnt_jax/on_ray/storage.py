@@ -10,9 +10,6 @@ offers, and reports links to it.
     storage.report({"loss": 0.1}, checkpoints=["fit-1/tnt_jax_backup_120"])
 """
 
-import contextlib
-import glob
-import hashlib
 import os
 import shutil
 import tempfile
@@ -21,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.on_ray.claims import Claim, remove_unclaimed
 from tnt_jax.on_ray.require import import_ray
 from tnt_jax.on_ray.worker import TrainWorker, broadcast, role, train_worker
 
-_PREFIX = "tnt_jax-ray"
+_PREFIX = "tnt_jax-ray-"
 _MARK = "tnt_jax.txt"
 _TICK_S = 0.05
 
@@ -39,8 +37,9 @@ class RayStorage:
         is_over: Whether the training function has ended, and the folder with it.
     """
 
-    def __init__(self, folder: Path, worker: TrainWorker | None) -> None:
+    def __init__(self, folder: Path, claim: Claim | None, worker: TrainWorker | None) -> None:
         self.folder = folder
+        self._claim = claim
         self.name = "the Ray Tune trial" if worker is None else f"the Ray Train run {worker.run}"
         self._worker = worker
         self._num_reports = 0
@@ -63,7 +62,8 @@ class RayStorage:
         checkpoint = None if linked is None else ray_train.Checkpoint.from_directory(linked)
         if self._worker is None:
             import_ray("RayReport", "ray.tune").report(dict(metrics), checkpoint=checkpoint)
-            self._remove(linked)
+            if linked is not None:
+                shutil.rmtree(linked)
             return
         self._pending = linked
         # Ray takes reports at intervals of seconds, and training does not wait for that.
@@ -84,8 +84,8 @@ class RayStorage:
         """Removes the folder when the thread that trains has ended: by then Ray has its copies."""
         training.join()
         self.is_over = True
-        if self._worker is None or self._worker.local_rank == 0:
-            self._remove(self.folder)
+        if self._claim is not None:
+            self._claim.remove()
 
     @property
     def _leads(self) -> bool:
@@ -100,13 +100,6 @@ class RayStorage:
         (linked / _MARK).write_text("Checkpoints of tnt_jax, by the calls of fit.\n")
         return linked
 
-    @staticmethod
-    def _remove(folder: Path | None) -> None:
-        # What is gone need not be removed.
-        with contextlib.suppress(FileNotFoundError):
-            if folder is not None:
-                shutil.rmtree(folder)
-
 
 def open_storage() -> RayStorage | None:
     """Returns the storage of this process's Ray run; None if Ray has not started it.
@@ -115,36 +108,26 @@ def open_storage() -> RayStorage | None:
     """
     worker = train_worker()
     if worker is not None:
-        folder = _shared_folder(worker)
+        folder = Path(broadcast(tempfile.mkdtemp(prefix=_PREFIX) if worker.rank == 0 else None))
+        claim = None
         if worker.local_rank == 0:
-            _fill(folder, import_ray("RayReport", "ray.train").get_checkpoint())
+            claim = _filled(folder, import_ray("RayReport", "ray.train").get_checkpoint())
         # All wait until the folder of their node is there.
         broadcast(None)
-        return RayStorage(folder, worker)
+        return RayStorage(folder, claim, worker)
     if role() == "trial":
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-"))
-        _fill(folder, import_ray("RayReport", "ray.tune").get_checkpoint())
-        return RayStorage(folder, None)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        claim = _filled(folder, import_ray("RayReport", "ray.tune").get_checkpoint())
+        return RayStorage(folder, claim, None)
     return None
 
 
-def _shared_folder(worker: TrainWorker) -> Path:
-    """Returns a new folder, of the same name on each node, and removes those of earlier starts."""
-    digest = hashlib.sha256(f"{os.getuid()} {worker.run}".encode()).hexdigest()[:12]
-    prefix = f"{_PREFIX}-{digest}-"
-    folder = Path(broadcast(tempfile.mkdtemp(prefix=prefix) if worker.rank == 0 else None))
-    if worker.local_rank == 0:
-        for left in glob.glob(f"{folder.parent}/{prefix}*"):
-            if left != str(folder):
-                shutil.rmtree(left)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-def _fill(folder: Path, checkpoint: Any) -> None:
-    """Copies what Ray has stored to a folder, if it comes from here."""
-    if checkpoint is None:
-        return
-    with checkpoint.as_directory() as stored:
-        if Path(stored, _MARK).is_file():
-            shutil.copytree(stored, folder, dirs_exist_ok=True)
+def _filled(folder: Path, checkpoint: Any) -> Claim:
+    """Claims a folder, and copies to it what Ray has stored, if that comes from here."""
+    remove_unclaimed(_PREFIX)
+    claim = Claim(folder)
+    if checkpoint is not None:
+        with checkpoint.as_directory() as stored:
+            if Path(stored, _MARK).is_file():
+                shutil.copytree(stored, folder, dirs_exist_ok=True)
+    return claim
