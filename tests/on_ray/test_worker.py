@@ -75,19 +75,28 @@ def test_a_worker_asks_the_others_once_in_its_life(in_worker):
     assert len(said) == 1
 
 
+INHERITED = {
+    "TNT_COORDINATOR_ADDRESS": "a:1", "TNT_NUM_PROCESSES": "9", "TNT_PROCESS_ID": "8",
+    "SLURM_JOB_ID": "1", "SLURM_PROCID": "0",
+}  # fmt: skip
+
+
 def test_what_started_ray_does_not_count_in_its_workers(in_worker):
     in_worker(1, 2, told="10.0.0.9:4711")
-    inherited = {
-        "TNT_COORDINATOR_ADDRESS": "a:1", "TNT_NUM_PROCESSES": "9", "TNT_PROCESS_ID": "8",
-        "SLURM_JOB_ID": "1", "SLURM_PROCID": "0",
-    }  # fmt: skip
-    assert detect_job(inherited).num_processes == 2
+    assert detect_job(INHERITED).num_processes == 2
 
 
-def test_a_single_worker_trains_alone(in_worker):
+def test_a_single_worker_trains_alone_wherever_ray_was_started(in_worker):
     said = in_worker(0, 1)
-    assert detect_job({}) is None
+    assert detect_job(INHERITED) is None
     assert said == []
+
+
+def test_a_trial_trains_alone_wherever_ray_was_started(monkeypatch):
+    tune = SimpleNamespace(_in_tune_session=lambda: True)
+    monkeypatch.setitem(sys.modules, "ray.tune.trainable.trainable_fn_utils", tune)
+    monkeypatch.delitem(sys.modules, "ray.train", raising=False)
+    assert detect_job(INHERITED) is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("outside"), DeprecationWarning("in a trial")])

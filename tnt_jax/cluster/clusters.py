@@ -9,6 +9,7 @@ from tnt_jax.cluster.openmpi import detect_open_mpi
 from tnt_jax.cluster.ray import detect_ray_train
 from tnt_jax.cluster.slurm import detect_slurm
 from tnt_jax.cluster.tfconfig import detect_tf_config
+from tnt_jax.on_ray.worker import role
 from tnt_jax.settings import read_settings
 
 __all__ = ["Job", "detect_job"]
@@ -17,9 +18,10 @@ __all__ = ["Job", "detect_job"]
 def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpus) -> Job | None:
     """Returns the job that this process belongs to, or None for a process that trains alone.
 
-    The first of these that describes a job of several processes counts: Ray Train, if this process
-    is one of its workers (they inherit the environment of whatever started Ray), `TNT_*` variables,
-    `TF_CONFIG`, Open MPI (which may run inside SLURM), SLURM, Kubernetes. JAX's own
+    A worker of Ray Train or a trial of Ray Tune belongs to the job that Ray says; the environment,
+    which it inherits from whatever started Ray, does not count. Elsewhere the first of these that
+    describes a job of several processes counts: `TNT_*` variables, `TF_CONFIG`, Open MPI (which may
+    run inside SLURM), SLURM, Kubernetes. JAX's own
     `JAX_COORDINATOR_ADDRESS`, `JAX_COORDINATOR_PORT` and `JAX_LOCAL_DEVICE_IDS` override what Open
     MPI, SLURM and Kubernetes say.
 
@@ -32,9 +34,10 @@ def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpu
         ValueError: If variables contradict each other, are incomplete, or describe something that
             cannot be trained on; the message names them.
     """
+    if role() is not None:
+        return detect_ray_train()
     return (
-        detect_ray_train()
-        or _detect_tnt(environ)
+        _detect_tnt(environ)
         or detect_tf_config(environ)
         or detect_open_mpi(environ, count_gpus)
         or detect_slurm(environ, count_gpus)
