@@ -24,7 +24,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -44,7 +43,7 @@ from fault_sequences import FaultSequence, in_order
 from fault_starts import has_hosts, run_alone, verdict_alone
 from fault_tables import compact, insert, read_records, tables
 from fault_verdicts import Trial, verdict
-from scaling import versions
+from scaling import commit, versions
 
 
 def main() -> None:
@@ -103,7 +102,7 @@ class Series:
         self._write, self._failures = threading.Lock(), 0
         self._until = time.monotonic() + 60 * args.minutes if args.minutes else None
         known = " ".join(f"{name} {number}" for name, number in versions().items())
-        self._about = {"seed": args.seed, "commit": _commit(), "versions": known}
+        self._about = {"seed": args.seed, "commit": commit(), "versions": known}
 
     def run(self) -> None:
         """Runs what is not recorded, round by round of all kinds."""
@@ -229,11 +228,6 @@ def _one_line(found: Mapping[str, Any], wrong: str) -> str:
     names = ("contender", "kind", "process", "noticed_s", "back_s", "redone", "named", "codes")
     words = " ".join(f"{name}={found.get(name)}" for name in names)
     return f"{time.strftime('%H:%M:%S')} {wrong or 'ok'}: {words}"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

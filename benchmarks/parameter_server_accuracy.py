@@ -16,13 +16,13 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from scaling import commit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -124,12 +124,9 @@ def main():
     results = [
         compare(args, name, task) for name, task in tasks.items() if args.only in (None, name)
     ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     found = {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit,
+        "commit": commit(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in ("jax", "ray", "flax", "optax")},
         "results": results,

@@ -304,6 +304,12 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
+def commit() -> str:
+    """Returns the commit of the code that runs."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     args = parse_arguments()
     rows, tasks, load_before = [], plan(args), os.getloadavg()
