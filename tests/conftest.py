@@ -83,7 +83,8 @@ def ray_cluster():
     # While the cluster runs, the environment asks for no virtual devices.
     jax.local_devices()
 
-    with ray_cluster_of() as cluster:
+    # It does not grow by itself.
+    with ray_cluster_of(no_monitor=True) as cluster:
         yield cluster
 
 

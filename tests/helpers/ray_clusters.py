@@ -22,6 +22,10 @@ def ray_cluster_of(*, num_cpus=4, **head_node_args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # By default Ray's workers leave the cores to whatever else runs, such as other tests.
+        patch.setenv("RAY_worker_niceness", "0")
+        # By default Ray starts a worker for each CPU, whether it is used or not.
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
         # Its processes, which inherit this environment, have one device each.
         patch.delenv("XLA_FLAGS", raising=False)
         from ray.cluster_utils import Cluster
@@ -32,6 +36,7 @@ def ray_cluster_of(*, num_cpus=4, **head_node_args):
                 "num_cpus": num_cpus,
                 "object_store_memory": 200_000_000,
                 "include_dashboard": False,
+                "include_log_monitor": False,
                 **head_node_args,
             },
         )

@@ -81,20 +81,15 @@ def test_one_worker_without_staleness_trains_like_fit_bit_for_bit(connected, use
     with tnt.ParameterServer(
         model, num_servers=2, num_workers=1, max_staleness=0, **SMALL
     ) as server:
-        sidecar = server.sidecar(TOKENS[:50], LABELS[:50], batch_size=32, every=3)
         seen = []
         weights = tnt.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: seen.append(model.get_weights()[0].sum())
         )
-        history = fitted(
-            server, validation_data=(TOKENS[:50], LABELS[:50]), callbacks=[weights, sidecar]
-        )
+        history = fitted(server, validation_data=(TOKENS[:50], LABELS[:50]), callbacks=[weights])
         assert_equal(model, reference)
         assert len(set(seen)) == 10  # Callbacks read the servers' variables of each step.
         for name, values in expected.history.items():
             np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
-        assert sidecar.results[-1]["version"] == 10
-        assert sidecar.results[-1]["loss"] == pytest.approx(expected.history["val_loss"][-1])
         found = server.evaluate(TOKENS, LABELS, verbose=0)
         np.testing.assert_allclose(found, reference.evaluate(TOKENS, LABELS, verbose=0), rtol=1e-5)
         np.testing.assert_array_equal(
@@ -132,6 +127,20 @@ def _check_own_step(server, model):
         jax.tree.leaves(model.state.params), jax.tree.leaves(params), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_sidecar_evaluates_the_variables_of_a_version_beside_training(connected, use_ranks):
+    use_ranks(1)
+    reference, model = make_model(), make_model()
+    expected = fitted(reference, validation_data=(TOKENS[:50], LABELS[:50]))
+    with tnt.ParameterServer(
+        model, num_servers=1, num_workers=1, max_staleness=0, **SMALL
+    ) as server:
+        sidecar = server.sidecar(TOKENS[:50], LABELS[:50], batch_size=32, every=3)
+        fitted(server, callbacks=[sidecar])
+    assert sidecar.results[-1]["version"] == 10
+    assert sidecar.results[-1]["loss"] == pytest.approx(expected.history["val_loss"][-1])
 
 
 @pytest.mark.long

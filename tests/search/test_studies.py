@@ -44,6 +44,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one["value"], other["value"], rtol=2e-5)
 
 
+@pytest.mark.long  # Several processes, below, show it, too.
 def test_a_study_on_several_ranks_is_told_the_same_as_on_one(expected, two_ranks):
     study = search_runs.make_study()
     best = tnt.search.optimize(study, search_runs.shared_objective, n_trials=NUM_TRIALS)
