@@ -34,16 +34,16 @@ def compact(record: Record, wrong: str) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in dropped}
 
 
-def insert(text: str, page: Path) -> None:
-    """Replaces what a page has between `MARKS`.
+def insert(text: str, page: Path, marks: tuple[str, str] = MARKS) -> None:
+    """Replaces what a page has between two marks.
 
     Raises:
         ValueError: If the page has no marks.
     """
-    before, begin, rest = page.read_text().partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
+    before, begin, rest = page.read_text().partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(f"{page} needs lines {MARKS[0]} and {MARKS[1]}, between which tables go.")
+        raise ValueError(f"{page} needs lines {marks[0]} and {marks[1]}, between which tables go.")
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
@@ -112,8 +112,8 @@ def _row(title: str, some: Sequence[Record]) -> str:
         wrong["other weights"],
         sum(number for word, number in wrong.items() if word not in others),
         f"{sum(asked)} of {len(asked)}" if asked else "",
-        _spread(item.get("noticed_s") for item in some),
-        _spread(item.get("back_s") for item in some),
+        spread(item.get("noticed_s") for item in some),
+        spread(item.get("back_s") for item in some),
     ]
     return f"| {title} | {' | '.join(map(str, cells))} |"
 
@@ -132,6 +132,7 @@ def _outcomes(some: Sequence[Record]) -> str:
     return ", ".join([right, *words]) + rows
 
 
-def _spread(values: Iterable[float | None]) -> str:
+def spread(values: Iterable[float | None]) -> str:
+    """Returns the median and the largest of the values that are known."""
     known = [value for value in values if value is not None]
     return f"{statistics.median(known):.1f}, at most {max(known):.1f}" if known else ""

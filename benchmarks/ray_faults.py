@@ -1,181 +1,216 @@
 """Ray Train runs with faults: is training that goes on the training that was never disturbed?
 
-Each trial trains the same network in `JaxTrainer`, with two CPU workers on a cluster of its own on
-this machine, disturbs it at a random step, and compares its weights and history, bit by bit, with
-those of a run that nothing disturbed. Faults:
+Each trial trains a small network in `JaxTrainer` on CPU workers, on a cluster of several nodes on
+this machine, and disturbs it after a random update. Its weights and history are compared with those
+of a run that nothing disturbed: bit by bit, or to 1e-5 where another number of workers goes on,
+because sums are rounded otherwise then. Faults:
 
-    worker      SIGKILL to a worker
+    worker      SIGKILL to a worker; Ray starts it again
     exception   an exception in one worker's training function
+    stuck       a worker does nothing any more; the others notice after 20 seconds
+    node        SIGKILL to a worker's node; another node takes its place
+    fewer       the same without another node: one worker goes on, of `num_workers=(1, 2)`
+    more        a node is added: two workers go on, where one was
 
-    python benchmarks/ray_faults.py --trials 5 --output benchmarks/results/ray_faults.json
+Each trial adds a line to the record; those that are in it are not run again, so that a series can
+be interrupted and continued:
+
+    python benchmarks/ray_faults.py --trials 20 --record benchmarks/results/ray_faults.jsonl
+    python benchmarks/ray_faults.py --table benchmarks/results/ray_faults.jsonl --into docs/ray.md
 """
 
 import argparse
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fault_tables import insert, read_records, spread
+from scaling import commit, versions
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+import ray_runs
 
-EPOCHS, STEPS, SAVED_EVERY = 3, 8, 3
-KINDS = ("worker", "exception")
-
-
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains in a worker of Ray Train; disturbs itself if it is asked to.
-
-    Args:
-        config: `folder` for notes; `step` and `rank` of the fault, with its `kind`, or none.
-    """
-    import flax.linen as nn
-    import jax
-    import numpy as np
-
-    import tnt_jax as tnt
-
-    folder = Path(config["folder"])
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, train=False):
-            x = nn.relu(nn.Dense(16)(x))
-            x = nn.Dropout(0.3, deterministic=not train)(x)
-            return nn.Dense(1)(x)
-
-    class Fault(tnt.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            step = self.model.optimizer.iterations
-            if tnt.get_process_index() != config.get("rank") or step != config.get("step"):
-                return
-            note = folder / "fault"
-            if note.exists():
-                return
-            note.write_text(f"{step} {time.time()}")
-            if config["kind"] == "worker":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("a fault on purpose")
-
-    numbers = np.random.default_rng(0)
-    # 61 examples: the last batch of an epoch is smaller, and odd.
-    x = numbers.normal(size=(STEPS * 8 - 3, 8)).astype("f4")
-    y = (x @ numbers.normal(size=(8, 1)) + 0.1 * numbers.normal(size=(len(x), 1))).astype("f4")
-    model = tnt.Model(Net(), seed=7)
-    # A fault comes at a step of its own.
-    model.compile(
-        tnt.optimizers.SGD(0.01, momentum=0.9), loss="mse", metrics=["mae"], steps_per_execution=1
-    )
-    history = model.fit(
-        x, y, batch_size=8, epochs=EPOCHS, verbose=0, shuffle=True,
-        callbacks=[Fault(), tnt.callbacks.RayReport(save_freq=SAVED_EVERY)],
-    )  # fmt: skip
-    weights = [np.asarray(leaf) for leaf in jax.tree.leaves(model.get_weights())]
-    return {
-        "weights": [leaf.tolist() for leaf in weights],
-        "history": history.history,
-        "size": tnt.get_size(),
-        "updates": int(model.optimizer.iterations),
-    }
-
-
-def run(config: dict[str, Any], *, storage: str, failures: int = 1) -> Any:
-    """Runs `train` in a `JaxTrainer` on the cluster to which this process is connected."""
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.jax import JaxTrainer
-
-    return JaxTrainer(
-        train,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name=Path(config["folder"]).name,
-            storage_path=storage,
-            failure_config=FailureConfig(max_failures=failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    ).fit()
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the largest difference between the weights of two runs."""
-    import numpy as np
-
-    pairs = zip(one["weights"], other["weights"], strict=True)
-    return max(float(np.abs(np.subtract(a, b)).max()) for a, b in pairs)
-
-
-def disturb(kind: str, rng: random.Random, folder: Path, truth: dict[str, Any]) -> dict[str, Any]:
-    """Carries out one trial, on a cluster of its own; returns what came of it."""
-    import ray
-    from ray_clusters import ray_cluster_of
-
-    folder.mkdir()
-    config = {
-        "folder": str(folder),
-        "kind": kind,
-        "step": rng.randrange(1, EPOCHS * STEPS),
-        "rank": rng.randrange(2),
-    }
-    with ray_cluster_of() as cluster:
-        ray.init(cluster.address, log_to_driver=False)
-        try:
-            result = run(config, storage=str(folder / "storage")).return_value
-        finally:
-            ray.shutdown()
-    ended_at = time.time()
-    _, fault_at = (folder / "fault").read_text().split()
-    gap = difference(result, truth)
-    return {
-        "kind": kind, "step": config["step"], "rank": config["rank"],
-        "ranks_at_end": result["size"], "largest_difference": gap,
-        "same_bits": gap == 0 and result["history"] == truth["history"],
-        "same_updates": result["updates"] == truth["updates"],
-        "from_fault_to_end_s": round(ended_at - float(fault_at), 1),
-    }  # fmt: skip
-
-
-def undisturbed(folder: Path) -> dict[str, Any]:
-    """Returns the result of a run that nothing disturbs."""
-    import ray
-    from ray_clusters import ray_cluster_of
-
-    folder.mkdir()
-    with ray_cluster_of() as cluster:
-        ray.init(cluster.address, log_to_driver=False)
-        try:
-            result = run({"folder": str(folder)}, storage=str(folder / "storage"), failures=0)
-        finally:
-            ray.shutdown()
-    return result.return_value
+KINDS = {
+    "worker": "a worker is killed",
+    "exception": "a worker raises an exception",
+    "stuck": "a worker does nothing any more",
+    "node": "a node is killed, another one is added",
+    "fewer": "a node is killed: two workers, then one",
+    "more": "a node is added: one worker, then two",
+}
+MARKS = ("<!-- ray faults: begin -->", "<!-- ray faults: end -->")
 
 
 def main() -> None:
-    """Runs the trials, and prints and writes how they ended."""
-    from scaling import versions
-
+    """Runs the trials that are not recorded, or prints the table of those that are."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=5, help="trials of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--trials", type=int, default=5, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    rng = random.Random(given.seed)
-    trials: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as base:
-        truth = undisturbed(Path(base, "undisturbed"))
-        for number in range(given.trials):
-            for kind in given.kinds:
-                trials.append(disturb(kind, rng, Path(base, f"{kind}-{number}"), truth))
-                print(json.dumps(trials[-1]), flush=True)
-                if given.output:
-                    about = {"command": " ".join(sys.argv), "versions": versions()}
-                    text = json.dumps({**about, "trials": trials}, indent=1)
-                    given.output.write_text(text + "\n")
+    parser.add_argument("--hang", type=float, default=300, help="most seconds of a trial")
+    parser.add_argument("--record", type=Path, help="file to which trials are added")
+    parser.add_argument("--table", type=Path, metavar="RECORD", help="print a table, and end")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="write it into a page instead")
+    args = parser.parse_args()
+    if args.table:
+        text = table(read_records(args.table))
+        return insert(text, args.into, MARKS) if args.into else print(text)
+    left = list(trials_left(args))
+    while left:
+        # Whatever goes wrong with a cluster, the next trials get another one.
+        left = run_series(left, args)
+    return None
+
+
+def trials_left(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the trials that are not recorded, round by round of all kinds."""
+    recorded = read_records(args.record) if args.record else []
+    known = {(each["seed"], each["kind"], each["number"]) for each in recorded}
+    for number in range(args.trials):
+        for kind in args.kinds:
+            if (args.seed, kind, number) in known:
+                continue
+            draw = random.Random(f"{args.seed} {kind} {number}")
+            step = draw.randrange(1, ray_runs.EPOCHS * ray_runs.STEPS)
+            # Where a node is added, one worker is all there is.
+            rank = 0 if kind == "more" else draw.randrange(2)
+            yield {"seed": args.seed, "kind": kind, "number": number, "step": step, "rank": rank}
+
+
+def run_series(trials: Sequence[dict[str, Any]], args: argparse.Namespace) -> Sequence[Any]:
+    """Runs trials on one cluster; returns those that come after one that went wrong."""
+    about = {"commit": commit(), "versions": versions(), "cores": len(os.sched_getaffinity(0))}
+    with tempfile.TemporaryDirectory() as base, connected_cluster() as cluster:
+        folder = Path(base, "undisturbed")
+        truth = run_in(folder, [], [], hang_s=args.hang, workers=2)[0]
+        for number, trial in enumerate(trials):
+            found = {**trial, **run_trial(cluster, trial, truth, Path(base, str(number)), args)}
+            print(json.dumps(found), flush=True)
+            if args.record:
+                with open(args.record, "a") as file:
+                    file.write(json.dumps({**found, **about}) + "\n")
+            if found["wrong"]:
+                return trials[number + 1 :]
+    return []
+
+
+@contextmanager
+def connected_cluster() -> Iterator[Any]:
+    """Starts a cluster whose first node has no worker, and two others one each."""
+    import ray
+    from ray_clusters import ray_cluster_of
+
+    os.environ.update(ray_runs.VARIABLES)
+    with ray_cluster_of(num_cpus=0) as cluster:
+        cluster.add_node(**ray_runs.NODE)
+        cluster.add_node(**ray_runs.NODE)
+        ray.init(cluster.address, log_to_driver=False)
+        ray.cloudpickle.register_pickle_by_value(ray_runs)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+
+
+def run_trial(
+    cluster: Any, trial: dict[str, Any], truth: dict[str, Any], folder: Path, args: Any
+) -> dict[str, Any]:
+    """Disturbs a run; returns what came of it, and what was wrong with it, if anything."""
+    kind, nodes = trial["kind"], 1 if trial["kind"] == "more" else 2
+    restore_nodes(cluster, nodes)
+    names = {"fewer": "node", "more": "pause", "stuck": "pause"}
+    fault = {"kind": names.get(kind, kind), "step": trial["step"], "rank": trial["rank"]}
+    change = (lambda: cluster.add_node(**ray_runs.NODE)) if kind in ("node", "more") else None
+    is_elastic = kind in ("fewer", "more")
+    try:
+        found, sizes = run_in(
+            folder, [fault], [change], hang_s=args.hang, workers=(1, 2) if is_elastic else 2
+        )
+    except TimeoutError:
+        return {"wrong": "hung"}
+    except Exception as error:  # It is part of the record; the trials after it go on.
+        return {"wrong": f"{type(error).__name__}: {error}"[:500]}
+    expected = {"fewer": [2, 1], "more": [1, 2]}.get(kind, [2])
+    seconds = time.time() - float((folder / "fault-0").read_text())
+    gap = ray_runs.difference(found, truth)
+    close = history_gap(found, truth)
+    wrong = [
+        *(["other workers"] if sizes != expected else []),
+        *(["other weights"] if gap > (1e-5 if is_elastic else 0) else []),
+        *(["other history"] if close > (1e-5 if is_elastic else 0) else []),
+        *(["other updates"] if found["updates"] != truth["updates"] else []),
+    ]
+    return {
+        "sizes": sizes, "difference": gap, "history_difference": close,
+        "from_fault_to_end_s": round(seconds, 1), "wrong": ", ".join(wrong),
+    }  # fmt: skip
+
+
+def restore_nodes(cluster: Any, count: int) -> None:
+    """Gives the cluster as many nodes with a worker each as a trial begins with."""
+    for node in [*cluster.worker_nodes]:
+        if not node.live_processes() or node.dead_processes():
+            cluster.remove_node(node, allow_graceful=False)
+    while len(cluster.worker_nodes) > count:
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    while len(cluster.worker_nodes) < count:
+        cluster.add_node(**ray_runs.NODE)
+
+
+def run_in(
+    folder: Path, faults: list[Any], changes: list[Any], **options: Any
+) -> tuple[dict[str, Any], list[int]]:
+    """Trains in a folder; returns the result, and the numbers of workers that trained."""
+    folder.mkdir()
+    # Of two workers that wait for each other; one that pauses alone is not stuck.
+    is_stuck = options["workers"] == 2 and any(fault["kind"] == "pause" for fault in faults)
+    environment = {"TNT_STALL_TIMEOUT": "20"} if is_stuck else {}
+    config = {"folder": str(folder), "faults": faults, "environment": environment}
+    result = ray_runs.run_amid(config, changes, storage=str(folder / "storage"), **options)
+    return result.return_value, ray_runs.sizes(config)
+
+
+def history_gap(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Returns the largest difference between the numbers of two histories."""
+    names = one["history"].keys() | other["history"].keys()
+    return max(
+        abs(a - b)
+        for name in names
+        for a, b in zip(one["history"][name], other["history"][name], strict=True)
+    )
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row for each fault, and one of the sums."""
+    lines = [
+        "| fault | trials | hung | other weights or history | otherwise wrong "
+        "| largest difference | from the fault to the end of training, s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, title in KINDS.items():
+        if some := [record for record in records if record["kind"] == kind]:
+            lines.append(row(title, some))
+    return "\n".join([*lines, row("**all**", records)])
+
+
+def row(title: str, some: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the row of some trials."""
+    wrong = Counter(record["wrong"] for record in some if record["wrong"])
+    other = sum(number for word, number in wrong.items() if "other " in word)
+    cells = [
+        len(some), wrong["hung"], other, wrong.total() - wrong["hung"] - other,
+        f"{max(record.get('difference', 0) for record in some):.1g}",
+        spread(record.get("from_fault_to_end_s") for record in some),
+    ]  # fmt: skip
+    return f"| {title} | {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":
