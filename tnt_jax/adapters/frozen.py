@@ -3,19 +3,20 @@
 These have no gradient, no reduction and no optimizer state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
 from tnt_jax.adapters.base import Adapter, Applied, Variables
+from tnt_jax.adapters.wrapping import WrappingAdapter
 
 # The key of the parameters that are not trained, beside the model's own state.
 _FROZEN = "frozen_params"
 
 
-class PartlyTrained:
+class PartlyTrained(WrappingAdapter):
     """An adapter that trains only some of the parameters.
 
     A parameter's path is written `encoder/Dense_0/kernel`. A pattern names a parameter, or a
@@ -30,31 +31,16 @@ class PartlyTrained:
     def __init__(
         self, adapter: Adapter, *, trainable: Sequence[str] | None, frozen: Sequence[str]
     ) -> None:
-        self.inner = adapter
-        self.name = adapter.name
-        self.holds_variables = adapter.holds_variables
+        super().__init__(adapter)
         self._trainable = trainable
         self._frozen = tuple(frozen)
 
-    def sample_inputs(self) -> Any:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.sample_inputs()
-
-    def init(self, inputs: Any, *, seed: int) -> Variables:
+    def outer(self, variables: Variables) -> Variables:
         """Returns the trained parameters, and the others as part of the model state.
 
         Raises:
             ValueError: If a pattern matches no parameter, or nothing is left to train.
         """
-        return self._separated(self.inner.init(inputs, seed=seed))
-
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns what makes the variables that `init` returns, or None."""
-        make = self.inner.initializer(inputs, seed=seed)
-        return None if make is None else lambda: self._separated(make())
-
-    def _separated(self, variables: Variables) -> Variables:
-        """Returns the trained parameters, and the others as part of the model state."""
         paths = _flatten(variables.params)
         names = {path: "/".join(path) for path in paths}
         for pattern in (*(self._trainable or ()), *self._frozen):
@@ -77,9 +63,11 @@ class PartlyTrained:
             {**variables.model_state, _FROZEN: _nest(frozen)},
         )
 
-    def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model."""
-        self.inner.attach(inputs)
+    def inside(self, variables: Variables) -> Variables:
+        """Returns all parameters, and the model state without them."""
+        state = dict(variables.model_state)
+        flat = _flatten(variables.params) | _flatten(state.pop(_FROZEN))
+        return Variables(_nest(flat), state)
 
     def apply(
         self,
@@ -92,50 +80,14 @@ class PartlyTrained:
         mask: jax.Array | None,
     ) -> Applied:
         """Returns the model's forward pass with all parameters; see `Adapter.apply`."""
-        joined = self._joined(Variables(params, model_state))
-        applied = self.inner.apply(
-            joined.params, joined.model_state, inputs, key=key, train=train, mask=mask
-        )
+        applied = super().apply(params, model_state, inputs, key=key, train=train, mask=mask)
         return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
-
-    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.axis_names()
-
-    def held_variables(self) -> Mapping[str, Any]:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.held_variables()
-
-    def held_metrics(self) -> dict[str, Any]:
-        """Returns the model's own metrics; see `Adapter.held_metrics`."""
-        return self.inner.held_metrics()
-
-    def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the model's own metrics; see `Adapter.metric_results`."""
-        return self.inner.metric_results(sums)
-
-    def export(self, variables: Variables) -> Any:
-        """Returns all variables in the form that the model's library uses."""
-        return self.inner.export(self._joined(variables))
-
-    def has_changed(self) -> bool:
-        """Returns whether the user has changed the variables of the wrapped object."""
-        return self.inner.has_changed()
-
-    def write_back(self, variables: Variables) -> None:
-        """Stores all variables in the user's own object."""
-        self.inner.write_back(self._joined(variables))
 
     def _is_trained(self, name: str) -> bool:
         is_chosen = self._trainable is None or any(
             _matches(name, pattern) for pattern in self._trainable
         )
         return is_chosen and not any(_matches(name, pattern) for pattern in self._frozen)
-
-    def _joined(self, variables: Variables) -> Variables:
-        state = dict(variables.model_state)
-        flat = _flatten(variables.params) | _flatten(state.pop(_FROZEN))
-        return Variables(_nest(flat), state)
 
 
 def _matches(name: str, pattern: str) -> bool:

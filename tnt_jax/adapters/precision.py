@@ -3,18 +3,18 @@
 Either bfloat16 arithmetic with float32 master weights, or bfloat16 throughout.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tnt_jax.adapters.base import Adapter, Applied, Variables
+from tnt_jax.adapters.wrapping import WrappingAdapter
 
 PRECISIONS = ("float32", "mixed_bfloat16", "bfloat16")
 
 
-class LowPrecision:
+class LowPrecision(WrappingAdapter):
     """An adapter that computes in bfloat16.
 
     Parameters and floating inputs are cast before the forward pass, outputs to float32 after it.
@@ -28,30 +28,12 @@ class LowPrecision:
     """
 
     def __init__(self, adapter: Adapter, *, master: Any) -> None:
-        self.inner = adapter
-        self.name = adapter.name
-        self.holds_variables = adapter.holds_variables
+        super().__init__(adapter)
         self._master = master
 
-    def sample_inputs(self) -> Any:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.sample_inputs()
-
-    def init(self, inputs: Any, *, seed: int) -> Variables:
+    def outer(self, variables: Variables) -> Variables:
         """Returns the model's variables, with the parameters in the dtype of the master weights."""
-        return self._lowered(self.inner.init(inputs, seed=seed))
-
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns what makes the variables that `init` returns, or None."""
-        make = self.inner.initializer(inputs, seed=seed)
-        return None if make is None else lambda: self._lowered(make())
-
-    def _lowered(self, variables: Variables) -> Variables:
         return Variables(_cast(variables.params, self._master), variables.model_state)
-
-    def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model."""
-        self.inner.attach(inputs)
 
     def apply(
         self,
@@ -65,44 +47,13 @@ class LowPrecision:
     ) -> Applied:
         """Returns the forward pass in bfloat16, with float32 outputs; see `Adapter.apply`."""
         low_params, low_inputs = _cast((params, inputs), jnp.bfloat16)
-        applied = self.inner.apply(
+        applied = super().apply(
             low_params, model_state, low_inputs, key=key, train=train, mask=mask
         )
         changed = jax.tree.map(
             lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state
         )
         return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
-
-    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.axis_names()
-
-    def held_variables(self) -> Mapping[str, Any]:
-        """Returns what the wrapped adapter returns."""
-        return self.inner.held_variables()
-
-    def held_metrics(self) -> dict[str, Any]:
-        """Returns the model's own metrics; see `Adapter.held_metrics`."""
-        return self.inner.held_metrics()
-
-    def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the model's own metrics; see `Adapter.metric_results`."""
-        return self.inner.metric_results(sums)
-
-    def export(self, variables: Variables) -> Any:
-        """Returns variables in the form that the model's library uses."""
-        return self.inner.export(variables)
-
-    def has_changed(self) -> bool:
-        """Returns whether the user has changed the variables of the wrapped object."""
-        return self.inner.has_changed()
-
-    def write_back(self, variables: Variables) -> None:
-        """Stores variables in the user's own object.
-
-        Its parameters then have the master dtype.
-        """
-        self.inner.write_back(variables)
 
 
 def with_precision(adapter: Adapter, precision: str) -> Adapter:

@@ -170,13 +170,7 @@ def make_train_step(
         model_state = _join_state(state.model_state, averaged, same)
 
         def take() -> tuple[TrainState, Any]:
-            if accumulation_steps == 1:
-                params, opt_state = update(grads, state.params, state.opt_state)
-                accumulated = None
-            else:
-                params, opt_state, accumulated = accumulate(
-                    state, grads, update, accumulation_steps
-                )
+            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
             new_state = replace(
                 state,
                 step=state.step + 1,

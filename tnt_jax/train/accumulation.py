@@ -20,7 +20,8 @@ def accumulate(
     Called inside `shard_map`.
 
     Args:
-        state: State before the step; its `accumulated` arrays are this rank's, `[1, ...]`.
+        state: State before the step; its `accumulated` arrays are this rank's, `[1, ...]`, or None
+            if every step updates.
         grads: This rank's part of the gradients of the step.
         update: Maps mean gradients, parameters and optimizer state to the updated parameters and
             optimizer state; it sums the gradients over the ranks unless they are summed already.
@@ -29,6 +30,8 @@ def accumulate(
     Returns:
         Parameters, optimizer state and sums after the step.
     """
+    if num_steps == 1:
+        return *update(grads, state.params, state.opt_state), None
     totals = with_step(state.accumulated, grads)
 
     def update_by_mean(totals: Any) -> tuple[Any, Any, Any]:

@@ -220,13 +220,7 @@ def _sharded_step(
         grads, model_state, new_sums, (is_finite, loss) = mapped(read, sums, batch)
 
         def finish() -> tuple[TrainState, Any]:
-            if accumulation_steps == 1:
-                params, opt_state = update(grads, state.params, state.opt_state)
-                accumulated = None
-            else:
-                params, opt_state, accumulated = accumulate(
-                    state, grads, update, accumulation_steps
-                )
+            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
             new_state = replace(
                 state,
                 step=state.step + 1,
