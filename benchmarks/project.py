@@ -1,10 +1,5 @@
 """Projects step time and efficiency of data-parallel training on many GPUs from one measured step
-and the figures of the links.
-
-Buckets of gradients become ready evenly over the last two thirds of the step, which backpropagation
-takes, and travel one after the other: a bucket starts when it is ready and the one before is done.
-A ring within hosts and one between hosts run at the rates given; each hop of a ring costs a
-latency. Nothing else grows with the number of GPUs here: stragglers, input and shared switches do.
+and the figures of the links, by the model of `tnt_jax.scale.projection`.
 
     python benchmarks/project.py --step-ms 95 --gradient-mb 102.5 --rows 256 --output
     benchmarks/results/project_resnet50.json python benchmarks/project.py --step-ms 83 --gradient-mb
@@ -21,15 +16,12 @@ import argparse
 import json
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from allreduce_contenders import LAYERS, WIDTH
 
-BACKWARD_SHARE = (
-    2 / 3
-)  # Backpropagation computes two gradients for each product of the forward pass.
-# What a frame of Ethernet holds between its own header, those of IPv4 and TCP, and the time stamps.
-TCP_PAYLOAD_SHARE = 1448 / 1514
+from tnt_jax.scale.projection import TCP_PAYLOAD_SHARE, Links, all_reduce_ms, project
+
 # Contenders of benchmarks/allreduce.py: the number of equal buckets, and whether they travel during
 # backpropagation. PyTorch closes a bucket once it holds the 4 or 25 MiB asked for: two layers of
 # 3.5 MB, or all.
@@ -39,24 +31,6 @@ CHECKED = {
     "torch ddp 4 MB": (LAYERS // 2, True),
     "torch ddp 25 MB": (1, True),
 }
-
-
-class Links(NamedTuple):
-    """Figures of the links.
-
-    Attributes:
-        gpus_per_host: GPUs of a host.
-        gpu_gbytes: GB/s of one GPU to its neighbours in the host, each direction.
-        host_gbytes: GB/s of a host to other hosts, each direction, all its cards together.
-        gpu_latency_us: Latency of a hop within a host.
-        host_latency_us: Latency of a hop between hosts.
-    """
-
-    gpus_per_host: int
-    gpu_gbytes: float
-    host_gbytes: float
-    gpu_latency_us: float
-    host_latency_us: float
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -126,48 +100,6 @@ def parse_arguments() -> argparse.Namespace:
             "measured steps"
         )
     return args
-
-
-def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
-    """Returns how long a sum of `mb` MB over GPUs takes: scattered within hosts, summed between
-    them, gathered within hosts.
-    """
-    local = min(num_gpus, links.gpus_per_host)
-    num_hosts = -(-num_gpus // links.gpus_per_host)
-    within = (
-        2 * (local - 1) / local * mb / links.gpu_gbytes
-        + 2 * (local - 1) * links.gpu_latency_us / 1000
-    )
-    # Each of a host's GPUs sums its part with those of the other hosts; together they send the
-    # whole bucket through the host's cards.
-    between = (
-        2 * (num_hosts - 1) / num_hosts * mb / links.host_gbytes
-        + 2 * (num_hosts - 1) * links.host_latency_us / 1000
-    )
-    return within + between
-
-
-def project(
-    step_ms: float, buckets_mb: list[float], num_gpus: int, links: Links, *, overlap: bool
-) -> float:
-    """Returns the projected step in ms.
-
-    Args:
-        step_ms: Step of one GPU.
-        buckets_mb: Buckets in the order in which they are sent.
-        num_gpus: GPUs.
-        links: Figures of the links.
-        overlap: Whether a bucket travels while later ones are computed.
-    """
-    done = 0.0
-    for index, mb in enumerate(buckets_mb):
-        ready = (
-            step_ms * (1 - BACKWARD_SHARE * (1 - (index + 1) / len(buckets_mb)))
-            if overlap
-            else step_ms
-        )
-        done = max(done, ready) + all_reduce_ms(mb, num_gpus, links)
-    return done
 
 
 def check(recorded: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,11 +17,12 @@ def test_all_variables_are_read():
         "TNT_LAUNCHED_AT": "12.500",
         "TNT_TUNE_STEPS": "5", "TNT_PLAN": "1", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
         "TNT_RESTART_COUNT": "2", "TNT_CHECKPOINT_DIR": "runs/a", "TNT_CHECKPOINT_EVERY": "30s",
+        "TNT_SCALE_STEPS": "9", "TNT_SCALE_FROM": "2", "TNT_SCALE_WEAK": "1",
     }  # fmt: skip
     assert read_settings(environ) == Settings(
         "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, True, 6, 0,
         checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
-        goodput="runs/a/goodput.jsonl",
+        goodput="runs/a/goodput.jsonl", scale_steps=9, scale_from=2, scale_weak=True,
     )  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def test_all_variables_are_read():
         (JOB | {"TNT_COORDINATOR_ADDRESS": "node1:99999"}, "must be host:port"),
         (JOB | {"TNT_NUM_PROCESSES": "two"}, "integer of at least 1, but is 'two'"),
         ({"TNT_FUSION_THRESHOLD": "-1"}, "number of KiB of at least 0, or xla, but is '-1'"),
+        ({"TNT_SCALE_STEPS": "0"}, "integer of at least 1, but is '0'"),
         ({"TNT_TUNE_STEPS": "0"}, "integer of at least 1, but is '0'"),
         (
             {"TNT_CHECKPOINT_EVERY": "0"},

@@ -50,6 +50,11 @@ class Settings:
             the start.
         tune_steps: Steps per trial if `fit` compares ways to sum gradients instead of training
             (`TNT_TUNE_STEPS`), otherwise None.
+        scale_steps: Steps that `fit` times instead of training (`TNT_SCALE_STEPS`), otherwise None.
+        scale_from: With `scale_steps`, the number of ranks that others are compared with
+            (`TNT_SCALE_FROM`).
+        scale_weak: With `scale_steps`, whether the global batch grows with the ranks
+            (`TNT_SCALE_WEAK`).
         plan: Whether `fit` prints what a step needs instead of training (`TNT_PLAN`).
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
@@ -84,6 +89,9 @@ class Settings:
     checkpoint_every: str = "60s"
     restart_count: int = 0
     goodput: str | None = None
+    scale_steps: int | None = None
+    scale_from: int = 1
+    scale_weak: bool = False
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -119,6 +127,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
         fusion_threshold_kb=_threshold(env, "TNT_FUSION_THRESHOLD"),
         tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
+        scale_steps=_integer(env, "TNT_SCALE_STEPS", at_least=1),
+        scale_from=_integer(env, "TNT_SCALE_FROM", at_least=1) or Settings.scale_from,
+        scale_weak=_boolean(env, "TNT_SCALE_WEAK"),
         plan=_boolean(env, "TNT_PLAN"),
         stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
         or Settings.stall_warning_s,

@@ -52,6 +52,7 @@ from tnt_jax._jax.processes import (
     skip_cleanup,
     value_of_key,
 )
+from tnt_jax._jax.profile import Recording, profile
 from tnt_jax._jax.programs import (
     CASTS,
     PLAIN,
@@ -76,6 +77,7 @@ __all__ = [
     "STAGE_AXIS",
     "ClosedJaxpr",
     "Literal",
+    "Recording",
     "Var",
     "abstract_data_mesh",
     "all_gather_invariant",
@@ -113,6 +115,7 @@ __all__ = [
     "mapped_axes",
     "num_ranks",
     "process_allgather",
+    "profile",
     "put",
     "rank_axes",
     "replicate",

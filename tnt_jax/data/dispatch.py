@@ -26,7 +26,7 @@ from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
 
 # Keras's default for arrays.
-_DEFAULT_BATCH_SIZE = 32
+DEFAULT_BATCH_SIZE = 32
 _Spec = TypeVar("_Spec", RandomAccess, RayData)
 
 
@@ -59,7 +59,7 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
         return x
     if _is_of_ray(x):
         return _ray_source(x, options)
-    if isinstance(x, RandomAccess) or _gives_examples(x):
+    if isinstance(x, RandomAccess) or gives_examples(x):
         return _random_access_source(x, options)
     if isinstance(x, TokenBatches):
         _check_distributed("Token batches", options)
@@ -90,7 +90,7 @@ def _check_arguments(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -
                 f"{name} was passed with a {type(x).__name__}, which must contain it: let each "
                 "element be (inputs, targets) or (inputs, targets, sample_weight)."
             )
-    if isinstance(x, RandomAccess) or _is_of_ray(x) or _gives_examples(x):
+    if isinstance(x, RandomAccess) or _is_of_ray(x) or gives_examples(x):
         return
     if options.drop_remainder:
         raise ValueError(
@@ -123,7 +123,7 @@ def _array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> S
     arrays = (_as_arrays(x), _as_arrays(y), _as_arrays(sample_weight))
     num_examples = common_length(arrays)
     micro = options.micro_batch_size
-    default = None if micro is not None else max(_DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
+    default = None if micro is not None else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
     size = resolve_batch_size(
         options.rank_slice,
         batch_size=options.batch_size if options.batch_size is not None else default,
@@ -146,7 +146,7 @@ def _array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> S
     )
 
 
-def _gives_examples(x: Any) -> bool:
+def gives_examples(x: Any) -> bool:
     """Returns whether `x` gives single examples by index.
 
     Such datasets are TFDS and Grain data sources, PyTorch map-style datasets and the like.
@@ -176,7 +176,7 @@ def _random_access_source(x: Any, options: ReadOptions) -> Source:
         default = (
             None
             if options.batch_size is not None or options.micro_batch_size is not None
-            else max(_DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
+            else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
         )
         x = RandomAccess(x, batch_size=default, shuffle=options.shuffle, seed=options.seed)
     x = _with_arguments(x, options)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from tnt_jax.distributed.stall import called
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.choose_loop import choose_fit_loop
 from tnt_jax.keras_compat.compilation import compile_from_config, new_compilation
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
@@ -26,7 +27,6 @@ from tnt_jax.keras_compat.resumption import Resumption
 from tnt_jax.keras_compat.saver import Saver
 from tnt_jax.keras_compat.single_batches import SingleBatches
 from tnt_jax.keras_compat.state_variable import StateVariable
-from tnt_jax.keras_compat.trial_loop import choose_fit_loop
 from tnt_jax.keras_compat.views import view
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.sharded import Pipeline, Remat, Rule

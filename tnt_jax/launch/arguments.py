@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 
+from tnt_jax.launch.scale_arguments import add_scale_arguments
 from tnt_jax.settings import LOG_LEVELS, parse_save_freq
 
 # Defaults that `options.Options` has, too.
@@ -18,12 +19,15 @@ examples:
   tnt-jax --ray -n 8 -- train.py                   eight processes on the nodes of a Ray cluster
   tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
   tnt-jax doctor --hostfile hosts                  find out why it does not work
+  tnt-jax scale --ranks 1 2 4 -- train.py          measure how its speed grows with the devices
   tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
   tnt-jax plan -n 8 --no-gpu -- train.py           show what a step needs, without training
 """
 
 # What the first word of the command line can be, besides other programs.
 COMMANDS = {
+    "scale": "Times steps of a script's first fit on several numbers of devices, instead of "
+    "training, and shows how its speed grows with them.",
     "tune": "Times ways to sum the gradients of a script's first fit, instead of training, and "
     "recommends options.",
     "plan": "Shows where the arrays of a script's first fit lie, and what memory and communication "
@@ -69,6 +73,8 @@ def make_parser(version: str, command: str) -> argparse.ArgumentParser:
     _add_hosts(parser.add_argument_group("hosts"))
     _add_output(parser.add_argument_group("output"))
     _add_processes(parser.add_argument_group("processes"))
+    if command == "scale":
+        add_scale_arguments(parser.add_argument_group("scaling"), _at_least)
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(

@@ -16,6 +16,7 @@ from tnt_jax.launch.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
 from tnt_jax.launch.restarts import run_with_restarts
 from tnt_jax.launch.run import run_part
+from tnt_jax.launch.scale.command import refuse_tasks, run_scale
 from tnt_jax.launch.screen import discard, say
 from tnt_jax.launch.session import HostError
 from tnt_jax.launch.task import become_task, refuse_restarts
@@ -65,6 +66,9 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
     # A launcher started by a process of a job starts another job.
     chooses_hosts = options.hostfile or options.ray_address
     job = None if chooses_hosts or "TNT_JOB_ID" in environ else detect_job(environ)
+    if options.scale is not None:
+        refuse_tasks(job)
+        return run_scale(options, options.scale, environ)
     if job is None:
         return run_with_restarts(options, environ)
     refuse_restarts(job, options)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
+from tnt_jax.launch.scale_arguments import Scale
 
 PLUGIN_PATH = str(Path(__file__).parents[1] / "distributed" / "plugin_path")
 """Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
@@ -229,6 +230,8 @@ def _library_options(options: Options) -> dict[str, str]:
         chosen["TNT_FUSION_THRESHOLD"] = str(options.fusion_threshold_kb)
     if options.tune_steps is not None:
         chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
+    if options.scale is not None:
+        chosen |= _scale_variables(options.scale)
     if options.is_plan:
         chosen["TNT_PLAN"] = "1"
     if options.timeline is not None:
@@ -239,3 +242,13 @@ def _library_options(options: Options) -> dict[str, str]:
     if options.checkpoint_every is not None:
         chosen["TNT_CHECKPOINT_EVERY"] = options.checkpoint_every
     return chosen
+
+
+def _scale_variables(scale: Scale) -> dict[str, str]:
+    return {
+        "TNT_SCALE_STEPS": str(scale.steps),
+        "TNT_SCALE_FROM": str(scale.ranks[0]),
+        "TNT_SCALE_WEAK": str(int(scale.is_weak)),
+        # What is measured is no run of the user's, so that it must not be noted as one.
+        **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
+    }

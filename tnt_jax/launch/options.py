@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tnt_jax.launch.arguments import COMMANDS, GRACE_PERIOD_S, MAX_RESTARTS, make_parser
+from tnt_jax.launch.scale_arguments import Scale, read_scale
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Options:
         checkpoint_every: Batches, "epoch", or a time such as "30s", between two checkpoints; None
             to leave the environment's.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
+        scale: What `tnt-jax scale` measures; None for other commands.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         pin_to_socket: Whether each process is bound to the processors of one NUMA node.
         pin_memory_to_socket: Whether its memory is, too.
@@ -73,6 +75,7 @@ class Options:
     checkpoint_dir: str | None = None
     checkpoint_every: str | None = None
     tune_steps: int | None = None
+    scale: Scale | None = None
     is_plan: bool = False
     pin_to_socket: bool = False
     pin_memory_to_socket: bool = False
@@ -96,13 +99,19 @@ class Options:
         """The path of the script, or the name of the module."""
         return self.script_args[0] if self.script == "-m" else self.script
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether the script ends with its first `fit`, which measures instead of training."""
+        return self.is_plan or self.tune_steps is not None or self.scale is not None
+
 
 def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """Returns the options of a command line; prints help or an error and exits where argparse does.
 
     Everything after `--`, or from the first word that is not an option, is the script and its
     arguments. The first word `tune` selects trials instead of training, and allows `--steps`;
-    `plan` selects a plan, for which one process has all devices.
+    `scale` selects measurements on several numbers of devices, and has options of its own; `plan`
+    selects a plan, for which one process has all devices.
 
     Raises:
         ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.
@@ -135,6 +144,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         checkpoint_dir=given.checkpoint_dir,
         checkpoint_every=given.checkpoint_every,
         tune_steps=given.steps if is_tuning else None,
+        scale=read_scale(given) if command == "scale" else None,
         is_plan=is_plan,
         pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
         pin_memory_to_socket=given.pin_memory_to_socket,
@@ -168,7 +178,7 @@ def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> No
         raise ValueError(
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
         )
-    _check_ray(given)
+    _check_ray(given, command)
     if given.force and given.cleanup is None:
         raise ValueError("--force is only valid together with --cleanup.")
     if script[:1] == ["-m"] and (len(script) == 1 or given.python_interpreter == ""):
@@ -186,12 +196,12 @@ def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> No
         raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")
 
 
-def _check_ray(given: argparse.Namespace) -> None:
+def _check_ray(given: argparse.Namespace, command: str) -> None:
     if not given.ray:
         if given.ray_address is not None or given.min_devices is not None:
             raise ValueError("--ray-address and --min-devices are only valid together with --ray.")
         return
-    if given.num_processes is None:
+    if given.num_processes is None and command != "scale":
         raise ValueError(
             "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
             "cluster has them: tnt-jax --ray -n 8 -- train.py"

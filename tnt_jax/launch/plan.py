@@ -12,7 +12,7 @@ from tnt_jax.launch.environment import carried_environment, process_environment
 from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
 
-# Runs a script up to the trials of its first fit.
+# Runs a script up to the end of its first fit.
 _TUNE_ENTRY = "tnt_jax.keras_compat.tune_script"
 
 
@@ -264,8 +264,7 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
 def script_command(options: Options, cwd: str) -> tuple[str, ...]:
     """Returns the words that run the user's script."""
     if options.interpreter:
-        ends_early = options.is_plan or options.tune_steps is not None
-        entry = ("-m", _TUNE_ENTRY) if ends_early else ()
+        entry = ("-m", _TUNE_ENTRY) if options.ends_early else ()
         return (*options.interpreter, *entry, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)
 

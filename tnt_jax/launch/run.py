@@ -28,7 +28,7 @@ from tnt_jax.launch.preflight import (
     find_unreachable,
     share_machine,
 )
-from tnt_jax.launch.screen import say
+from tnt_jax.launch.screen import Output, say
 from tnt_jax.launch.session import HostError, Session
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
@@ -77,7 +77,13 @@ class Ending:
 
 
 def run_attempt(
-    attempt: Attempt, options: Options, environ: Mapping[str, str], part: Job | None = None
+    attempt: Attempt,
+    options: Options,
+    environ: Mapping[str, str],
+    part: Job | None = None,
+    *,
+    screen: Output | None = None,
+    timeout_s: float | None = None,
 ) -> Ending:
     """Starts the script on all devices of the hosts, waits for it, and returns how it ended.
 
@@ -87,6 +93,8 @@ def run_attempt(
         environ: The launcher's environment.
         part: The position of this launcher among several that a cluster has started for one job;
             None if it is the only one.
+        screen: The receiver of the processes' output; by default the launcher's screen.
+        timeout_s: Seconds after which the processes are ended; None for no limit.
 
     Raises:
         ValueError: If the options do not fit the hosts.
@@ -138,7 +146,7 @@ def run_attempt(
         if attempt.restart_count and session.has_passed_on:
             return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
-        code = session.run(processes)
+        code = session.run(processes, screen=screen, timeout_s=timeout_s)
         ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"
         because = session.because or f"{ended} with exit code {code}."
         return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))

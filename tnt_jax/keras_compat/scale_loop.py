@@ -1,0 +1,136 @@
+"""`fit` in a process of `tnt-jax scale`: it times steps instead of training."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from tnt_jax.data.lockstep import read_in_lockstep
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed import collectives, goodput
+from tnt_jax.distributed.runtime import is_master_rank
+from tnt_jax.keras_compat.core import Core
+from tnt_jax.keras_compat.data_intake import DataArguments
+from tnt_jax.keras_compat.fit_loop import FitLoop
+from tnt_jax.keras_compat.fit_plan import FitArguments, Plan
+from tnt_jax.keras_compat.hooks import CallbackArguments
+from tnt_jax.keras_compat.scaled_batches import check_filled, scale_batch
+from tnt_jax.keras_compat.trial_loop import TrialLoop
+from tnt_jax.keras_compat.trials_done import TrialsDone
+from tnt_jax.scale.runs import as_line
+from tnt_jax.train.timed_steps import time_steps
+
+_LIBRARIES = ("jax", "jaxlib", "flax")
+
+
+class ScaleLoop(FitLoop):
+    """Times the steps of a `fit`, without callbacks and validation."""
+
+    @contextmanager
+    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+        """Leaves signals as they are: there is nothing to save."""
+        yield
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training, with the global batch of this number of ranks."""
+        plan = super().prepare(_scaled(self._core, data), arguments)
+        if self._core.trainer.runtime.settings.scale_weak:
+            check_filled(plan.stream.source, plan.first)
+        return plan
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Tells the launcher, on the master, and hands back to the entry of the process.
+
+        Raises:
+            TrialsDone: At the end; `tune_script` waits for it.
+            ValueError: If the data has too few batches.
+        """
+        trainer = self._core.trainer
+        source = plan.stream.source
+        steps = trainer.runtime.settings.scale_steps
+        assert steps is not None, "The environment says whether to time steps."
+        self._intake.log_plan(plan.stream)
+        times = time_steps(
+            trainer,
+            read_in_lockstep(full_batches(plan), source, where="the steps that are timed"),
+            plan.unpack,
+            threaded=not source.in_memory,
+            num_steps=self._core.require_compiled().steps_per_execution,
+            steps=steps,
+        )
+        params = jax.tree.leaves(trainer.require_state().params)
+        memory, memory_of = _peak_memory()
+        measured = {
+            "ranks": trainer.runtime.num_ranks,
+            "processes": jax.process_count(),
+            "device": jax.devices()[0].device_kind,
+            "global_batch": source.global_batch_size or plan.first.num_rows,
+            "steps": times.steps,
+            "rows": times.rows,
+            "seconds": times.seconds,
+            "shares": dict(
+                zip(("compute", "communication", "data", "host"), times.shares, strict=True)
+            ),
+            "compile_s": float(collectives.all_gather(_compile_s()).max()),
+            "memory_bytes": int(collectives.all_gather(np.array(memory, np.float64)).max()),
+            "memory_of": memory_of,
+            "gradient_bytes": sum(x.nbytes for x in params),
+            "versions": {name: version(name) for name in _LIBRARIES},
+        }
+        if is_master_rank():
+            # A script may have left a line open, or replaced sys.stdout.
+            stream: Any = sys.__stdout__
+            stream.write(f"\n{as_line(measured)}\n")
+            stream.flush()
+        raise TrialsDone
+
+
+class ScaledTrialLoop(TrialLoop):
+    """Compares ways to sum gradients, with the global batch of `tnt-jax scale`."""
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training, with the global batch of this number of ranks."""
+        return super().prepare(_scaled(self._core, data), arguments)
+
+
+def _scaled(core: Core, data: DataArguments) -> DataArguments:
+    num_ranks, settings = core.trainer.rank_slice.num_ranks, core.trainer.runtime.settings
+    return collectives.call_on_all_processes(lambda: scale_batch(data, num_ranks, settings))
+
+
+def full_batches(plan: Plan) -> Iterator[HostBatch]:
+    """Yields batches without an end, epoch after epoch, without those that are smaller than full.
+
+    Raises:
+        ValueError: If an epoch has no batch, as of a generator that was read to its end.
+    """
+    is_fixed = plan.stream.source.global_batch_size is not None
+    for epoch in count(plan.arguments.initial_epoch):
+        is_empty = True
+        for item in plan.stream.epoch(epoch):
+            is_empty = False
+            if not is_fixed or item.num_rows == plan.first.num_rows:
+                yield item
+        if is_empty:
+            raise ValueError(
+                f"The data of fit has ended after {epoch} epoch(s), before all steps were timed: a "
+                "generator is read once. Pass data that can be read again, or name fewer --steps."
+            )
+
+
+def _compile_s() -> np.ndarray:
+    return np.array(goodput.account().report()["compiling_s"])
+
+
+def _peak_memory() -> tuple[int, str]:
+    """Returns the most memory so far, of this process's devices if they tell, else its own."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(found and "peak_bytes_in_use" in found for found in stats):
+        return sum(found["peak_bytes_in_use"] for found in stats), "device"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"

@@ -1,0 +1,199 @@
+"""Projects the step of data-parallel training to more ranks than were measured.
+
+Buckets of gradients become ready evenly over the last two thirds of the step, which backpropagation
+takes, and travel one after the other: a bucket starts when it is ready and the one before is done.
+A ring within hosts and one between hosts run at the rates of the links; each hop of a ring costs a
+latency. Nothing else grows with the number of ranks here: stragglers, input and shared switches do.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Backpropagation computes two gradients for each product of the forward pass.
+BACKWARD_SHARE = 2 / 3
+# What a frame of Ethernet holds between its own header, those of IPv4 and TCP, and the time stamps.
+TCP_PAYLOAD_SHARE = 1448 / 1514
+# GB/s among which the rate of a link is looked for, 2 % apart.
+_RATES = tuple(1e-3 * 1.02**power for power in range(900))
+
+
+class Links(NamedTuple):
+    """Figures of the links.
+
+    Attributes:
+        gpus_per_host: GPUs, or other ranks, of a host.
+        gpu_gbytes: GB/s of one GPU to its neighbours in the host, each direction.
+        host_gbytes: GB/s of a host to other hosts, each direction, all its cards together.
+        gpu_latency_us: Latency of a hop within a host.
+        host_latency_us: Latency of a hop between hosts.
+    """
+
+    gpus_per_host: int
+    gpu_gbytes: float
+    host_gbytes: float
+    gpu_latency_us: float
+    host_latency_us: float
+
+
+def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
+    """Returns how long a sum over GPUs takes, in ms.
+
+    It is scattered within hosts, summed between them, and gathered within hosts.
+
+    Args:
+        mb: MB to sum (10**6 bytes).
+        num_gpus: GPUs.
+        links: Figures of the links.
+    """
+    local = min(num_gpus, links.gpus_per_host)
+    num_hosts = -(-num_gpus // links.gpus_per_host)
+    within = (
+        2 * (local - 1) / local * mb / links.gpu_gbytes
+        + 2 * (local - 1) * links.gpu_latency_us / 1000
+    )
+    # Each of a host's GPUs sums its part with those of the other hosts; together they send the
+    # whole bucket through the host's cards.
+    between = (
+        2 * (num_hosts - 1) / num_hosts * mb / links.host_gbytes
+        + 2 * (num_hosts - 1) * links.host_latency_us / 1000
+    )
+    return within + between
+
+
+def project(
+    step_ms: float, buckets_mb: Sequence[float], num_gpus: int, links: Links, *, overlap: bool
+) -> float:
+    """Returns the projected step in ms.
+
+    Args:
+        step_ms: Step of one GPU.
+        buckets_mb: Buckets in the order in which they are sent.
+        num_gpus: GPUs.
+        links: Figures of the links.
+        overlap: Whether a bucket travels while later ones are computed.
+    """
+    done = 0.0
+    for index, mb in enumerate(buckets_mb):
+        ready = (
+            step_ms * (1 - BACKWARD_SHARE * (1 - (index + 1) / len(buckets_mb)))
+            if overlap
+            else step_ms
+        )
+        done = max(done, ready) + all_reduce_ms(mb, num_gpus, links)
+    return done
+
+
+class Measured(NamedTuple):
+    """A number of ranks that was measured.
+
+    Attributes:
+        ranks: Number of ranks.
+        hosts: Number of hosts.
+        step_ms: A step.
+        local_ms: A step without communication.
+    """
+
+    ranks: int
+    hosts: int
+    step_ms: float
+    local_ms: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a script, with rates of links that were found or given.
+
+    Attributes:
+        buckets_mb: Buckets of gradients.
+        links: Figures of the links.
+        overlap: Whether buckets travel during backpropagation.
+    """
+
+    buckets_mb: tuple[float, ...]
+    links: Links
+    overlap: bool
+
+    def step_ms(self, ranks: int, local_ms: float) -> float:
+        """Returns the projected step, from what it takes without communication."""
+        return project(local_ms, self.buckets_mb, ranks, self.links, overlap=self.overlap)
+
+
+def why_not_projected(hosts: Mapping[int, int], *, link_gbit: float | None) -> str:
+    """Returns why numbers of ranks do not suffice to project and to state an error; or nothing.
+
+    Args:
+        hosts: Number of hosts for each number of ranks that is measured.
+        link_gbit: Rate of a host's link, if the user gives it.
+    """
+    several = [ranks for ranks, number in hosts.items() if number > 1]
+    if link_gbit is not None and not several:
+        return (
+            "with --link-gbit a number of ranks on several hosts must be measured, by which the "
+            "error is found"
+        )
+    if link_gbit is not None:
+        return ""
+    if len(several) < 2:
+        return (
+            "at least two numbers of ranks on several hosts must be measured: the smaller ones "
+            "tell the rate of the links, the largest one the error; or give the rate with "
+            "--link-gbit, and measure one"
+        )
+    return ""
+
+
+def fit(
+    measured: Sequence[Measured],
+    buckets_mb: Sequence[float],
+    *,
+    gpus_per_host: int,
+    link_gbit: float | None = None,
+) -> Model:
+    """Returns the model that is closest to what was measured, by the squares of relative errors.
+
+    Args:
+        measured: Numbers of ranks, several of them above one.
+        buckets_mb: Buckets of gradients.
+        gpus_per_host: Ranks of a full host.
+        link_gbit: Rate of a host's link in Gbit/s, if it is known and not to be found.
+    """
+    models = []
+    for overlap in (True, False):
+        links = Links(gpus_per_host, math.inf, math.inf, 0, 0)
+        within = [one for one in measured if one.ranks > 1 and one.hosts == 1]
+        between = [one for one in measured if one.hosts > 1]
+        links = _best(links, "gpu_gbytes", within, buckets_mb, overlap=overlap)
+        if link_gbit is None:
+            links = _best(links, "host_gbytes", between, buckets_mb, overlap=overlap)
+        else:
+            links = links._replace(host_gbytes=link_gbit / 8 * TCP_PAYLOAD_SHARE)
+        models.append(Model(tuple(buckets_mb), links, overlap))
+    return min(models, key=lambda model: squares(model, measured))
+
+
+def squares(model: Model, measured: Sequence[Measured]) -> float:
+    """Returns the sum of the squares of relative errors, on a logarithmic scale."""
+    return sum(
+        math.log(model.step_ms(one.ranks, one.local_ms) / one.step_ms) ** 2 for one in measured
+    )
+
+
+def _best(
+    links: Links,
+    name: str,
+    measured: Sequence[Measured],
+    buckets_mb: Sequence[float],
+    *,
+    overlap: bool,
+) -> Links:
+    """Returns the links with the rate of one kind that is closest to what was measured."""
+    if not measured:
+        return links
+    choices = [links._replace(**{name: rate}) for rate in _RATES]
+
+    def error(choice: Links) -> float:
+        return squares(Model(tuple(buckets_mb), choice, overlap), measured)
+
+    return min(choices, key=error)

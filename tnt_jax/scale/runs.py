@@ -1,0 +1,111 @@
+"""What one run of a script on some number of ranks has measured, as it travels and is kept."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+MARK = "tnt-jax scale: "
+"""How the line begins in which the first process tells its launcher what was measured."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of traced steps went, mean over the processes; together they make 1.
+
+    Attributes:
+        compute: Devices computed.
+        communication: Devices only exchanged values, or waited for each other.
+        data: Devices had nothing to do while the host waited for, or prepared, data.
+        host: Devices had nothing to do for another reason.
+    """
+
+    compute: float
+    communication: float
+    data: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a script has measured.
+
+    Attributes:
+        ranks: Number of ranks.
+        round: Number of the round, from 0.
+        hosts: Number of hosts.
+        processes: Number of processes.
+        device: Kind of the devices, as JAX names it.
+        global_batch: Rows of a global batch.
+        steps: Timed steps.
+        rows: Real rows of all timed steps.
+        seconds: What the timed steps took, on the slowest process.
+        shares: Where the time of further steps went, by the profiler.
+        compile_s: What tracing, lowering and compiling took, up to the first timed step.
+        memory_bytes: Most memory of any process: that of its devices if they tell, else its own.
+        memory_of: `"device"` or `"process"`.
+        gradient_bytes: Gradients that the ranks sum in a step.
+        versions: Versions of the libraries, by name.
+    """
+
+    ranks: int
+    round: int
+    hosts: int
+    processes: int
+    device: str
+    global_batch: int
+    steps: int
+    rows: int
+    seconds: float
+    shares: Shares
+    compile_s: float
+    memory_bytes: int
+    memory_of: str
+    gradient_bytes: int
+    versions: dict[str, str]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.seconds / self.steps
+
+    @property
+    def examples_per_s(self) -> float:
+        """Real rows a second, of all ranks together."""
+        return self.rows / self.seconds
+
+
+def as_line(measured: dict[str, Any]) -> str:
+    """Returns the line in which a process tells what it measured.
+
+    Args:
+        measured: The fields of a `Run`, without what the launcher knows.
+    """
+    return MARK + json.dumps(measured)
+
+
+def read_line(line: str, *, round: int, hosts: int) -> Run:
+    """Returns the run that a line tells of.
+
+    Args:
+        line: What `as_line` returned.
+        round: Number of the round.
+        hosts: Number of hosts.
+    """
+    return read_run(json.loads(line.removeprefix(MARK)) | {"round": round, "hosts": hosts})
+
+
+def read_run(kept: dict[str, Any]) -> Run:
+    """Returns a run from what `dataclasses.asdict` made of it.
+
+    Raises:
+        ValueError: If it is no run.
+    """
+    names = {field.name for field in fields(Run)}
+    if not isinstance(kept, dict) or set(kept) != names:
+        raise ValueError(f"A run must have {', '.join(sorted(names))}, but has {kept!r:.200}.")
+    return Run(**{**kept, "shares": Shares(**kept["shares"])})
+
+
+def kept(run: Run) -> dict[str, Any]:
+    """Returns a run as plain data."""
+    return asdict(run)
