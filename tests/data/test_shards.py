@@ -199,7 +199,7 @@ def test_one_process_needs_no_service():
 
 
 class Service:
-    """A stand-in for JAX's coordination client that times out `misses` times."""
+    """A stand-in for JAX's coordination client that has no answer `misses` times."""
 
     def __init__(self, misses):
         self.misses = misses
@@ -208,10 +208,10 @@ class Service:
     def key_value_set(self, key, value):
         self.store[key] = value
 
-    def blocking_key_value_get(self, key, timeout_ms):
+    def key_value_try_get(self, key):
         if self.misses:
             self.misses -= 1
-            raise agreement.jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            raise agreement.jax.errors.JaxRuntimeError("NOT_FOUND: Config key not found.")
         return self.store[key]
 
     def key_value_delete(self, key):
@@ -220,8 +220,8 @@ class Service:
 
 def test_who_waits_for_the_data_of_a_process_says_so(monkeypatch):
     service, noted = Service(misses=2), []
-    get = service.blocking_key_value_get
-    service.blocking_key_value_get = lambda *args: (
+    get = service.key_value_try_get
+    service.key_value_try_get = lambda *args: (
         noted.append(stall.here().note().waits),
         get(*args),
     )[1]

@@ -27,19 +27,21 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed import exits, runtime, stall
-from tnt_jax.distributed.rendezvous import meet
+from tnt_jax.distributed.rendezvous import await_key, meet
 from tnt_jax.distributed.stop_signals import StopSignals
+from tnt_jax.distributed.threads import start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 _REQUEST, _PASSED, _LAST = (f"tnt_jax/preemption/{name}" for name in ("request", "passed", "last"))
-# After a question that failed, and between two that found nothing; large jobs ask less often.
-_QUESTION_S = 1.0
 _TICK_S = 0.25
+# How long the end of the thread is waited for.
+_LONGEST_END_S = 3.0
 # After the script of process 0 has ended, the others end theirs.
 _NEVER = 2**62
 _END = object()
+_NO_AGREEMENT = "Signals do not save the state of this job any more; a second one ends it:"
 _T = TypeVar("_T")
 
 
@@ -103,9 +105,8 @@ class Watch(Points):
         self._is_closed = self._has_posted = False
         self._last: int | None = None
         self._is_settled, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._agree, name="tnt_jax-preemption", daemon=True)
         if self._client is not None:
-            self._thread.start()
+            self._thread = start_thread(self._agree, name="preemption", lost=_NO_AGREEMENT)
         self._signals = StopSignals(self._ask)
 
     def take_signals(self) -> None:
@@ -134,7 +135,7 @@ class Watch(Points):
         self._stopped.set()
         self._signals.close()
         if self._client is not None:
-            self._thread.join(3 * _QUESTION_S)
+            self._thread.join(_LONGEST_END_S)
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # The service has ended.
                 self._post_passed()
                 if self._process == 0 and self._last is None:
@@ -194,14 +195,7 @@ class Watch(Points):
 
     def _read(self, key: str) -> str | None:
         """Returns the value of a key once it exists; None if the job ends before."""
-        while not self._stopped.is_set():
-            try:
-                if (text := _jax.value_of_key(self._client, key)) is not None:
-                    return text
-                self._stopped.wait(max(_TICK_S, self._num_processes / 200))
-            except jax.errors.JaxRuntimeError:
-                self._stopped.wait(_QUESTION_S)
-        return None
+        return await_key(key, is_over=self._stopped.is_set)
 
 
 def _stop(watch: Watch | None) -> None:

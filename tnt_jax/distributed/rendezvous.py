@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -20,9 +20,14 @@ from tnt_jax.job import Slot
 
 _KEY = "tnt_jax/meeting"
 # The interval at which a waiting process checks whether waiting has become pointless.
-_POLL_S = 1
-# The interval at which a thread asks for what need not come, in a small job.
+_CHECK_S = 1.0
+# The longest interval between two questions, in a small job.
 _TICK_S = 0.25
+# The shortest, and by how much of the time so far it grows: so much later than it comes, at most,
+# is an answer seen.
+_SHORTEST_TICK_S, _LATER = 0.0005, 1 / 8
+# For each process of the job, as all of them ask the same service.
+_PER_PROCESS_S = 0.00005
 Role = Literal["alone", "joinable", "joins"]
 # How many meetings there were, by the processes that met.
 _numbers = Slot[Counter[tuple[int, ...]]](Counter)
@@ -61,33 +66,55 @@ def read_key(
     Raises:
         RuntimeError: If a process that has not come has ended its script.
     """
-    client = _jax.coordination_client()
-    with stall.waiting(what), _in_call():
-        while not (is_over() or _is_ending.is_set()):
-            try:
-                return client.blocking_key_value_get(key, _POLL_S * 1000)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+    checked_at = time.monotonic()
+
+    def is_pointless() -> bool:
+        nonlocal checked_at
+        if time.monotonic() - checked_at >= _CHECK_S:
             if forsaken := stall.here().forsaken:
                 raise RuntimeError(f"{forsaken} Every process must make the same calls.")
             for each in (*_checks.get(), check):
                 each()
-    return None
+            checked_at = time.monotonic()
+        return is_over()
+
+    with stall.waiting(what):
+        return _ask_until(_jax.coordination_client(), is_pointless, key, _SHORTEST_TICK_S)
 
 
 def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
     """Returns the value of a key once it exists, or None once `is_over` is true.
 
     For threads that wait for what need not come: unlike `read_key`, the process does not count as
-    waiting.
+    waiting, and asks seldom. If the service does not answer, it asks again: if the service has
+    gone, so has the job.
     """
     client = _jax.coordination_client()
+    while True:
+        try:
+            return _ask_until(client, is_over, key, _TICK_S)
+        except jax.errors.JaxRuntimeError:
+            _is_ending.wait(_CHECK_S)
+
+
+def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: float) -> str | None:
+    """Asks for a key again and again, until it exists or `is_over` is true.
+
+    Args:
+        client: Client of the coordination service.
+        is_over: Called before each question.
+        key: The key.
+        shortest_s: Seconds between the first two questions. The longer it waits, the rarer it asks.
+    """
+    shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
+    longest_s = max(_TICK_S, jax.process_count() / 200)
+    began_at = time.monotonic()
     with _in_call():
         while not (is_over() or _is_ending.is_set()):
             if (value := _jax.value_of_key(client, key)) is not None:
                 return value
-            _is_ending.wait(max(_TICK_S, jax.process_count() / 200))
+            waited_s = time.monotonic() - began_at
+            _is_ending.wait(min(max(shortest_s, _LATER * waited_s), longest_s))
     return None
 
 
@@ -112,7 +139,7 @@ def _end_waiting() -> None:
     A call to the service that is cut short aborts the process.
     """
     _is_ending.set()
-    deadline = time.monotonic() + 3 * _POLL_S
+    deadline = time.monotonic() + 3 * _CHECK_S
     while _waiting_threads and time.monotonic() < deadline:
         time.sleep(0.01)
 

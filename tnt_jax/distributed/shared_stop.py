@@ -24,11 +24,13 @@ import jax
 from tnt_jax import _jax
 from tnt_jax.distributed.comparison import name_processes
 from tnt_jax.distributed.rendezvous import await_key, read_key
+from tnt_jax.distributed.threads import start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 _KEY = "tnt_jax/stop"
 _numbers = Slot(count)
+_NO_ANSWER = "This process does not answer one that asks for the end of training:"
 
 
 @contextlib.contextmanager
@@ -77,7 +79,7 @@ class SharedStop:
         self._end: int | None = None
         self._has_answered = self._is_closed = self._has_posted = False
         if self._is_watched:
-            threading.Thread(target=self._watch, name="tnt_jax-stop", daemon=True).start()
+            start_thread(self._watch, name="stop", lost=_NO_ANSWER)
 
     def after_program(self, asks: bool) -> bool:
         """Returns whether the loop ends after the program that was just started.
@@ -162,16 +164,16 @@ class SharedStop:
 
     def _watch(self) -> None:
         """Answers the process that asks, if this one does not."""
-        try:
-            posted = await_key(f"{self._folder}/post", is_over=lambda: self._is_closed)
-            if posted is None:
+        posted = await_key(f"{self._folder}/post", is_over=lambda: self._is_closed)
+        if posted is None:
+            return
+        with self._changed:
+            self._posted = int(posted)
+            self._changed.wait_for(lambda: self._is_closed or self._num_done >= int(posted))
+            if self._is_closed or self._asks_after(self._posted):
                 return
-            with self._changed:
-                self._posted = int(posted)
-                self._changed.wait_for(lambda: self._is_closed or self._num_done >= int(posted))
-                if self._is_closed or self._asks_after(self._posted):
-                    return
-                self._end = self._posted + self._ahead
+            self._end = self._posted + self._ahead
+        try:
             self._answer("goes on")
         except jax.errors.JaxRuntimeError as error:
             # The service has gone, and the job with it.

@@ -22,6 +22,7 @@ from tnt_jax.distributed.own_times import OwnTimes
 from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
 from tnt_jax.distributed.stall_causes import Cause, Seen, describe_stall, find_cause, limit_s
+from tnt_jax.distributed.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
@@ -39,6 +40,12 @@ _ADVICE = (
     "If it would have gone on, raise the limit: TNT_STALL_TIMEOUT=600 for the job, or "
     "tnt_jax.busy around what takes long."
 )
+_NO_POSTS = (
+    "Process {} failed to say where it is, or to look where the others are. If that goes on, the "
+    "others take it for one that is stopped, and it finds none that is:"
+)
+_NO_SILENCE = "Process {} does not notice any more if process 0 is stopped or cut off:"
+_NO_TIMES = "How long process {} takes is not measured any more, so that it is never named as slow:"
 
 
 @dataclass(frozen=True)
@@ -103,16 +110,16 @@ class _Watch:
         self._slow_ranks = SlowRanks(patience.warning_s)
         self._own_times = OwnTimes(self._here, patience.warning_s)
         self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=run, name=f"tnt_jax-{name}", args=args, daemon=True)
-            for name, run, args in (
-                ("stall", self._run, ()),
-                ("silence", self._run_silence, ()),
-                ("samples", self._own_times.run, (self._stopped,)),
-            )
+        self._has_failed = False
+        process = self._process
+        # The first, whose end the second sees.
+        self._threads = [start_thread(self._run, name="stall", lost=_NO_POSTS.format(process))]
+        self._threads += [
+            start_thread(self._run_silence, name="silence", lost=_NO_SILENCE.format(process)),
+            start_thread(
+                self._own_times.run, self._stopped, name="samples", lost=_NO_TIMES.format(process)
+            ),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def stop(self) -> None:
         """Ends the threads: none must be in a call to the service at the interpreter's exit."""
@@ -135,6 +142,11 @@ class _Watch:
                 # The service has gone, and the job with it.
                 logger.debug("No notes of other processes: %s", error)
                 return
+            except Exception:
+                # The next look may succeed. A process that no longer posts counts as silent.
+                if not self._has_failed:
+                    say_lost(_NO_POSTS.format(self._process))
+                self._has_failed = True
             self._answered_at = time.monotonic()
 
     def _run_silence(self) -> None:
@@ -165,8 +177,8 @@ class _Watch:
         stuck_s = now_s - self._changed_s
         if self._stopped.is_set():
             return
-        self._post_stack(note, stuck_s)
         self._post(replace(note, stuck_s=stuck_s))
+        self._post_stack(note, stuck_s)
         is_stuck = stuck_s >= self._early_s and bool(note.calls or note.waits or note.phase)
         # The master looks for all, because its output may be the only one that is shown.
         if is_stuck or self._process == 0:

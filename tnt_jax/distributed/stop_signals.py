@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from tnt_jax.distributed.threads import start_thread
 from tnt_jax.log import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,6 +24,7 @@ _SAME_S = 2.0
 _END = 0
 # Marks the bytes that `StopSignals._handle` writes.
 _REPORTED = 0x80
+_NO_SIGNALS = "Signals to this process do not save its state any more:"
 
 
 class StopSignals:
@@ -41,8 +43,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self._thread = threading.Thread(target=self._listen, name="tnt_jax-signals", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._listen, name="signals", lost=_NO_SIGNALS)
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
 

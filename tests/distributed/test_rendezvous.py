@@ -1,0 +1,115 @@
+"""How a process asks for what another one posts, without a job: the service and the time are made up."""
+
+import jax
+import pytest
+
+from tnt_jax.distributed import rendezvous, stall
+
+
+class Time:
+    """Time that passes in waits alone, and what each question costs."""
+
+    def __init__(self):
+        self.now_s, self.pauses = 0.0, []
+
+    def monotonic(self):
+        return self.now_s
+
+    def is_set(self):
+        return False
+
+    def wait(self, seconds):
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+
+class Service:
+    """Has a key from a certain time on. It offers no question that waits, which leaks memory."""
+
+    def __init__(self, time, comes_at):
+        self._time, self._comes_at = time, comes_at
+        self.error = "NOT_FOUND: Config key not found."
+
+    def key_value_try_get(self, key):
+        if self._time.now_s < self._comes_at:
+            raise jax.errors.JaxRuntimeError(self.error)
+        return f"value of {key}"
+
+
+@pytest.fixture
+def time(monkeypatch):
+    made_up = Time()
+    monkeypatch.setattr(rendezvous, "time", made_up)
+    monkeypatch.setattr(rendezvous, "_is_ending", made_up)
+    return made_up
+
+
+def serve(monkeypatch, time, comes_at):
+    service = Service(time, comes_at)
+    monkeypatch.setattr(rendezvous._jax, "coordination_client", lambda: service)
+    return service
+
+
+@pytest.mark.parametrize("comes_at", [0, 0.0001, 0.01, 1, 30])
+def test_an_answer_is_seen_soon_after_it_comes(monkeypatch, time, comes_at):
+    serve(monkeypatch, time, comes_at)
+    assert rendezvous.read_key("k", "test") == "value of k"
+    assert time.now_s - comes_at <= max(0.0005, min(comes_at / 8, 0.25))
+    assert len(time.pauses) < 60 + 4 * comes_at
+
+
+def test_large_jobs_ask_seldom(monkeypatch, time):
+    serve(monkeypatch, time, 60)
+    monkeypatch.setattr(jax, "process_count", lambda: 1000)
+    assert rendezvous.read_key("k", "test") == "value of k"
+    assert len(time.pauses) < 60
+    assert max(time.pauses) == 5
+
+
+def test_what_need_not_come_is_asked_for_seldom(monkeypatch, time):
+    serve(monkeypatch, time, 10)
+    assert rendezvous.await_key("k", is_over=lambda: False) == "value of k"
+    assert set(time.pauses) == {0.25}
+
+
+def test_a_service_that_does_not_answer_is_asked_again(monkeypatch, time):
+    serve(monkeypatch, time, 10).error = "UNAVAILABLE: connection reset"
+    assert rendezvous.await_key("k", is_over=lambda: False) == "value of k"
+    assert set(time.pauses) == {1.0}
+    assert rendezvous.await_key("k", is_over=lambda: True) is None
+
+
+def test_checks_run_each_second_and_end_the_wait(monkeypatch, time):
+    serve(monkeypatch, time, 60)
+    seen = []
+
+    def check():
+        seen.append(time.now_s)
+        if len(seen) == 3:
+            raise OSError("nobody comes")
+
+    with pytest.raises(OSError, match="nobody comes"):
+        rendezvous.read_key("k", "test", check=check)
+    assert seen == pytest.approx([1, 2, 3], abs=0.75)
+    assert stall.here().note().waits == ""
+
+
+def test_who_is_forsaken_says_so(monkeypatch, time):
+    serve(monkeypatch, time, 60)
+    monkeypatch.setattr(stall.here(), "forsaken", "Process 1 has gone.")
+    with pytest.raises(
+        RuntimeError, match=r"Process 1 has gone\. Every process must make the same"
+    ):
+        rendezvous.read_key("k", "test")
+
+
+def test_a_wait_that_is_over_asks_no_more(monkeypatch, time):
+    serve(monkeypatch, time, 60)
+    assert rendezvous.read_key("k", "test", is_over=lambda: time.now_s > 2) is None
+    assert 2 < time.now_s <= 2.25
+
+
+def test_another_error_of_the_service_is_raised(monkeypatch, time):
+    serve(monkeypatch, time, 60).error = "UNAVAILABLE: connection reset"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
+        rendezvous.read_key("k", "test")

@@ -1,0 +1,91 @@
+"""The threads that look after a job go on after an error or say what no longer works."""
+
+import json
+import threading
+
+import jax
+import pytest
+
+from tnt_jax.distributed import stacks, stall_watch
+from tnt_jax.distributed.stall_watch import Patience
+from tnt_jax.distributed.threads import start_thread
+
+
+class Service:
+    """Stands in for the coordination service, and lets a test wait for a number of posts."""
+
+    def __init__(self):
+        self.posts = []
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            self.posts.append((key, value))
+            self.changed.notify_all()
+
+    def key_value_dir_get(self, key):
+        return []
+
+    def wait_for(self, is_there):
+        with self.changed:
+            assert self.changed.wait_for(is_there, timeout=20)
+
+
+@pytest.fixture
+def service(monkeypatch):
+    made_up = Service()
+    monkeypatch.setattr(stall_watch._jax, "coordination_client", lambda: made_up)
+    return made_up
+
+
+def watch():
+    return stall_watch._Watch(Patience(0.1, 0), lambda cause, answers: None)
+
+
+def test_a_look_that_fails_is_told_once_and_the_process_posts_on(monkeypatch, service, caplog):
+    failures = [KeyError("odd frame"), OSError("again")]
+
+    def compiles():
+        if failures:
+            raise failures.pop(0)
+        return False
+
+    monkeypatch.setattr(stacks, "compiles", compiles)
+    own = watch()
+    service.wait_for(lambda: len(service.posts) >= 3)
+    own.stop()
+    assert [json.loads(text)["posts"] for _, text in service.posts[:3]] == [1, 2, 3]
+    (record,) = caplog.records
+    assert "Process 0 failed to say where it is" in record.message
+    assert "odd frame" in record.exc_text
+    assert record.on_every_process
+
+
+def test_a_judgement_that_fails_keeps_no_note_from_the_others(monkeypatch, service, caplog):
+    monkeypatch.setattr(stall_watch, "find_cause", lambda *args: 1 / 0)
+    own = stall_watch._Watch(Patience(0.1, 60), lambda cause, answers: None)
+    service.wait_for(lambda: len(service.posts) >= 3)
+    own.stop()
+    assert "division by zero" in caplog.text
+
+
+def test_the_threads_end_with_the_service(monkeypatch, service, caplog):
+    def gone(key):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    monkeypatch.setattr(service, "key_value_dir_get", gone)
+    own = watch()
+    own._threads[0].join(20)
+    assert not own._threads[0].is_alive()
+    assert len(service.posts) == 1
+    own.stop()
+    assert caplog.records == []
+
+
+def test_a_thread_that_ends_by_an_error_says_what_is_lost(caplog):
+    start_thread(divmod, 1, 0, name="division", lost="Nobody divides any more:").join(20)
+    assert "Nobody divides any more:" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    (record,) = caplog.records
+    assert record.on_every_process
+    assert record.threadName == "tnt_jax-division"
