@@ -104,17 +104,18 @@ LEAVING = [
         "Process 0 has left the job (KeyError: 'broken on one rank')",
     ),
     (3, "sys.exit(3)", "callback", 2, 3, "Process 2 has left the job (sys.exit(3))"),
+    # All processes raise an error of one's data; that one ends first.
+    (2, "raise OSError('corrupt')", "data", 0, 1, "Process 0 has left the job (OSError: corrupt)"),
 ]
+# Those of process 1 and of three processes differ little from the others, and an error in a callback
+# is that of `test_process_0_ends_after_...`.
+LONG = [case for case in LEAVING if case[3] or "Key" in case[1]]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("num_processes", "what", "where", "who", "code", "says"),
-    [
-        # Those of three processes, and those that read data, differ little from the others.
-        pytest.param(*case, marks=[pytest.mark.long] if case[0] > 2 or case[2] == "data" else [])
-        for case in LEAVING
-    ],
+    [pytest.param(*case, marks=[pytest.mark.long] if case in LONG else []) for case in LEAVING],
 )
 def test_a_process_that_leaves_ends_those_that_wait_for_it_with_its_code(
     tmp_path, num_processes, what, where, who, code, says

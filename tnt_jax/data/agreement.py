@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.departures import PeerError
 from tnt_jax.distributed.rendezvous import read_key
 
 # Set in a thread that reads data once its batches are no longer used: it then stops waiting for
@@ -115,13 +116,13 @@ class Exchange:
         """Waits for the next round's reports of all processes and returns them, by process.
 
         Raises:
-            RuntimeError: If a process reports an error in its data; the text names the process and
+            PeerError: If a process reports an error in its data; the text names the process and
                 the error.
         """
         reports = self.read_all()
         for process, report in enumerate(reports):
             if report.error:
-                raise RuntimeError(f"The data of process {process} failed: {report.error}")
+                raise PeerError(process, f"The data of process {process} failed: {report.error}")
         return reports
 
     def read_all(self) -> list[Report]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
 from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.distributed.departures import PeerError
 from tnt_jax.job import Slot
 
 # At most so many batches wait until all processes have reported them.
@@ -172,7 +173,9 @@ def _check_next(
     if failed and error is not None:
         raise error
     if failed:
-        raise RuntimeError(f"The data of process {failed[0]} failed: {reports[failed[0]].error}")
+        raise PeerError(
+            failed[0], f"The data of process {failed[0]} failed: {reports[failed[0]].error}"
+        )
     advice = (
         "Every process must read the same batches, of which each trains on its rows. Where each "
         "process reads data of its own, pass tnt_distribute_dataset=False."

@@ -83,7 +83,7 @@ class ShardSource:
         """Yields this process's rows, one batch a step, until the data of all processes has ended.
 
         Raises:
-            RuntimeError: If the data of another process failed; the text names the process and its
+            PeerError: If the data of another process failed; the text names the process and its
                 error.
             ValueError: If a batch has more rows than fit, or a shard is empty.
         """

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -18,6 +19,28 @@ _SIGNS_OF_LOSS = (
     "unavailable",
     "disconnected",
 )
+
+
+class PeerError(RuntimeError):
+    """Another process has failed, and this one cannot go on without it.
+
+    Args:
+        process: Number of the other process.
+        text: What has happened to it.
+    """
+
+    def __init__(self, process: int, text: str) -> None:
+        super().__init__(text)
+        self.process = process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what makes the same error: pickle passes on the text alone."""
+        return type(self), (self.process, *self.args)
+
+
+# What a process still computes after the last of the others has had its values ends within the
+# second time.
+_FAILURE_PATIENCE_S, _END_PATIENCE_S = 1.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,16 @@ class Departure:
     because: int | None = None
     is_lost: bool = False
     is_stalled: bool = False
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it failed or was lost."""
+        return bool(self.code) or self.is_lost
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a process waits for it before it ends as well."""
+        return _FAILURE_PATIENCE_S if self.is_failure else _END_PATIENCE_S
 
     @property
     def code_of_others(self) -> int:

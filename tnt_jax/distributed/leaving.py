@@ -20,11 +20,12 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.machine import machine_id
-from tnt_jax.distributed import roll_call
-from tnt_jax.distributed.departures import Departure, flush, gist, say, tells_of_loss
+from tnt_jax.distributed import departures, roll_call
+from tnt_jax.distributed.departures import Departure, flush, gist, say
 from tnt_jax.distributed.local_peers import LocalPeers
 from tnt_jax.distributed.stall import here
 from tnt_jax.distributed.stall_causes import Cause
+from tnt_jax.distributed.threads import start_thread
 from tnt_jax.distributed.waiting import describe_wait
 from tnt_jax.log import logger
 from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
@@ -34,9 +35,6 @@ _FIRST, _LEFT, _PIDS = "tnt_jax/first_left", "tnt_jax/left", "tnt_jax/pid"
 # less often.
 _QUESTION_S = 1.0
 _TICK_S = 0.25
-# What a process still computes after the last of the others has had its values ends within the
-# second time.
-_FAILURE_PATIENCE_S, _END_PATIENCE_S = 1.0, 4.0
 # Until the others have taken note, and how much later those end that end as a consequence: whoever
 # watches sees the cause first.
 _NOTICE_S, _CONSEQUENCE_DELAY_S = 8.0, 3.0
@@ -46,6 +44,7 @@ _REPORT_S = 60.0
 # The service knows that a process has disconnected before that process does, which may be waiting
 # for a core. The end of the service would abort it until then.
 _DISCONNECTION_GRACE_S = 1.0
+_NO_WATCH = "This process does not notice any more when another one ends:"
 
 
 @dataclass
@@ -76,8 +75,6 @@ class Membership:
     _peers: LocalPeers = field(default_factory=LocalPeers)
     _thread: threading.Thread | None = None
 
-    # Watching the others.
-
     def introduce(self) -> None:
         """Tells the other processes of this machine this one's process id."""
         self.client.key_value_set(f"{_PIDS}/{machine_id('pid')}/{self.process}", str(self._pid))
@@ -87,8 +84,7 @@ class Membership:
         for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine_id('pid')}"):
             if (process := int(key.rpartition("/")[2])) != self.process:
                 self._peers.add(process, int(pid))
-        self._thread = threading.Thread(target=self._watch, name="tnt_jax-leaving", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
 
     def _watch(self) -> None:
         waited_s: float = 0
@@ -106,7 +102,7 @@ class Membership:
             cause = self._cause()
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
-            if cause is not None and place is not None and waited_s >= _patience(cause):
+            if cause is not None and place is not None and waited_s >= cause.patience_s:
                 self._end(cause, f"Process {self.process} waits for it in {place}")
 
     def _report_lost(self) -> None:
@@ -135,16 +131,14 @@ class Membership:
             for item in self._departures()
             if item.process != self.process
             and item.because is None
-            and (item.code or item.is_lost or item.process in (here().members or [item.process]))
+            and (item.is_failure or item.process in (here().members or [item.process]))
         ]
-        return max(
-            causes, key=lambda item: (bool(item.code) or item.is_lost, -item.process), default=None
-        )
+        return max(causes, key=lambda item: (item.is_failure, -item.process), default=None)
 
     def has_failed_peer(self) -> bool:
         """Returns whether another process is known to have failed or to be lost."""
         cause = self._cause()
-        return cause is not None and (bool(cause.code) or cause.is_lost)
+        return cause is not None and cause.is_failure
 
     # Ending all.
 
@@ -297,8 +291,10 @@ class Membership:
         os._exit(code)
 
     def _cause_of(self, error: BaseException) -> Departure | None:
-        """Returns the departure that an error of a collective follows from, if any."""
-        if not tells_of_loss(error):
+        """Returns the departure that an error follows from, if any."""
+        if isinstance(error, departures.PeerError):
+            return self._await_departure(error.process)
+        if not departures.tells_of_loss(error):
             return None
         roll_call.call(self.client, self.process)
         self._wake_others()
@@ -312,6 +308,15 @@ class Membership:
             how = "it does not answer, and a connection broke"
             self._announce(Departure(process, None, how, is_lost=True))
         return self._cause()
+
+    def _await_departure(self, process: int) -> Departure | None:
+        """Returns how a process has failed, so that it ends first; None if it does not soon."""
+        for _ in range(round(_CAUSE_S / _TICK_S)):
+            for item in self._departures():
+                if item.process == process and item.is_failure:
+                    return item
+            time.sleep(_TICK_S)
+        return None
 
     def _missing(self) -> set[int]:
         """Returns the processes that are not seen, do not answer and have not left."""
@@ -392,7 +397,3 @@ class Membership:
     def _await_disconnection(self) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # One of them was lost.
             _jax.await_disconnection(self.client, self.num_processes)
-
-
-def _patience(cause: Departure) -> float:
-    return _FAILURE_PATIENCE_S if cause.code or cause.is_lost else _END_PATIENCE_S
