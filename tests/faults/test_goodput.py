@@ -127,6 +127,24 @@ def test_steps_that_are_redone_are_lost(clock):
     assert report["goodput"] == round(8 / 30, 4)
 
 
+def trained(earlier, *, first, steps):
+    """Returns the notes of a start that goes on at a step and is ended after some more."""
+    account = Account(earlier=earlier)
+    if first is not None:
+        account.begin_training(first)
+        account.add_steps(steps)
+    return account.notes(is_finished=False)
+
+
+def test_what_each_start_redoes_adds_up(clock):
+    notes = trained(None, first=0, steps=10)
+    for first, steps, lost in ((4, 8, 6), (7, 2, 5), (None, 0, 0), (8, 5, 1)):
+        before = notes["lost_steps"]
+        notes = trained(notes, first=first, steps=steps)
+        assert notes["lost_steps"] - before == lost
+    assert (notes["restarts"], notes["steps"], notes["step"]) == (4, 25, 13)
+
+
 @pytest.mark.parametrize(
     ("step", "lost_steps", "lost_s"),
     [

@@ -55,7 +55,7 @@ class Account:
         # Start and length of programs that were compiled: outer ones contain inner ones.
         self._compiled: list[tuple[int, int]] = []
         self._earlier_step, self._num_restarts, self._lost_steps = 0, 0, 0
-        self._num_steps, self._step = 0, 0
+        self._num_steps = self._step = 0
         now_s = time.time()
         if earlier is None:
             self._spent_ns["starting"] = _as_ns(0 if started_s is None else now_s - started_s)
@@ -68,6 +68,8 @@ class Account:
             self._spent_ns[name] = _as_ns(earlier[f"{name}_s"])
         self._num_restarts, self._lost_steps = earlier["restarts"] + 1, earlier["lost_steps"]
         self._num_steps, self._earlier_step = earlier["steps"], earlier["step"]
+        # Until training goes on: it may end before.
+        self._step = self._earlier_step
 
     @property
     def is_own_thread(self) -> bool:
