@@ -41,6 +41,7 @@ from .parameter_server.facade import ParameterServer as ParameterServer
 from .scale.notebook import scaling as scaling
 from .seeding import set_seed as set_seed
 from .sharded import Pipeline as Pipeline
+from .train.loops.checkpoints import LoopCheckpoints as LoopCheckpoints
 from .train.loops.dataset import distribute as distribute
 from .train.loops.gradients import grad as grad
 from .train.loops.gradients import value_and_grad as value_and_grad

@@ -10,10 +10,10 @@ import tnt_jax as tnt
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
 from tnt_jax.data.stream import EpochStream
-from tnt_jax.keras_compat.data_position import describe_position
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.resumption import Resumption, Start
 from tnt_jax.train.checkpoint import Position
+from tnt_jax.train.data_position import describe_position
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 Y = X.sum(axis=1, keepdims=True)

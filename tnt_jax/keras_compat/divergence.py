@@ -151,7 +151,7 @@ def describe_drift(
     """
     told = [group for group in alike if group[0] in sums]
     # Of two groups of equal size it is not known which is wrong.
-    reference = max(told, key=lambda group: (len(group), -group[0]))
+    reference = max(told, key=len)
     parts = []
     for group in told:
         if group is reference:

@@ -10,11 +10,11 @@ from tnt_jax.data.row_order import row_order_of
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import collectives
 from tnt_jax.keras_compat.core import Core
-from tnt_jax.keras_compat.data_position import DataPosition, batches_done, describe_position
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint import Position
 from tnt_jax.train.contracts import Batch
+from tnt_jax.train.data_position import DataPosition, batches_done, describe_position
 from tnt_jax.train.state_arrays import state_arrays, with_arrays, without_accumulated
 
 

@@ -135,8 +135,9 @@ class Checkpoints:
     @in_phase("save", spent="saving")
     def save(
         self,
-        state: TrainState,
+        state: Any,
         *,
+        step: int | None = None,
         position: Position | None = None,
         extra: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
@@ -146,11 +147,12 @@ class Checkpoints:
         """Starts a checkpoint and returns its number, as soon as the arrays are copied to the host.
 
         An earlier `save` that is still being written is waited for first. The number is that of the
-        last update, or the next free one; None if the checkpoint could not be started and
-        `on_save_error` is `"warn"`.
+        step, or the next free one; None if the checkpoint could not be started and `on_save_error`
+        is `"warn"`.
 
         Args:
-            state: State to save.
+            state: State to save: a `TrainState`, or another pytree of arrays.
+            step: Number of the step; by default `state.step`.
             position: Position in the data.
             extra: Further arrays by path.
             notes: JSON values to save along.
@@ -166,7 +168,7 @@ class Checkpoints:
         """
         self.wait()
         try:
-            number = self._writer.begin(int(state.step))
+            number = self._writer.begin(int(state.step) if step is None else step)
         except OSError as error:
             self._report(Outcome("failed", str(error)))
             return None

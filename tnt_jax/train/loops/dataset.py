@@ -20,6 +20,8 @@ from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed.runtime import init
 from tnt_jax.distributed.stall import called, in_phase
 from tnt_jax.seeding import seed_or_default
+from tnt_jax.train.checkpoint import Position
+from tnt_jax.train.data_position import batches_done, describe_position
 from tnt_jax.train.execution import in_groups, signature, stack
 from tnt_jax.train.loops.batch import DistributedBatch
 
@@ -61,6 +63,8 @@ class DistributedDataset:
         self._position = _Position()
         self._is_within = False
         self._is_sought = False
+        # Rows of the epoch before the position.
+        self._num_rows = 0
 
     def __len__(self) -> int:
         """Returns the batches of an epoch.
@@ -107,8 +111,34 @@ class DistributedDataset:
                 f"{dict(position)}. Pass what dataset.position returned."
             )
         self._position = _Position(**{name: int(value) for name, value in position.items()})
+        self._num_rows = self._rows_of(self._position.batch)
         self._is_within = False
         self._is_sought = True
+
+    def describe_position(self) -> dict[str, Any]:
+        """Returns the position in rows as well, and what their order depends on, as JSON values."""
+        return self.position | {
+            "data": describe_position(self._stream, 0, self._num_rows),
+        }
+
+    def go_on_from(self, noted: Mapping[str, Any]) -> None:
+        """Seeks what `describe_position` returned, of a dataset that may have other batches.
+
+        Raises:
+            ValueError: If rows would be lost or seen twice; the message gives both values.
+        """
+        epoch, data = noted["epoch"], noted["data"]
+        batch = batches_done(
+            Position(epoch, noted["batch"]), data, self._stream, 0, is_accumulating=False
+        )
+        self.seek({"epoch": epoch, "batch": batch, "step": noted["step"]})
+        self._num_rows = data["rows"]
+
+    def _rows_of(self, num_batches: int) -> int:
+        """Returns the rows of the first batches of an epoch; where they differ, of batches of 1."""
+        rows = num_batches * (self.global_batch_size or 1)
+        num_examples = self._stream.source.num_examples
+        return rows if num_examples is None else min(rows, num_examples)
 
     def __iter__(self) -> Iterator[DistributedBatch]:
         """Begins the next epoch, or goes on where `seek` says."""
@@ -156,12 +186,14 @@ class DistributedDataset:
                 self._position = _Position(start.epoch, batch.index, batch.step).after(
                     batch.num_steps or 1
                 )
+                self._num_rows += batch.num_rows * (batch.num_steps or 1)
                 with in_phase("loop"):
                     yield batch
         self._end_epoch()
 
     def _end_epoch(self) -> None:
         self._position = _Position(self._position.epoch + 1, 0, self._position.step)
+        self._num_rows = 0
         self._is_within = False
 
 

@@ -10,8 +10,8 @@ from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import ArraySource, IterableSource
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.data.tf.tfdata import TfData, TfDataSource
-from tnt_jax.keras_compat.data_position import batches_done, describe_position
 from tnt_jax.train.checkpoint import Position
+from tnt_jax.train.data_position import batches_done, describe_position
 
 ONE = RankSlice(1)
 
@@ -95,6 +95,13 @@ def test_other_batches_go_on_at_the_same_row(make, before, after, shuffle):
 
 
 @pytest.mark.parametrize("make", [arrays, random_access, unbatched])
+def test_an_epoch_that_is_done_needs_no_multiple_of_the_new_batch(make):
+    assert entered(make(16, num_rows=100), noted(make(10, num_rows=100), 100), batch=10) == 7
+    with pytest.raises(ValueError, match="90 is no multiple of 16"):
+        entered(make(16, num_rows=100), noted(make(10, num_rows=100), 90), batch=9)
+
+
+@pytest.mark.parametrize("make", [arrays, random_access, unbatched])
 def test_a_row_within_a_new_batch_is_refused_with_both_sizes(make):
     text = (
         r"done 24 rows of epoch 2 in global batches of 8 rows.*has 16 rows, and 24 is no multiple"
@@ -160,6 +167,15 @@ def test_epochs_of_other_steps_are_refused():
         entered(arrays(8), noted(arrays(8), 24, steps_per_epoch=5))
     with pytest.raises(ValueError, match=r"of 8 rows, but .* 4 rows, and with steps_per_epoch"):
         entered(arrays(4), noted(arrays(8), 0, steps_per_epoch=5), batch=0, steps_per_epoch=5)
+
+
+def test_passes_over_several_epochs_keep_their_data():
+    # An epoch of 5 steps begins within a pass.
+    with pytest.raises(ValueError, match="of data with another batches of an epoch: 12, and 10"):
+        entered(
+            arrays(8, num_rows=80), noted(arrays(8), 0, steps_per_epoch=5), batch=0,
+            steps_per_epoch=5,
+        )  # fmt: skip
 
 
 def test_accumulated_gradients_keep_their_batches():

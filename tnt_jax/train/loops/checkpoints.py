@@ -1,0 +1,147 @@
+"""Checkpoints of loops of one's own: the state, and the position in the data."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tnt_jax.train.checkpoint import Checkpoints, OnSaveError
+from tnt_jax.train.loops.dataset import DistributedDataset
+from tnt_jax.train.state_arrays import check_match
+
+_STATE = TypeVar("_STATE")
+# Those of `fit` in the same directory hold other notes.
+_PREFIX = "tnt_jax_loop"
+
+
+class LoopCheckpoints:
+    """Checkpoints of a loop of one's own, so that it goes on where it was interrupted.
+
+    ```python
+    checkpoints = tnt.LoopCheckpoints("runs/loop")
+    state = checkpoints.restore(state, dataset)
+    while dataset.position["epoch"] < 3:
+        for batch in dataset:
+            state, metrics = train_step(state, batch, key)
+            if batch.step % 100 == 99:
+                checkpoints.save(state, dataset)
+    checkpoints.save(state, dataset)
+    checkpoints.close()
+    ```
+
+    All processes make the same calls, and the directory is one that all of them see. A checkpoint
+    is complete or does not appear, and what is read is what was saved; see docs/survival.md.
+
+    Args:
+        directory: Where the checkpoints are; created by the first `save`.
+        max_to_keep: Complete checkpoints that stay, older ones are deleted; all if None.
+        on_save_error: What happens if a checkpoint cannot be written. `"warn"`: one warning, and
+            the next `save` tries again. `"raise"`: the next call raises, on all processes.
+
+    Attributes:
+        notes: JSON values that were saved with the checkpoint that `restore` read.
+
+    Raises:
+        ValueError: If `max_to_keep` is below 1, or `on_save_error` is unknown.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = 2,
+        on_save_error: OnSaveError = "warn",
+    ) -> None:
+        self._checkpoints = Checkpoints(
+            directory, max_to_keep=max_to_keep, on_save_error=on_save_error, prefix=_PREFIX
+        )
+        self.notes: dict[str, Any] = {}
+
+    def restore(self, state: _STATE, dataset: DistributedDataset) -> _STATE:
+        """Returns the state of the newest checkpoint that can be read, and seeks its position.
+
+        Without a checkpoint it returns `state` and leaves the dataset where it is.
+
+        Args:
+            state: The state before the first step: its structure, shapes and dtypes are those of
+                the result, whose arrays are on the host.
+            dataset: What the loop reads. With another global batch it goes on at the same row where
+                that is possible, with a warning.
+
+        Raises:
+            ValueError: On all processes, if the checkpoint is of another state, or rows of the
+                dataset would be lost or seen twice; the message gives both values.
+            OSError: On all processes, if there are checkpoints and none of them can be read.
+        """
+        saved = self._checkpoints.read_newest_valid()
+        if saved is None:
+            return state
+        expected = _arrays(state)
+        check_match(expected, saved.arrays)
+        dataset.go_on_from(saved.notes["data"])
+        self.notes = saved.notes["user"]
+        return _with_arrays(state, [saved.arrays[path] for path in expected])
+
+    def save(
+        self, state: Any, dataset: DistributedDataset, *, notes: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts a checkpoint, and returns as soon as the arrays are copied to the host.
+
+        Args:
+            state: The state that the last step returned: a pytree of arrays, which may hold random
+                keys and NNX modules. Parameters under the name `params` must be finite; otherwise
+                the checkpoint is refused with a warning.
+            dataset: What the loop reads; the position is that after the last batch it gave.
+            notes: JSON values to save along, such as the best loss so far.
+
+        Raises:
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if this or the previous checkpoint could not be written and
+                `on_save_error` is `"raise"`.
+        """
+        self._checkpoints.save(
+            _arrays(state),
+            step=dataset.position["step"],
+            notes={"data": dataset.describe_position(), "user": dict(notes or {})},
+        )
+
+    def close(self) -> None:
+        """Waits until everything is written, and lets other jobs write to the directory.
+
+        Raises:
+            OSError: As `save`.
+        """
+        self._checkpoints.close()
+
+
+def _arrays(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a state by path; random keys as their words."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {
+        "/".join(jax.tree_util.keystr((entry,), simple=True) for entry in path): _plain(leaf)
+        for path, leaf in leaves
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    if _is_key(leaf):
+        return jax.random.key_data(leaf)
+    # A Python number becomes, in the first step, an array of this dtype.
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf, jnp.result_type(leaf))
+
+
+def _with_arrays(state: _STATE, arrays: list[Any]) -> _STATE:
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten(
+        jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+        if _is_key(leaf)
+        else array
+        for leaf, array in zip(leaves, arrays, strict=True)
+    )
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
