@@ -44,6 +44,12 @@ FIT = Note(3, ("Model.fit",), epoch=1, step=4)
             r"for process 1",
         ),
         (Note(3, waits="barrier"), Note(3), r"in barrier for process 1 \(in no such call\)"),
+        # It waits among processes to which the other does not belong.
+        (
+            Note(3, waits="barrier", members=(0, 2)),
+            Note(3),
+            r"in barrier for process 2 \(in barrier\)",
+        ),
         # Nobody is waited for: both compile, or this process is the one that is behind or has left.
         (Note(3, ("Model.fit",), phase="step"), Note(3, ("Model.fit",), phase="step"), None),
         (FIT, FIT, None),

@@ -1,15 +1,25 @@
 """Processes that disagree: one error on all of them that names what, who and both values."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.distributed.comparison import describe_differences
-from tnt_jax.train.checksums import checksum, checksum_program, local_checksums
+from tnt_jax.train.checksums import (
+    checksum,
+    checksum_program,
+    local_checksums,
+    replicated_arrays,
+    replicated_paths,
+)
+from tnt_jax.train.state import create_state
 
 RNG = np.random.default_rng(0)
 
@@ -66,6 +76,41 @@ def test_exchanged_elements_and_several_signs_change_the_checksum():
     zeros = [np.where(np.arange(1000) < 2 * number, -0.0, 0.0) for number in range(50)]
     others = [np.roll(x, shift) for shift in range(50)] + [y.astype(np.float32) for y in zeros]
     assert len({int(of(jnp.asarray(y))) for y in others}) == 100
+
+
+def mixed(words):
+    """Returns the checksum of words, by Python's integers."""
+    total = 0
+    for place, word in enumerate(words):
+        mix = int(word) ^ (place * 2654435761 & 0xFFFFFFFF)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            mix = (mix ^ mix >> shift) * factor & 0xFFFFFFFF
+        total += mix ^ mix >> 16
+    return total & 0xFFFFFFFF
+
+
+def test_the_checksum_is_the_published_mixture_of_each_word_and_its_place():
+    words = RNG.integers(0, 2**32, 50, dtype=np.uint32)
+    assert int(jax.jit(checksum)(jnp.asarray(words))) == mixed(words)
+
+
+def test_what_each_rank_has_for_itself_is_left_out(four_ranks):
+    mesh = tnt.init().mesh
+    whole = _jax.replicate({"a": np.ones(4), "b": np.ones(8)}, mesh)
+    parts = jax.device_put(np.ones(8), jax.NamedSharding(mesh, jax.P("data")))
+    state = create_state(whole, {}, optax.identity(), seed=0)
+    step, key = _jax.replicate((state.step, state.key), mesh)
+    state = replace(state, step=step, key=key, opt_state=parts, accumulated=whole, residual=whole)
+    assert replicated_paths(state) == ["step", "params/a", "params/b", "key"]
+    assert len(replicated_arrays(state)) == 4
+
+
+def test_random_keys_have_checksums(four_ranks):
+    mesh = tnt.init().mesh
+    keys = [_jax.replicate(jax.random.key(seed), mesh) for seed in (0, 1)]
+    sums = local_checksums(keys, mesh)
+    assert (sums == sums[0]).all()
+    assert sums[0, 0] != sums[0, 1]
 
 
 def corrupted(x, rank):

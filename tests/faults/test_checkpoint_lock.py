@@ -1,5 +1,6 @@
 """Two jobs do not write to one directory, and a lock does not outlive its job."""
 
+import errno
 import json
 import os
 import re
@@ -50,7 +51,10 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(tmp_path):
     holder.wait()
     # What the holder has forked still runs, and does not keep the lock.
     os.kill(int(told[1]), 0)
+    start = time.monotonic()
     lock = DirectoryLock(path)
+    # Of the same machine nobody waits for a time stamp.
+    assert time.monotonic() - start < checkpoint_lock._STALE_S / 2
     os.kill(int(told[1]), signal.SIGKILL)
     assert json.loads(path.read_text())["pid"] == os.getpid()
     lock.release()
@@ -72,6 +76,28 @@ def test_a_lock_of_another_host_holds_while_it_is_renewed(tmp_path, monkeypatch)
     lock = DirectoryLock(path)
     assert 1.0 <= time.monotonic() - start < 10
     lock.release()
+
+
+def test_a_file_that_was_removed_as_it_was_locked_is_no_lock(tmp_path, monkeypatch):
+    path, lock = tmp_path / "lock", checkpoint_lock._lock
+
+    def lock_late(file):
+        monkeypatch.setattr(checkpoint_lock, "_lock", lock)
+        path.unlink()  # By the process that held it.
+        return lock(file)
+
+    monkeypatch.setattr(checkpoint_lock, "_lock", lock_late)
+    held = DirectoryLock(path)
+    assert held.is_held()
+    held.release()
+
+
+def test_the_lock_of_another_job_is_not_removed(tmp_path):
+    lock = DirectoryLock(tmp_path / "lock")
+    lock.path.unlink()
+    lock.path.write_text("of another job")
+    lock.release()
+    assert lock.path.read_text() == "of another job"
 
 
 def test_a_lock_that_vanished_is_noticed(tmp_path):
@@ -111,6 +137,18 @@ def test_the_holder_renews_time_stamp_and_record_lock(tmp_path, monkeypatch):
         assert (told, refused.wait()) == ([], 1)
     finally:
         lock.release()
+
+
+def test_a_file_system_without_locks_leaves_the_time_stamp(tmp_path, monkeypatch):
+    def refuse(file, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint_lock.fcntl, "lockf", refuse)
+    number = errno.ENOLCK
+    DirectoryLock(tmp_path / "lock").release()
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        DirectoryLock(tmp_path / "lock")
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):

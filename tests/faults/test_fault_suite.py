@@ -154,6 +154,22 @@ def test_tables_count_what_went_wrong(tmp_path):
     )
 
 
+def test_a_trial_that_was_set_aside_is_told_and_not_counted():
+    common = {
+        "contender": "tnt_jax", "kind": "kill -9 / training / a process", "lost": 0, "doubled": 0,
+        "named": True, "noticed_s": 1.0, "back_s": 5.0,
+    }  # fmt: skip
+    records = [
+        {**common, "wrong": "", "load": 3.0},
+        {**common, "wrong": "", "load": 9.0},
+        {**common, "wrong": "hung", "load": 80.0, "void": "The machine slept."},
+    ]
+    text = tables(records)
+    assert "| **all** | 2 | 0 |" in text
+    assert "after the trials: 6.0, at most 9.0;" in text
+    assert "Set aside, and repeated: kill -9 / training / a process (hung). The machine" in text
+
+
 def test_growth_of_a_soak_is_found_and_flat_lines_are_not():
     def sampled(role, pid, slope):
         return [

@@ -94,7 +94,11 @@ def test_a_deleted_or_truncated_file_is_named(tmp_path, warnings, damage):
         saved = Checkpoints(tmp_path).read_newest_valid()
         path.write_bytes(data)
         assert is_what_was_saved(saved, 1)
-        assert f"{path.relative_to(newest)} " in warnings[-1]
+        size = 0 if damage == "empty" else len(data) // 2
+        problem = "is missing" if damage == "delete" else f"has {size} bytes instead of {len(data)}"
+        # The list of the files is read, and not compared with itself.
+        is_list = path.name == "files.json"
+        assert f"{path.relative_to(newest)} {'' if is_list else problem}" in warnings[-1]
 
 
 def test_damaged_arrays_are_named(tmp_path):

@@ -1,6 +1,7 @@
 """A process that makes no progress is named, with its stack, and the job ends with exit code 76."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from faulty_jobs import STOP, run_faulty
@@ -54,6 +55,17 @@ OWN_CODE = Note(stuck_s=61.0)
         ([OWN_CODE, Note(stuck_s=9999.0)], None),
         ([Note(waits="barrier", stuck_s=61.0), Note(stuck_s=599.0)], None),
         ([Note(waits="barrier", stuck_s=61.0), Note(stuck_s=601.0)], 1),
+        ([Note(waits="barrier", stuck_s=59.0), Note(stuck_s=601.0)], None),
+        (
+            [
+                Note(waits="barrier", stuck_s=61.0, members=(0, 2)),
+                Note(stuck_s=601.0),
+                note("data", stuck_s=1.0),
+            ],
+            None,
+        ),
+        # They may wait for their devices, as long as nobody is in a call.
+        ([Note(reads_device=True, stuck_s=601.0)] * 2, None),
         # One that has left its script is no cause of a stall: others end by another rule.
         ([note("step", stuck_s=5.0), Note(has_left=True, stuck_s=9999.0)], None),
     ],
@@ -75,6 +87,12 @@ def test_a_process_that_posts_nothing_is_the_cause_whatever_the_others_do(
     assert cause is not None
     assert (cause.process == 1 and cause.is_silent) == is_cause
     assert ("has not posted for 61 s" in cause.text) == is_cause
+
+
+def test_a_process_that_asked_for_time_may_be_silent_for_so_long():
+    seen = [Seen(STEP), Seen(note("callback", limit_s=100.0, stuck_s=0.0), 99.0)]
+    assert find_cause(seen, 60.0) is None
+    assert find_cause([seen[0], replace(seen[1], silent_s=101.0)], 60.0).is_silent
 
 
 def test_a_limit_must_be_above_zero():
@@ -169,6 +187,9 @@ FAST = {"data": 1.0, "callback": 0.5, "step": 20.0}
         # It is slower, but by less than half, or by less than a fifth of all time.
         ([FAST, FAST | {"step": 28.0}], None),
         ([FAST, FAST | {"data": 8.0}], None),
+        ([FAST | {"step": 38.0}, FAST | {"step": 53.0}], None),
+        # What it spends most of its time on may be what the others do, too.
+        ([{"data": 30.0, "callback": 1.0}, {"data": 32.0, "callback": 25.0}], (1, "callback")),
         # Another waits for the devices of the slow one, without knowing it.
         ([FAST | {"step": 45.0}, FAST | {"data": 40.0, "step": 6.0}], (1, "data")),
         ([FAST | {"loop": 24.0}, FAST | {"step": 44.0}], None),
@@ -188,6 +209,15 @@ def test_a_slow_process_is_named_once_and_not_while_programs_are_compiled():
         "Process 1 is slower than the others, which wait for it: of the last 61 s it spent 40.0 s "
         "reading data, the others 0.0 s at the median."
     )
+
+
+def test_what_was_compared_before_does_not_count_again():
+    slow = SlowRanks(60.0)
+    told = [
+        slow.look(60.0 * minute, [{"data": 1.0}, {"data": 1.0 + 8.0 * minute}])
+        for minute in range(1, 6)
+    ]
+    assert told == [None] * 5
 
 
 def test_times_are_compared_once_in_a_window():
