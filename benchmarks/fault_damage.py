@@ -1,5 +1,6 @@
 """Damages checkpoints, and fills, freezes or removes the place where they are written."""
 
+import contextlib
 import errno
 import os
 import random
@@ -45,10 +46,14 @@ def damage(checkpoint: Path, how: str, draw: random.Random) -> str:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, to which others may write meanwhile, in one moment."""
+    """Removes a folder, to which others may write meanwhile, in one moment.
+
+    If it is gone, nothing happens.
+    """
     gone = folder.with_name(f"{folder.name}-gone")
-    folder.rename(gone)
-    shutil.rmtree(gone)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 class Disk:

@@ -137,10 +137,13 @@ class _Starts:
 
     def await_end(self, job: RunningJob, during: Callable[[], None] = lambda: None) -> None:
         """Waits until a job has ended, or hangs, and takes down how."""
-        deadline = time.monotonic() + self._hang_s
+        moved_at, before = time.monotonic(), None
         try:
-            while (codes := job.poll()) is None and time.monotonic() < deadline:
+            while (codes := job.poll()) is None and time.monotonic() < moved_at + self._hang_s:
                 during()
+                state = len(list(self.folder.iterdir())), self.num_steps(), len(job.lines)
+                if state != before:
+                    moved_at, before = time.monotonic(), state
                 time.sleep(_TICK_S)
             if codes is not None:
                 job.await_rest()

@@ -48,9 +48,23 @@ def insert(text: str, page: Path, marks: tuple[str, str] = MARKS) -> None:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Returns a table of the first contender's trials, and one of all contenders."""
-    ours = [record for record in records if record["contender"] == "tnt_jax"]
-    return f"{table(ours)}\n\n{comparison(records)}"
+    """Returns a table of the first contender's trials, and one of all contenders.
+
+    Between them stands how busy the machine was, and which trials were set aside: those whose
+    record has a reason under `void`.
+    """
+    counted = [record for record in records if not record.get("void")]
+    ours = [record for record in counted if record["contender"] == "tnt_jax"]
+    aside = [
+        f"- Set aside, and repeated: {record['kind']} ({record['wrong']}). {record['void']}"
+        for record in records
+        if record.get("void")
+    ]
+    load = spread(record["load"] for record in ours)
+    about = (
+        f"- Load of the machine, which has two cores, after the trials: {load}; the median first."
+    )
+    return "\n\n".join([table(ours), "\n".join([about, *aside]), comparison(counted)])
 
 
 def table(records: Sequence[Record]) -> str:

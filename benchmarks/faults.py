@@ -8,7 +8,8 @@ fault the arrays must have the bits of the undisturbed job's. The peers get the 
 under torchrun, and Keras 3 on JAX with `BackupAndRestore`.
 
 Each trial adds a line to the record; those that are in it are not run again, so that a series can
-be interrupted and continued:
+be interrupted and continued. A line with a reason under `void` is shown, but not counted, and its
+trial is run again:
 
     python benchmarks/faults.py --trials 1000 --seed 0 --record faults.jsonl
     python benchmarks/faults.py --contenders pytorch keras --repetitions 3 --record faults.jsonl
@@ -151,7 +152,7 @@ class Series:
                 return
             seed = self._args.seed
             trials = [Trial(self._contender, kind, repetition, seed) for kind in chosen]
-            known = {_key(item) for item in read_records(self._record)}
+            known = {_key(item) for item in read_records(self._record) if not item.get("void")}
             yield [trial for trial in trials if _key(trial.record()) not in known]
 
     def _kinds(self) -> Iterator[Kind]:

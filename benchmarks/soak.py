@@ -39,6 +39,8 @@ _WEIGHTS = {
     "kill -9": 2, "SIGTERM": 2, "SIGSTOP": 1,
 }  # fmt: skip
 _ENDING = ("kill -9", "SIGTERM", "SIGSTOP")
+# One that is stopped before it has joined its job is noticed after this time.
+_ENVIRONMENT = TNT_JAX | {"TNT_INIT_TIMEOUT_S": "60"}
 
 
 class Soak:
@@ -62,7 +64,7 @@ class Soak:
         (folder / "plan.json").write_text(json.dumps(plan))
         words = [sys.executable, "-m", "tnt_jax.launch", "-n", "2", "--no-gpu"]
         words += ["--max-restarts", "100000", *tnt_jax_words(folder)]
-        self._job = RunningJob(CONTENDERS["tnt_jax"], folder, commands=[(words, TNT_JAX)])
+        self._job = RunningJob(CONTENDERS["tnt_jax"], folder, commands=[(words, _ENVIRONMENT)])
 
     def run(self) -> dict[str, Any]:
         """Returns faults, samples, the last epoch and the exit code of the job."""
@@ -123,7 +125,7 @@ class Soak:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    def _await(self, is_done: Callable[[], bool], timeout_s: float = 180.0) -> None:
+    def _await(self, is_done: Callable[[], bool], timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             if time.monotonic() > deadline:

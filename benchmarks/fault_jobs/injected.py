@@ -16,6 +16,8 @@ STEP_S = 0.02
 # So long a job stays where a fault from outside is to meet it.
 PAUSE_S = 0.5
 SLOW_S, SLOW_STEPS = 0.3, 40
+# Where one process alone ends training.
+STOP_STEP = 20
 
 
 def folder():
@@ -113,6 +115,19 @@ class Disturbance:
         self._skip_past()
         self._pending_at_start = self._next
         self.step = 0
+
+    def after_step(self, step):
+        """Notes a number of steps that are done, which the first process records.
+
+        Returns:
+            Whether this process shall end training alone.
+        """
+        self.step = step
+        if self._process == 0:
+            record_step(step)
+        time.sleep(STEP_S)
+        self.meet("training")
+        return differs("stop_training", self._process) and step == STOP_STEP
 
     def meet(self, where):
         """Does what the plan says if this is the place, the process and the step."""

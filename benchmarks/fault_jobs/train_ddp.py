@@ -12,7 +12,6 @@ import torch.distributed as dist
 from injected import (
     BATCH,
     NUM_ROWS,
-    STEP_S,
     Disturbance,
     dataset,
     differs,
@@ -20,9 +19,7 @@ from injected import (
     folder,
     plan,
     record_epoch,
-    record_step,
     say_begun,
-    time,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -114,12 +111,7 @@ def main():
             ((outputs[:, 0] - y[:, 0]) ** 2 - seen).mean().backward()
             optimizer.step()
             step += 1
-            disturbance.step = step
-            if rank == 0:
-                record_step(step)
-            time.sleep(STEP_S)
-            disturbance.meet("training")
-            if differs("stop_training", rank) and step == 20:
+            if disturbance.after_step(step):
                 return
         validate(model, rows, disturbance)
         if rank == 0:

@@ -23,7 +23,6 @@ from injected import (
     BATCH,
     FEATURES,
     NUM_ROWS,
-    STEP_S,
     Disturbance,
     dataset,
     differs,
@@ -31,9 +30,7 @@ from injected import (
     folder,
     plan,
     record_epoch,
-    record_step,
     say_begun,
-    time,
 )
 
 process = jax.process_index()
@@ -53,12 +50,7 @@ class Progress(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Records the step on the first process."""
-        disturbance.step = int(self.model.optimizer.iterations.value)
-        if process == 0:
-            record_step(disturbance.step)
-        time.sleep(STEP_S)
-        disturbance.meet("training")
-        if differs("stop_training", process) and disturbance.step == 20:
+        if disturbance.after_step(int(self.model.optimizer.iterations.value)):
             self.model.stop_training = True
 
     def on_test_batch_end(self, batch, logs=None):

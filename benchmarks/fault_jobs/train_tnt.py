@@ -12,7 +12,6 @@ from flax import traverse_util
 from injected import (
     BATCH,
     NUM_ROWS,
-    STEP_S,
     Disturbance,
     change,
     dataset,
@@ -20,10 +19,8 @@ from injected import (
     finish,
     plan,
     record_epoch,
-    record_step,
     say_begun,
     say_refused,
-    time,
 )
 
 import tnt_jax as tnt
@@ -55,12 +52,7 @@ class Progress(tnt.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Records the step on the master."""
-        disturbance.step = int(self.model.optimizer.iterations)
-        if process == 0:
-            record_step(disturbance.step)
-        time.sleep(STEP_S)
-        disturbance.meet("training")
-        if differs("stop_training", process) and disturbance.step == 20:
+        if disturbance.after_step(int(self.model.optimizer.iterations)):
             self.model.stop_training = True
 
     def on_test_batch_end(self, batch, logs=None):
