@@ -1,38 +1,41 @@
 """Shards that Ray has cut, of any length: every row once, and no process waits in vain."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from ray_rows import dataset_of, in_processes, rank_slices
 
 from tnt_jax.data.dispatch import as_source
+from tnt_jax.data.ray import shards
 from tnt_jax.data.ray.shards import shard_source
 from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.read_options import ReadOptions
 
 
-def read(shards, size, *, local_ranks=1, epochs=1):
+def read(split, size, *, local_ranks=1, epochs=1):
     """Returns the epochs of each process: for each batch its targets without padding."""
-    slices = rank_slices(len(shards), local_ranks)
+    slices = rank_slices(len(split), local_ranks)
 
     def make(process, board):
-        spec = RayData(shards[process], batch_size=size)
-        return shard_source(spec, slices[process], len(shards), board=board)
+        spec = RayData(split[process], batch_size=size)
+        return shard_source(spec, slices[process], len(split), board=board)
 
     def work(source):
         return [[real_targets(batch) for batch in source.batches(e)] for e in range(epochs)]
 
-    return in_processes(make, len(shards), work)
+    return in_processes(make, len(split), work)
 
 
 def real_targets(batch):
     return batch.data[1][slice(None) if batch.mask is None else batch.mask > 0].tolist()
 
 
-@pytest.mark.parametrize("local_ranks", [1, 2])
+@pytest.mark.parametrize("local_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_every_row_of_unequal_shards_counts_once_in_each_epoch(ray_data, local_ranks):
     # One shard has two rows, the other eleven.
-    shards = dataset_of(ray_data, 13, sizes=(11, 1, 1)).streaming_split(2)
-    found = read(shards, 4, local_ranks=local_ranks, epochs=2)
+    split = dataset_of(ray_data, 13, sizes=(11, 1, 1)).streaming_split(2)
+    found = read(split, 4, local_ranks=local_ranks, epochs=2)
     for epoch in range(2):
         numbers = [len(process[epoch]) for process in found]
         assert numbers[0] == numbers[1]
@@ -42,8 +45,7 @@ def test_every_row_of_unequal_shards_counts_once_in_each_epoch(ray_data, local_r
 
 
 def test_a_shard_without_rows_is_an_error_on_every_process(ray_data):
-    shards = dataset_of(ray_data, 8, sizes=(8,)).streaming_split(2)
-    for error in read(shards, 4):
+    for error in read(dataset_of(ray_data, 8, sizes=(8,)).streaming_split(2), 4):
         assert "dataset of process 1 is empty" in str(error)
 
 
@@ -52,9 +54,9 @@ def test_the_order_repeats_if_ray_keeps_it(ray_data):
     assert "preserve_order = True" in reason(dataset.streaming_split(1)[0])
     dataset = dataset_of(ray_data, 24, num_blocks=6)
     dataset.context.execution_options.preserve_order = True
-    shards = dataset.streaming_split(2)
-    assert reason(shards[0]) == ""
-    assert read(shards, 4) == read(shards, 4)
+    split = dataset.streaming_split(2)
+    assert reason(split[0]) == ""
+    assert read(split, 4) == read(split, 4)
 
 
 def reason(shard):
@@ -67,6 +69,30 @@ def reason(shard):
 
 def shard_count(shard):
     return shard.world_size() if hasattr(shard, "world_size") else 1
+
+
+class DataIterator:
+    """What `ray.train.get_dataset_shard` returns, as far as it is asked before the first batch."""
+
+    __module__ = "ray.data.iterator"
+
+    def world_size(self):
+        return 1
+
+    def get_context(self):
+        return SimpleNamespace(execution_options=SimpleNamespace(preserve_order=True))
+
+
+def test_shards_of_ray_train_are_said_to_leave_out_rows(monkeypatch, caplog):
+    shards._warn_of_equal_shards.cache_clear()
+    reason(DataIterator())
+    assert "leaves out" not in caplog.text
+    monkeypatch.setattr(shards, "role", lambda: "worker")
+    reason(DataIterator())
+    reason(DataIterator())
+    assert caplog.text.count("leaves out what remains of an epoch") == 1
+    assert "datasets_to_split=[]" in caplog.text
+    shards._warn_of_equal_shards.cache_clear()
 
 
 def test_what_cannot_be_exact_is_refused(ray_data):

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from tnt_jax.data.agreement import Board
 from tnt_jax.data.layout import RankSlice, resolve_batch_size
 from tnt_jax.data.ray.columns import ColumnRoles, dense
+from tnt_jax.data.ray.kinds import is_ray_shard
 from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.shards import ShardSource
+from tnt_jax.log import logger
+from tnt_jax.on_ray.worker import role
 
 _UNORDERED = (
     "Ray deals the blocks of a dataset out to the processes in the order in which they are ready, "
@@ -40,6 +44,8 @@ def shard_source(
             not the same number of rows on every rank.
     """
     _check_count(spec.dataset, num_processes)
+    if is_ray_shard(spec.dataset) and role() == "worker":
+        _warn_of_equal_shards()
     if spec.drop_remainder:
         raise ValueError(
             "drop_remainder=True is for a whole dataset: the shards of processes end in different "
@@ -59,6 +65,16 @@ def shard_source(
     if not _keeps_order(spec.dataset):
         source.row_order = replace(source.row_order, unrepeatable=_UNORDERED)
     return source
+
+
+@cache
+def _warn_of_equal_shards() -> None:
+    logger.warning(
+        "Ray Train gives each worker the same number of rows, and leaves out what remains of an "
+        "epoch, fewer rows than there are workers. To train on every row, in the same global "
+        "batches on any number of workers, pass "
+        "dataset_config=ray.train.DataConfig(datasets_to_split=[]) to the trainer."
+    )
 
 
 class _Batches:
