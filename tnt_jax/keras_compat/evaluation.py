@@ -47,8 +47,9 @@ class Evaluator:
         self._core.require_compiled()
         compare_starts("Model.evaluate", self._core, data, steps=steps)
         source = collectives.call_on_all_processes(lambda: self._intake.source(data))
-        hooks = callbacks.open(in_training=False, steps=steps or source.num_batches)
-        with preemption.ending_call() as points:
+        num_steps = steps or source.num_batches
+        shown = callbacks.open(in_training=False, steps=num_steps)
+        with shown as hooks, preemption.ending_call() as points:
             return self.evaluate_source(source, steps, hooks, points)
 
     def evaluate_source(
@@ -108,24 +109,24 @@ class Predictor:
         first = to_batch(item)
         source = stream.source
         self._builder.build_for(first)
-        hooks = callbacks.open(in_training=False, steps=steps or source.num_batches)
         wanted = 1 if compilation is None else compilation.steps_per_execution or 1
         num_steps = steps_per_program(trainer, wanted, first)
-        hooks.call("on_predict_begin", {})
-        phase_hooks = PhaseHooks("predict", hooks, progress=self._progress, read=dict)
         batches = read_in_lockstep(
             islice(stream.epoch(0), steps), source, where="the data to predict"
         )
-        with preemption.ending_call() as points, device_feed(
+        shown = callbacks.open(in_training=False, steps=steps or source.num_batches)
+        with shown as hooks, preemption.ending_call() as points, device_feed(
             trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
             gives_up=points.gives_up,
         ) as feed:  # fmt: skip
+            hooks.call("on_predict_begin", {})
+            phase_hooks = PhaseHooks("predict", hooks, progress=self._progress, read=dict)
             try:
                 outputs = trainer.predict(points.before_each(feed), phase_hooks)
             except CallError as error:
                 # The message says what to do; the traceback does not help.
                 raise CallError(str(error)) from None
-        hooks.call("on_predict_end", {})
+            hooks.call("on_predict_end", {})
         return outputs
 
 

@@ -110,13 +110,12 @@ class FitLoop:
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
         plan = replace(plan, validation=self._open_validation(plan))
-        hooks = callbacks.open(
-            in_training=True, epochs=plan.arguments.epochs, steps=plan.stream.num_steps
-        )
-        watches = may_stop_within_epoch(hooks.callbacks)
-        stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
-        with self._core.fitting(), goodput.training(), stopping as stop:
-            self._run_epochs(plan, hooks, stop)
+        counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
+        with callbacks.open(in_training=True, **counts) as hooks:
+            watches = may_stop_within_epoch(hooks.callbacks)
+            stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
+            with self._core.fitting(), goodput.training(), stopping as stop:
+                self._run_epochs(plan, hooks, stop)
         assert self._progress.history is not None
         return self._progress.history
 

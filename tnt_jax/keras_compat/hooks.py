@@ -1,7 +1,8 @@
 """The hooks between the loop and the callbacks, and the callbacks added by default."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,15 +41,20 @@ class CallbackArguments:
         """The callbacks as one list, without wrappers."""
         return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
 
-    def open(self, *, in_training: bool, **params: Any) -> CallbackList:
-        """Returns the list of callbacks, including the default ones.
+    @contextmanager
+    def open(self, *, in_training: bool, **params: Any) -> Iterator[CallbackList]:
+        """Yields the list of callbacks, including the default ones, and clears the screen at last.
 
         Args:
             in_training: Whether a `History` belongs to them.
             **params: Parameters that they see beside `verbose`.
         """
         completed = complete(self.callbacks, verbose=self.verbose, in_training=in_training)
-        return CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+        opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+        try:
+            yield opened
+        finally:
+            opened.clear_screen()
 
 
 class PhaseHooks:

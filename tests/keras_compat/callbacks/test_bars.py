@@ -8,10 +8,15 @@ import struct
 import sys
 import termios
 import threading
+import warnings
 from contextlib import contextmanager, redirect_stdout
 
+import flax.linen as nn
+import numpy as np
 import pytest
+from tqdm import tqdm
 
+import tnt_jax as tnt
 from tnt_jax.keras_compat.callbacks import bars
 
 ITEMS = ["12,345 examples/s", "loss 0.1234", "accuracy 0.9876", "top_k_accuracy 0.9999"]
@@ -117,3 +122,27 @@ def test_there_is_no_bar_where_the_output_is_no_terminal(capsys):
     assert not sys.stdout.isatty()
     assert bars.new_bar("Epoch 1/3", 10) is None
     assert capsys.readouterr().out == ""
+
+
+class Failing(tnt.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise RuntimeError("full disk")
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+
+def test_a_call_that_fails_leaves_no_bar_and_shows_warnings_as_before(two_ranks):
+    model = tnt.Model(nn.Dense(1))
+    model.compile("sgd", "mse")
+    x, y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    before = warnings.showwarning
+    calls = [
+        lambda: model.fit(x, y, batch_size=4, verbose=1, callbacks=[Failing()]),
+        lambda: model.evaluate(x, y, batch_size=4, verbose=1, callbacks=[Failing()]),
+        lambda: model.predict(x, batch_size=4, verbose=1, callbacks=[Failing()]),
+    ]
+    for call in calls:
+        with terminal(80), pytest.raises(RuntimeError, match="full disk"):
+            call()
+        assert warnings.showwarning is before
+        assert not tqdm._instances

@@ -129,6 +129,12 @@ class CallbackList:
         """Returns whether any callback has this batch hook."""
         return bool(self._batch_hooks[hook])
 
+    def clear_screen(self) -> None:
+        """Removes the bars of calls that have ended by an error."""
+        for callback in self.callbacks:
+            if isinstance(callback, ProgbarLogger):
+                callback.clear()
+
     def _introduce(self, scoped: CallbackScope, params: dict[str, Any]) -> None:
         callback = scoped.callback
         if getattr(callback, "mode", None) == "auto" and hasattr(callback, "monitor"):

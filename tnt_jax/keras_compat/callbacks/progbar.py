@@ -86,6 +86,13 @@ class ProgbarLogger(Callback):
         """Closes the bar of a prediction."""
         self._end("Predict", {})
 
+    def clear(self) -> None:
+        """Removes the bar, if there is one, and shows warnings as before it."""
+        if self._bar is not None:
+            close(self._bar, self._steps)
+            self._bar = None
+            warnings.showwarning = self._show_warning
+
     def _is_training(self) -> bool:
         return "epochs" in self.params
 
@@ -130,10 +137,7 @@ class ProgbarLogger(Callback):
             print(", ".join([done, *items]), flush=True)
 
     def _end(self, title: str, logs: Mapping[str, float] | None) -> None:
-        if self._bar is not None:
-            close(self._bar, self._steps)
-            self._bar = None
-            warnings.showwarning = self._show_warning
+        self.clear()
         total_s = time.perf_counter() - self._start
         rate = self._rate(self._start + (self._train_s or total_s))
         values = "".join(f" - {name}: {_exact(value)}" for name, value in (logs or {}).items())
