@@ -6,17 +6,23 @@ the machine hits all alike. The networks are an MLP 784-256-10, ResNet-20 on 32 
 tiny Transformer on sentences of 32 tokens. Keras takes part with a model of its own where there is
 one, and with its `FlaxLayer` around the same Flax module.
 
-    python benchmarks/fit_overhead.py --devices 1 --batch-size 64 --output
-    benchmarks/results/fit_overhead_1x64.json python benchmarks/fit_overhead.py --model resnet20
-    --batch-size 16 --steps 20
+    python benchmarks/fit_overhead.py --devices 1 --batch-size 64 \
+        --output benchmarks/results/fit_overhead_1x64.json
+    python benchmarks/fit_overhead.py --model resnet20 --batch-size 16 --steps 20
+
+`--busy N` lets N processes compute beside all contenders, one on each core in turn:
+
+    python benchmarks/fit_overhead.py --busy 2 --output benchmarks/results/fit_overhead_busy.json
 """
 
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
+from pathlib import Path
+
+from machine import add_platform, busy_processes, choose_devices, environment
 
 MODELS = ("mlp", "resnet20", "transformer_tiny")
 
@@ -24,7 +30,14 @@ MODELS = ("mlp", "resnet20", "transformer_tiny")
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp", help="network (default: mlp)")
-    parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices (default: 1)")
+    add_platform(parser)
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices; virtual ones on CPUs (default: 1)"
+    )
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N",
+        help="processes that compute beside it, one on each core in turn (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=64, help="global batch (default: 64)")
     parser.add_argument("--steps", type=int, default=500, help="steps per round (default: 500)")
     parser.add_argument(
@@ -43,12 +56,7 @@ def parse_arguments():
 
 ARGS = parse_arguments() if __name__ == "__main__" else None
 if ARGS is not None:
-    # Before JAX starts: the number of devices, and threads enough for their collectives.
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ARGS.devices}"
-    )
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 4 * ARGS.devices)))
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    choose_devices(ARGS.platform, num_cpu_devices=ARGS.devices)
     os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import flax.linen as nn
@@ -175,7 +183,7 @@ def flax_layer(args, module, x):
 
 
 def keras_fit(args, module, x, y, *, make, wrapped=False, fused=False):
-    devices = [f"cpu:{index}" for index in range(args.devices)]
+    devices = keras.distribution.list_devices()[: args.devices]
     several = args.devices > 1 and not wrapped
     keras.distribution.set_distribution(
         keras.distribution.DataParallel(devices=devices) if several else None
@@ -241,9 +249,9 @@ def measure(args):
 def report(args, times):
     base = statistics.median(next(iter(times.values())))
     print(
-        f"{args.model}, batch {args.batch_size}, {args.devices} CPU device(s), {args.steps} "
-        f"steps a round, {args.rounds} rounds; "
-        f"fused: {args.per_program} steps a program"
+        f"{args.model}, batch {args.batch_size}, {args.devices} device(s) "
+        f"({jax.devices()[0].device_kind}), {args.busy} busy process(es), {args.steps} steps a "
+        f"round, {args.rounds} rounds; fused: {args.per_program} steps a program"
     )
     print(f"{'contender':30} {'median us/step':>15} {'min':>10} {'max':>10} {'of the first':>13}")
     for name, values in times.items():
@@ -255,30 +263,17 @@ def report(args, times):
 
 
 def main():
-    times = measure(ARGS)
+    with busy_processes(ARGS.busy):
+        times = measure(ARGS)
     report(ARGS, times)
     if ARGS.output:
-        libraries = {"jax": jax, "keras": keras, "tnt_jax": tnt}
-        versions = {
-            "python": platform.python_version(),
-            **{name: library.__version__ for name, library in libraries.items()},
+        found = {
+            "arguments": vars(ARGS),
+            **environment(),
+            "device": jax.devices()[0].device_kind,
+            "us_per_step": times,
         }
-        hardware = {
-            "cpus": os.cpu_count(),
-            "machine": platform.machine(),
-            "load": os.getloadavg()[0],
-        }
-        with open(ARGS.output, "w") as file:
-            json.dump(
-                {
-                    "arguments": vars(ARGS),
-                    "versions": versions,
-                    "hardware": hardware,
-                    "us_per_step": times,
-                },
-                file,
-                indent=1,
-            )
+        Path(ARGS.output).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Several steps in one program: the same numbers, fewer starts, and batches that group."""
 
+from itertools import pairwise
+
 import flax.linen as nn
 import jax
 import keras
@@ -12,7 +14,8 @@ from training import assert_close, crossentropy, fit, train_accumulating
 import tnt_jax as tnt
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.log import logger
-from tnt_jax.train.execution import choose_num_steps, in_groups
+from tnt_jax.train import execution
+from tnt_jax.train.execution import InFlight, choose_num_steps, in_groups
 
 
 class Batches(tnt.callbacks.Callback):
@@ -163,3 +166,42 @@ def test_groups_hold_equal_shapes_and_keep_the_order():
     items = [HostBatch(np.full((size, 1), index), None, size) for index, size in enumerate(sizes)]
     groups = [[int(item.data[0, 0]) for item in group] for group in in_groups(iter(items), 3)]
     assert groups == [[0, 1, 2], [3], [4], [5], [6], [7]]
+
+
+class Result:
+    """The result of a program that has run once `waited` has been asked for it."""
+
+    def __init__(self, number, waited):
+        self.number, self.waited = number, waited
+
+    def block_until_ready(self):
+        self.waited.append(self.number)
+        return self
+
+
+def test_with_other_devices_the_host_waits_for_each_program_but_a_few():
+    waited, running = [], InFlight()
+    for number in range(10):
+        running.add(Result(number, waited))
+    assert waited == list(range(10 - execution.IN_FLIGHT))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "gaps"),
+    # Quick programs: all that may run ahead, of which half have run after a wait. Slow ones: few.
+    [(1e-4, {16, 17}), (0.004, {2, 3}), (1.0, {2})],
+)
+def test_alone_the_host_waits_seldom_and_is_ahead_by_the_time_of_the_steps(
+    monkeypatch, step_s, gaps
+):
+    waited, running = [], InFlight(is_alone=True)
+    monkeypatch.setattr(
+        execution.time, "perf_counter", lambda: 1.0 + step_s * (waited[-1] + 1 if waited else 0)
+    )
+    ahead = []
+    for number in range(200):
+        running.add(Result(number, waited))
+        ahead.append(number - (waited[-1] if waited else -1))
+    later = [after - before for before, after in pairwise(waited[4:])]
+    assert set(later) <= gaps
+    assert max(ahead[20:]) <= max(execution.IN_FLIGHT, min(0.02 / step_s, 32)) + 1

@@ -1,6 +1,7 @@
 """How many steps one compiled program runs, with batches grouped accordingly, and how many run."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ _MOST_STEPS = 128
 # Programs that the host may be ahead of the devices. Each holds a batch, and virtual CPU devices
 # deadlock with too many.
 IN_FLIGHT = 4
+# The same for one device that runs alone: the time that the programs take, and their number.
+_AHEAD_S, _MOST_IN_FLIGHT = 0.02, 32
 
 
 class DeviceBatches(NamedTuple):
@@ -44,10 +47,22 @@ class DeviceBatches(NamedTuple):
 
 
 class InFlight:
-    """The programs that the devices may still run, so that the host is never far ahead of them."""
+    """The programs that the devices may still run, so that the host is never far ahead of them.
 
-    def __init__(self) -> None:
+    On a machine with other work, a thread that was woken waits some milliseconds for a core. A host
+    that is a few short steps ahead would leave the devices idle then. Where no other process and no
+    second device takes part, it gets further ahead, and waits seldom.
+
+    Args:
+        is_alone: Whether one device of one process runs the programs.
+    """
+
+    def __init__(self, *, is_alone: bool = False) -> None:
         self._results: deque[jax.Array] = deque()
+        self._is_alone = is_alone
+        self._limit = IN_FLIGHT
+        # Time at which the programs before `_results` had run.
+        self._since_s = 0.0
 
     def add(self, result: jax.Array) -> None:
         """Waits until few programs run.
@@ -56,8 +71,24 @@ class InFlight:
             result: A result of the program that was started last; no later one may overwrite it.
         """
         self._results.append(result)
-        if len(self._results) > IN_FLIGHT:
+        if len(self._results) <= self._limit:
+            return
+        if self._is_alone:
+            self._wait_for_half()
+        else:
             jax.block_until_ready(self._results.popleft())
+
+    def _wait_for_half(self) -> None:
+        """Waits until half of the programs have run; limits later ones by the time it took."""
+        num_waited = len(self._results) // 2
+        for _ in range(num_waited - 1):
+            self._results.popleft()
+        jax.block_until_ready(self._results.popleft())
+        now_s = time.perf_counter()
+        if self._since_s:
+            step_s = (now_s - self._since_s) / num_waited
+            self._limit = min(max(int(_AHEAD_S / step_s), IN_FLIGHT), _MOST_IN_FLIGHT)
+        self._since_s = now_s
 
 
 def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:

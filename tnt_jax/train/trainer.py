@@ -83,6 +83,7 @@ class Trainer:
         self._eval_step: Callable | None = None
         self._eval_steps: Callable | None = None
         self._zeros: dict[Any, Any] = {}
+        self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
     @property
     def state(self) -> TrainState | None:
@@ -253,7 +254,7 @@ class Trainer:
             sums: Sums of the steps before.
         """
         assert self._train_step is not None, "compile() comes first."
-        running = InFlight()
+        running = InFlight(is_alone=self._is_alone)
         index, watch = first_index, self._watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
@@ -286,7 +287,7 @@ class Trainer:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
         assert self._eval_step is not None, "compile() comes first."
         state = self._built()
-        running = InFlight()
+        running = InFlight(is_alone=self._is_alone)
         sums = None
         index = 0
         for group in batches:
