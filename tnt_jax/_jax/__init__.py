@@ -38,7 +38,11 @@ from tnt_jax._jax.arrays import (
     varying_axes,
     zeros_like,
 )
-from tnt_jax._jax.compiler import convolution_options, deterministic_options
+from tnt_jax._jax.compiler import (
+    convolution_options,
+    deterministic_options,
+    options_of_one_run,
+)
 from tnt_jax._jax.frames import compiles, is_of_jax
 from tnt_jax._jax.host_call import called_function, host_call
 from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
@@ -114,6 +118,7 @@ __all__ = [
     "make_varying",
     "mapped_axes",
     "num_ranks",
+    "options_of_one_run",
     "process_allgather",
     "profile",
     "put",

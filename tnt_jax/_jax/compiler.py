@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 from jax.sharding import Mesh, SingleDeviceSharding
 
 
@@ -35,6 +36,10 @@ def _num_cores() -> int:
     return min(allowed, int(share)) if share.isdigit() else allowed
 
 
+# Versions of jaxlib that know the option below; others are asked, which takes a compilation.
+_WITH_YNN = ("0.10.0", "0.10.2")
+
+
 # Depends on the version of XLA alone, so that it outlives the job.
 @cache
 def _without_ynn_convolutions() -> dict[str, Any]:
@@ -44,6 +49,8 @@ def _without_ynn_convolutions() -> dict[str, Any]:
     # the default without convolutions.
     kinds = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
     options: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": kinds}
+    if jaxlib.version.__version__ in _WITH_YNN:
+        return options
     number = jax.ShapeDtypeStruct(
         (), jnp.float32, sharding=SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     )
@@ -55,6 +62,16 @@ def _without_ynn_convolutions() -> dict[str, Any]:
             raise
         return {}
     return options
+
+
+def options_of_one_run() -> dict[str, Any]:
+    """Returns the compiler options for a program of the default device that runs once.
+
+    On CPUs the compiler then spends a third of the time or less on random numbers, whose bits are
+    the same.
+    """
+    # Level 0 would compute other bits: its code generator does not join products and sums.
+    return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {}
 
 
 def deterministic_options(mesh: Mesh) -> dict[str, Any]:

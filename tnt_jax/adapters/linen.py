@@ -9,7 +9,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
@@ -48,8 +50,10 @@ class LinenAdapter:
 
         `init` is called with one row of zeros.
         """
-        variables = self._given if self._given is not None else self._fresh(inputs, seed)
-        return self._separated(variables)
+        if self._given is not None:
+            return self._separated(self._given)
+        options = _jax.options_of_one_run()
+        return self._separated(self._fresh(inputs, seed, compiler_options=options))
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns what makes fresh variables; None if variables were given."""
@@ -123,13 +127,17 @@ class LinenAdapter:
         """Returns variables in the form that `module.apply` takes."""
         return {"params": variables.params, **variables.model_state}
 
-    def _fresh(self, inputs: Any, seed: int) -> Mapping[str, Any]:
-        row = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
+    def _fresh(
+        self, inputs: Any, seed: int, *, compiler_options: dict[str, Any] | None = None
+    ) -> Mapping[str, Any]:
+        row = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
         with explained(self.name, inputs, train=False):
-            return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs))(
-                jax.random.key(seed), args
+            make = jax.jit(
+                lambda key, args: self.module.init(key, *args, **kwargs),
+                compiler_options=compiler_options,
             )
+            return make(jax.random.key(seed), args)
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         return Variables(variables.get("params", {}), self._without_params(variables))

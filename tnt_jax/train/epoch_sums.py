@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
@@ -25,8 +26,8 @@ def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
     specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(_jax.rank_axes(mesh)))
     mapped = _jax.shard_map(measure, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     losses, increments = jax.eval_shape(mapped, state.params, state.model_state, batch)
-    zero = jnp.zeros((), jnp.float32)
-    increments = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), increments)
+    zero = np.zeros((), np.float32)
+    increments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), increments)
     return {"loss": (zero, zero), "losses": [(zero, zero) for _ in losses], "metrics": increments}
 
 

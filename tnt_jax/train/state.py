@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -66,7 +65,7 @@ def create_state(
             else None
         )
 
-    zero = jnp.zeros((), jnp.int32)
+    zero = np.zeros((), np.int32)
     return TrainState(
         zero,
         params,
