@@ -21,6 +21,8 @@ import time
 import tracemalloc
 from dataclasses import replace
 
+from machine import add_platform, choose_devices
+
 CONTENDERS = ("ours", "orbax")
 
 
@@ -31,6 +33,7 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=200, help="steps of an epoch (default: 200)")
     parser.add_argument("--batch-size", type=int, default=32, help="batch (default: 32)")
     parser.add_argument("--directory", help="where to save (default: a temporary directory)")
+    add_platform(parser)
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--trace", action="store_true", help="print where memory was allocated")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -39,7 +42,7 @@ def parse_arguments():
 
 ARGS = parse_arguments() if __name__ == "__main__" else None
 if ARGS is not None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    choose_devices(ARGS.platform)
 
 import jax
 import jax.numpy as jnp

@@ -16,10 +16,15 @@ import statistics
 import time
 from itertools import pairwise
 
+from machine import add_platform, choose_devices
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices; 0 uses GPUs")
+    add_platform(parser)
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices; virtual ones on CPUs (default: 1)"
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="global batch (default: 256)")
     parser.add_argument("--width", type=int, default=512, help="of two hidden layers")
     parser.add_argument("--steps", type=int, default=100, help="steps per round (default: 100)")
@@ -30,13 +35,8 @@ def parse_arguments():
 
 
 ARGS = parse_arguments() if __name__ == "__main__" else None
-if ARGS is not None and ARGS.devices:
-    # Before JAX starts: the number of devices, and threads enough for their collectives.
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ARGS.devices}"
-    )
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 4 * ARGS.devices)))
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if ARGS is not None:
+    choose_devices(ARGS.platform, num_cpu_devices=ARGS.devices)
     os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax

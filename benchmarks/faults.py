@@ -44,7 +44,7 @@ from fault_sequences import FaultSequence, in_order
 from fault_starts import has_hosts, run_alone, verdict_alone
 from fault_tables import compact, insert, read_records, tables
 from fault_verdicts import Trial, verdict
-from scaling import commit, versions
+from machine import commit, versions
 
 
 def main() -> None:

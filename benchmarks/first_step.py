@@ -1,72 +1,142 @@
-"""Time to the first step of two CPU processes, with the ring and with XLA's joined sums, without
-and with kept programs.
+"""Time from the start of a process to the end of its first training step, and where it goes.
 
-JAX keeps no program with callbacks in its compilation cache, so a job that sums by the ring
-compiles its training step at every start. Each contender starts `--starts` times with one cache:
-the first start is cold, the others are warm.
+Each contender trains one step of the same network from a standing start, in one process or in
+several, each bound to a core in turn. It starts `--starts` times with one folder for compiled
+programs: the first start is cold, the others find what was kept (JAX keeps no program with
+callbacks, so a job that sums by the ring compiles its training step at every start; PyTorch
+compiles nothing). Contenders take turns, so that a disturbance of the machine hits all alike.
 
     python benchmarks/first_step.py --output benchmarks/results/first_step.json
+
+`python -X importtime` tells more about imports.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from scaling import KINDS, SIZES, run_task, versions
+from first_step_worker import IMPORTS
+from machine import add_platform, environment, free_addresses
+from scaling import KINDS, SIZES, environment_of, installed
 
-CONTENDERS = ("tnt_jax", "tnt_jax, joined XLA sums")
+PHASES = ("start", "import", "devices", "data", "model", "first step", "total")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=SIZES, default=["mlp", "resnet20"])
+    add("--processes", nargs="+", type=int, default=[1, 8], help="(default: 1 8)")
+    add("--contenders", nargs="+", choices=IMPORTS, default=list(IMPORTS), help="(default: all)")
+    add("--starts", type=int, default=4, help="starts with one folder (default: 4)")
+    add("--timeout", type=int, default=300, help="seconds that a start may take (default: 300)")
+    add("--output", help="JSON file for the results")
+    add_platform(parser)
+    return parser.parse_args()
+
+
+def start_once(args: argparse.Namespace, task: dict[str, Any], cache: str) -> dict[str, Any]:
+    """Returns the seconds of each phase of process 0, or the reason why there are none."""
+    addresses = free_addresses("127.0.0.1", task["processes"])
+    description = json.dumps({**task, "addresses": addresses})
+    worker = str(Path(__file__).with_name("first_step_worker.py"))
+    cores = sorted(os.sched_getaffinity(0))
+    running = []
+    for process in range(task["processes"]):
+        more = {
+            **environment_of(args.platform, task, process, addresses),
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        bound = ["taskset", "-c", str(cores[process % len(cores)])]
+        command = [sys.executable, worker, description, str(process), repr(time.time())]
+        running.append(
+            subprocess.Popen(
+                [*(bound if task["processes"] > 1 else []), *command],
+                env={**os.environ, **more},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=args.timeout) for process in running]
+    except subprocess.TimeoutExpired:
+        return {"reason": f"no result within {args.timeout} s"}
+    finally:
+        for process in running:
+            process.kill()
+    for line in outputs[0][0].splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return {"reason": "\n".join(outputs[0][1].splitlines()[-3:])}
+
+
+def measure(
+    args: argparse.Namespace, model: str, processes: int, contenders: list[str]
+) -> list[dict[str, Any]]:
+    """Returns a row for each contender: its starts, of which the first is cold."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        starts: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+        for _ in range(args.starts):
+            for number, name in enumerate(contenders):
+                task = {
+                    "model": model, "data": "synthetic", "ranks": processes, "kind": KINDS[0],
+                    "batch": processes * SIZES[model].rows, "contender": name,
+                    "processes": processes, "rounds": 1,
+                }  # fmt: skip
+                found = start_once(args, task, str(Path(folder) / str(number)))
+                if "reason" in found:
+                    sys.exit(f"{model}, {name}, {processes} process(es): {found['reason']}")
+                starts[name].append(found)
+        for name, found in starts.items():
+            rows.append(
+                {"model": model, "processes": processes, "contender": name, "starts": found}
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the seconds of each phase as Markdown: cold, and the median of later starts."""
+    lines = [
+        "| network | processes | contender | programs | " + " | ".join(PHASES) + " |",
+        "| --- " * (4 + len(PHASES)) + "|",
+    ]
+    for row in rows:
+        cold, *kept = row["starts"]
+        begin = f"| {row['model']} | {row['processes']} | {row['contender']} |"
+        lines.append(f"{begin} cold | " + " | ".join(f"{cold[p]:.2f}" for p in PHASES) + " |")
+        if kept:
+            medians = [statistics.median(start[phase] for start in kept) for phase in PHASES]
+            totals = [start["total"] for start in kept]
+            values = " | ".join(f"{value:.2f}" for value in medians)
+            lines.append(f"{begin} kept | {values} ({min(totals):.2f} to {max(totals):.2f}) |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--models", nargs="+", choices=SIZES, default=["mlp", "resnet20", "transformer_tiny"]
-    )
-    parser.add_argument(
-        "--starts",
-        type=int,
-        default=4,
-        help="starts with one cache; the first is cold (default: 4)",
-    )
-    parser.add_argument("--output", help="JSON file for the results")
-    args = parser.parse_args()
-    args.prefix, args.address, args.timeout = "", "127.0.0.1", 300
-    rows, port = [], 25450
-    print("| network | contender | cold, s | warm, s |\n| --- | --- | --- | --- |")
+    args = parse_arguments()
+    contenders = installed(args.contenders)
+    rows = []
     for model in args.models:
-        for contender in CONTENDERS:
-            with tempfile.TemporaryDirectory() as cache:
-                os.environ |= {
-                    "JAX_COMPILATION_CACHE_DIR": cache,
-                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                }
-                task = {
-                    "model": model, "data": "synthetic", "ranks": 2, "batch": 2 * SIZES[model].rows,
-                    "kind": KINDS[0],
-                    "contender": contender, "processes": 2, "rounds": 1,
-                }  # fmt: skip
-                starts = []
-                for _ in range(args.starts):
-                    result, port = run_task(args, task, port), port + 10
-                    if "first_s" not in result:
-                        sys.exit(f"{model}, {contender}: {result['reason']}")
-                    starts.append(result["first_s"])
-            rows.append({"model": model, "contender": contender, "first_s": starts})
-            warm = starts[1:]
-            print(
-                f"| {model} | {contender} | {starts[0]:.2f} | {statistics.median(warm):.2f} "
-                f"({min(warm):.2f} to {max(warm):.2f}) |",
-                flush=True,
-            )
+        for processes in args.processes:
+            # With one process there is nothing to sum.
+            alone = processes == 1
+            chosen = [n for n in contenders if not (alone and n.endswith("XLA sums"))]
+            rows += measure(args, model, processes, chosen)
+    print(table(rows))
     if args.output:
-        Path(args.output).write_text(
-            json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n"
-        )
+        found = {"arguments": vars(args), **environment(), "rows": rows}
+        Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""Speed of one GPU: ResNet-50 and Transformer-big through tnt_jax, a bare JAX step, and compiled
+"""Speed of one device: ResNet-50 and Transformer-big through tnt_jax, a bare JAX step, and compiled
 PyTorch, in one run.
 
 Inputs are random and stay on the device, so that steps alone are measured; computations are in
 bfloat16, parameters in float32. The share of the chip's peak counts the products of the model's
 formula, not what a kernel does besides.
 
-    python benchmarks/gpu.py --models resnet50 transformer_big --output
-    benchmarks/results/gpu_h100.json
+    python benchmarks/gpu.py --models resnet50 transformer_big --output gpu.json
 
-PyTorch runs where torch (and for ResNet-50 torchvision) is installed. With --platform cpu and small
-sizes the script can be tried without a GPU; such numbers mean nothing.
+PyTorch runs where torch (and for ResNet-50 torchvision) is installed. Without a GPU the script can
+be tried with small sizes; such numbers mean nothing. It has not been run on a GPU.
 """
 
 import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from machine import add_platform, choose_devices, environment
 
 CONTENDERS = ("tnt_jax", "bare jax", "torch")
 # Dense bfloat16 TFLOP/s from the data sheets.
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=224, help="(default: 224)")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
-    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu", help="(default: gpu)")
+    add_platform(parser)
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "CONTENDER"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -179,7 +179,8 @@ def run_bare(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], i
 def run_torch(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], int]:
     import torch
 
-    device, size = "cuda" if args.platform == "gpu" else "cpu", batch_size_of(args, model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = batch_size_of(args, model)
     if model == "resnet50":
         import torchvision  # pyright: ignore[reportMissingImports]
 
@@ -239,11 +240,7 @@ def make_torch_transformer(torch: Any) -> Any:
 
 def work(args: argparse.Namespace, model: str, contender: str) -> None:
     """Measures one contender in this process and prints the result as JSON."""
-    if contender != "torch":
-        import jax
-
-        if args.platform == "cpu":
-            jax.config.update("jax_platforms", "cpu")
+    choose_devices(args.platform)
     run, num_params = {"tnt_jax": run_tnt, "bare jax": run_bare, "torch": run_torch}[contender](
         args, model
     )
@@ -264,7 +261,7 @@ def device_facts(args: argparse.Namespace, contender: str) -> dict[str, Any]:
     if contender == "torch":
         import torch
 
-        on_gpu = args.platform == "gpu"
+        on_gpu = torch.cuda.is_available()
         name = torch.cuda.get_device_name() if on_gpu else "cpu"
         return {
             "device": name,
@@ -331,11 +328,7 @@ def main() -> None:
             )
     report(args, results)
     if args.output:
-        about = {
-            "arguments": vars(args),
-            "python": platform.python_version(),
-            "host": platform.machine(),
-        }
+        about = {"arguments": vars(args), **environment()}
         Path(args.output).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

@@ -92,16 +92,15 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "load": os.getloadavg(),
-        "python": platform.python_version(),
         "versions": versions(),
         "command": " ".join(["python", *map(_relative, sys.argv)]),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the libraries that are installed."""
-    found = {}
+    """Returns the versions of Python and of the libraries that are installed."""
+    found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -122,7 +121,8 @@ def _relative(argument: str) -> str:
     return str(path.relative_to(here)) if path.is_absolute() and here in path.parents else argument
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Returns the commit of the code that runs, or ""."""
     command = ["git", "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         found = subprocess.run(

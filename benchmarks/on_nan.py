@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from machine import add_platform, choose_devices
+
 # Rows of a global batch.
 BATCHES = {"mlp": 512, "resnet20": 64, "resnet50": 8}
 
@@ -22,9 +24,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--models", nargs="+", choices=sorted(BATCHES), default=["mlp", "resnet20"])
-    add("--ranks", type=int, default=2, help="virtual devices (default: %(default)s)")
+    add("--ranks", type=int, default=2, help="devices; virtual ones on CPUs (default: %(default)s)")
     add("--rounds", type=int, default=15, help="timed epochs of each way (default: %(default)s)")
     add("--steps", type=int, default=8, help="steps of an epoch (default: %(default)s)")
+    add_platform(parser)
     add("--output", type=Path, help="JSON file for the results")
     return parser.parse_args()
 
@@ -81,9 +84,7 @@ def summary(values: tuple[float, ...], plain: tuple[float, ...]) -> dict[str, fl
 
 def main() -> None:
     args = parse_arguments()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(args.ranks))
-    os.environ.setdefault("PJRT_NPROC", "32")
+    choose_devices(args.platform, num_cpu_devices=args.ranks)
     import jax
 
     import tnt_jax as tnt

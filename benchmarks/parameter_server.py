@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from scaling import commit
+from machine import commit
 
 NUM_WORKERS, NUM_SERVERS, BATCH, VOCABULARY, TOKENS, CLASSES = 3, 1, 64, 1000, 16, 10
 WAYS = {

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from scaling import commit
+from machine import commit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

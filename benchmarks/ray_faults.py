@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_tables import insert, read_records, spread
-from scaling import commit, versions
+from machine import commit, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 import ray_runs

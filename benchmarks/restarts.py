@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scaling import versions
+from machine import versions
 from scaling_models import SIZES, load, make_flax
 
 # From one event to the next; the first three are of a restart alone.

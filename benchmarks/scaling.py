@@ -1,11 +1,15 @@
-"""Weak and strong scaling of training on CPUs: tnt_jax, PyTorch, TensorFlow and Keras 3 in one run.
+"""Weak and strong scaling of training: tnt_jax, PyTorch, TensorFlow and Keras 3 in one run.
 
-Ranks are processes, each bound to a core of its own, or the virtual devices of one process; the
-time with one rank is the time on one core, so that one against two ranks is a real measurement on
-two cores. Weak scaling keeps the rows of a rank, strong scaling those of the whole batch.
-Efficiency is t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other
-work on the machine disturbs least. Everybody trains with SGD with momentum on arrays in memory, in
-the loop that the library's users write.
+It runs on the GPUs of the machine, or on CPUs where there are none or `--platform cpu` says so. On
+CPUs, ranks are processes, each bound to a core of its own, or the virtual devices of one process;
+the time with one rank is the time on one core, so that one against two ranks is a real measurement
+on two cores. On GPUs they are processes with a GPU each, or the GPUs of one process. Who is not
+installed is left out, with a line.
+
+Weak scaling keeps the rows of a rank, strong scaling those of the whole batch. Efficiency is
+t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other work on the
+machine disturbs least. Everybody trains with SGD with momentum on arrays in memory, in the loop
+that the library's users write.
 
     TNT_JAX_DATA=data python benchmarks/scaling.py --output benchmarks/results/scaling.json
     --picture benchmarks/results/scaling.png
@@ -15,21 +19,25 @@ first host):
 
     python benchmarks/scaling.py --kinds processes --prefix "netcluster exec node{number} --"
     --address 10.77.0.{number}
+
+In an allocation of SLURM the prefix is "srun --overlap --ntasks 1 --relative {index}", where
+{index} counts from 0. The GPU runs have not been made; see docs/performance.md.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import add_platform, environment, on_cpus
 from scaling_models import SIZES
 
 CONTENDERS = (
@@ -39,7 +47,12 @@ CONTENDERS = (
 # Who can drive several virtual devices in one process.
 ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
 KINDS = ("processes", "virtual devices")
-LIBRARIES = ("jax", "flax", "torch", "tensorflow", "tensorflow-cpu", "keras", "ray")
+# What a contender needs beside tnt_jax.
+NEEDS = {
+    "PyTorch DDP": ("torch",),
+    "TensorFlow MultiWorkerMirrored": ("tensorflow", "keras"),
+    "Keras 3 DataParallel": ("keras",),
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,8 +69,8 @@ def parse_arguments() -> argparse.Namespace:
         "--data",
         nargs="+",
         choices=("synthetic", "real"),
-        default=["synthetic", "real"],
-        help="real data needs TNT_JAX_DATA",
+        default=["synthetic", "real"] if "TNT_JAX_DATA" in os.environ else ["synthetic"],
+        help="real data needs TNT_JAX_DATA (default: both, if it is set)",
     )
     add(
         "--ranks",
@@ -72,7 +85,8 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--prefix",
         default="",
-        help="command that starts a process elsewhere; {number} is its number from 1",
+        help="command that starts a process elsewhere; {number} is its number from 1, {index} from "
+        "0",
     )
     add(
         "--address", default="127.0.0.1", help="address of a process; {number} is its number from 1"
@@ -81,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--timeout", type=int, default=300, help="seconds that a contender may take (default: 300)")
     add("--output", help="JSON file for the results")
     add("--picture", help="PNG file for the efficiencies")
+    add_platform(parser)
     args = parser.parse_args()
     if "real" in args.data and "TNT_JAX_DATA" not in os.environ:
         parser.error(
@@ -88,6 +103,18 @@ def parse_arguments() -> argparse.Namespace:
             "choose --data synthetic"
         )
     return args
+
+
+def installed(contenders: Sequence[str]) -> list[str]:
+    """Returns the contenders whose libraries are here, and prints a line for each other."""
+    here = []
+    for name in contenders:
+        lacking = [x for x in NEEDS.get(name, ()) if importlib.util.find_spec(x) is None]
+        if lacking:
+            print(f"{name} is left out: {' and '.join(lacking)} must be installed.")
+        else:
+            here.append(name)
+    return here
 
 
 def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -138,18 +165,17 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
             if task["kind"] == "processes"
             else f"0-{task['ranks'] - 1}"
         )
-        command = [
-            *shlex.split(args.prefix.format(number=process + 1)),
-            "taskset",
-            "-c",
-            cores,
-            *worker,
-            str(process),
-        ]
-        environment = {**os.environ, **environment_of(task, process, addresses)}
+        bound = ["taskset", "-c", cores] if on_cpus(args.platform) else []
+        prefix = shlex.split(args.prefix.format(number=process + 1, index=process))
+        command = [*prefix, *bound, *worker, str(process)]
+        chosen = environment_of(args.platform, task, process, addresses, is_local=not prefix)
         running.append(
             subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                env={**os.environ, **chosen},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
     deadline, outputs = time.monotonic() + args.timeout, []
@@ -169,19 +195,42 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
     return {"reason": messages[-1][:300] if messages else f"exit code {running[0].returncode}"}
 
 
-def environment_of(task: dict[str, Any], process: int, addresses: list[str]) -> dict[str, str]:
+def environment_of(
+    platform: str | None,
+    task: dict[str, Any],
+    process: int,
+    addresses: list[str],
+    *,
+    is_local: bool = True,
+) -> dict[str, str]:
+    """Returns the variables of a process.
+
+    Args:
+        platform: Value of `--platform`.
+        task: What it runs.
+        process: Its number.
+        addresses: Addresses of all processes.
+        is_local: Whether all processes run on this host, and share its GPUs.
+    """
     num_devices = task["ranks"] // task["processes"]
     chosen = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "PJRT_NPROC": str(max(num_devices if num_devices == 1 else 2 * num_devices, 2)),
-        "OMP_NUM_THREADS": str(num_devices),
-        # Huge pages, as the launcher asks for.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        "CUDA_VISIBLE_DEVICES": "-1",
         "KERAS_BACKEND": "tensorflow" if task["contender"].startswith("TensorFlow") else "jax",
     }
+    if on_cpus(platform):
+        chosen |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(num_devices),
+            "PJRT_NPROC": str(max(num_devices if num_devices == 1 else 2 * num_devices, 2)),
+            "OMP_NUM_THREADS": str(num_devices),
+            # Huge pages, as the launcher asks for.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+            "CUDA_VISIBLE_DEVICES": "-1",
+        }
+    else:
+        first = process * num_devices if is_local else 0
+        own = ",".join(str(first + n) for n in range(num_devices))
+        chosen |= {"CUDA_VISIBLE_DEVICES": own} | ({"JAX_PLATFORMS": platform} if platform else {})
     if task["contender"] == "tnt_jax, XLA's sums":
         chosen["TNT_FUSION_THRESHOLD"] = "xla"
     if task["contender"].startswith("tnt_jax") and task["processes"] > 1:
@@ -289,30 +338,15 @@ def draw(lines: list[dict[str, Any]], path: str) -> None:
         axis.set_title(f"{group[0]}\n{group[1]} data", fontsize=9)
     axes[0, 0].invert_yaxis()
     axes[0, -1].legend(fontsize=7)
-    figure.suptitle(f"Efficiency of {most} ranks, one core each")
+    figure.suptitle(f"Efficiency of {most} ranks")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {"python": platform.python_version(), **found}
-
-
-def commit() -> str:
-    """Returns the commit of the code that runs."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     args = parse_arguments()
-    rows, tasks, load_before = [], plan(args), os.getloadavg()
+    args.contenders = installed(args.contenders)
+    rows, tasks, about = [], plan(args), environment()
     for number, task in enumerate(tasks):
         load = os.getloadavg()[0]
         result = run_task(args, task, args.port + 10 * number)
@@ -333,13 +367,11 @@ def main() -> None:
     lines = efficiencies(args, rows)
     print(table(lines))
     if args.output:
-        about = {
-            "arguments": vars(args), "versions": versions(), "cpus": os.cpu_count(),
-            "machine": platform.machine(),
-            "load_before": load_before, "load_after": os.getloadavg(),
-        }  # fmt: skip
         Path(args.output).write_text(
-            json.dumps({**about, "efficiencies": lines, "rows": rows}, indent=1) + "\n"
+            json.dumps(
+                {"arguments": vars(args), **about, "efficiencies": lines, "rows": rows}, indent=1
+            )
+            + "\n"
         )
     if args.picture:
         draw(lines, args.picture)

@@ -25,7 +25,7 @@ from typing import Any
 
 from fault_contenders import CONTENDERS, TNT_JAX, RunningJob, tnt_jax_words
 from fault_damage import Disk, remove_folder
-from scaling import versions
+from machine import versions
 
 _SAMPLE_S = 1.0
 _TICK_S = 0.05

@@ -1,5 +1,6 @@
 """Reads timelines in Chrome's trace format."""
 
+import gzip
 import json
 from collections import defaultdict
 from itertools import pairwise
@@ -32,3 +33,24 @@ def read_trace(path):
             assert not open_spans or end <= open_spans[-1] + 1, f"{name} ends after what it is in"
             open_spans.append(end)
     return [event for event in events if event["ph"] == "X"]
+
+
+def sums_beside_kernels(path):
+    """Returns for each kernel of NCCL, in a trace of JAX's profiler, whether another kernel of the
+    same GPU ran meanwhile.
+    """
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    kernels = [
+        (event["pid"], event["ts"], event["ts"] + event["dur"], "nccl" in event["name"].lower())
+        for event in events
+        if event["ph"] == "X" and "GPU" in names.get(event["pid"], "")
+    ]
+    return [
+        any(
+            device == own and start < until and since < end and not is_sum
+            for device, since, until, is_sum in kernels
+        )
+        for own, start, end, sums in kernels
+        if sums
+    ]

@@ -10,19 +10,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.distributed import cpu_ring
+from tnt_jax.distributed import cpu_ring, modelled
 from tnt_jax.distributed.fused_psum import flatten, join_small_ones, psum, split_like
 from tnt_jax.distributed.rank_sums import sum_by_hosts, sum_in_bfloat16
 from tnt_jax.settings import Settings
 
-# The fastest sizes on modelled H100s, see benchmarks/README.md: between hosts a sum takes long
-# whatever its size.
-_HOST_BUCKET_BYTES, _CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
-_RANKS_OF_A_HOST = 8
-_CPU_BUCKET_BYTES = 2 * 2**20
-# Up to this many ranks, and from this many bytes of gradients on, the compiler's own grouping was
-# modelled as faster: Transformer-big and -base, but not ResNet-50 with its 98 MiB.
-_MOST_RANKS_FOR_XLA, _XLA_BYTES = 64, 200 * 2**20
+_CPU_BUCKET_BYTES = 2 * 2**20  # Measured, see benchmarks/README.md.
 
 Threshold = int | Literal["xla"]
 
@@ -72,7 +65,7 @@ class Reduction:
 
 
 def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> Reduction:
-    """Returns the fastest exact reduction for the given devices.
+    """Returns the fastest exact reduction for the given devices; for GPUs, see `modelled`.
 
     Args:
         platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
@@ -81,10 +74,12 @@ def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> 
     """
     if platform == "cpu":
         return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1)
-    if num_ranks <= _RANKS_OF_A_HOST:
-        return Reduction(_HOST_BUCKET_BYTES, chained=True)
-    xla_bytes = _XLA_BYTES if num_ranks <= _MOST_RANKS_FOR_XLA else None
-    return Reduction(_CLUSTER_BUCKET_BYTES, chained=True, xla_bytes=xla_bytes)
+    if num_ranks <= modelled.RANKS_OF_A_HOST:
+        return Reduction(modelled.HOST_BUCKET_BYTES, chained=modelled.IS_CHAINED)
+    xla_bytes = modelled.XLA_BYTES if num_ranks <= modelled.MOST_RANKS_FOR_XLA else None
+    return Reduction(
+        modelled.CLUSTER_BUCKET_BYTES, chained=modelled.IS_CHAINED, xla_bytes=xla_bytes
+    )
 
 
 def choose_reduction(
