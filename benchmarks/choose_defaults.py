@@ -70,7 +70,7 @@ def tuned(args: argparse.Namespace, model: str) -> dict[str, float]:
     """Returns the median milliseconds of each way, as `tnt-jax tune` prints them."""
     where = ["--hostfile", args.hostfile] if args.hostfile else []
     where += ["-n", str(args.ranks)] if args.ranks else []
-    where += ["--platform", "cpu"] if args.platform == "cpu" else []
+    where += ["--no-gpu"] if args.platform == "cpu" else []
     options = [f"--image-size={args.image_size}", f"--worker={model}"]
     options += [f"--batch-size={args.batch_size}"] if args.batch_size else []
     command = [

@@ -13,8 +13,6 @@ from tnt_jax.data.loaders import gives_batches, is_grain_map_dataset, num_shards
 from tnt_jax.data.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
-from tnt_jax.data.ray.shards import shard_source
-from tnt_jax.data.ray.source import RaySource
 from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.read_options import ReadOptions
 from tnt_jax.data.shards import ShardSource
@@ -204,6 +202,10 @@ def _is_of_ray(x: Any) -> bool:
 
 
 def _ray_source(x: Any, options: ReadOptions) -> Source:
+    # Training without Ray starts sooner without them.
+    from tnt_jax.data.ray.shards import shard_source
+    from tnt_jax.data.ray.source import RaySource
+
     spec = _with_arguments(x if isinstance(x, RayData) else RayData(x), options)
     if spec.batch_size is None and options.micro_batch_size is None:
         raise ValueError(
