@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tnt_jax import _jax
 from tnt_jax.adapters.linen import LinenAdapter
@@ -29,11 +28,10 @@ class Layers(nn.Module):
         return nn.BatchNorm(use_running_average=True)(x)
 
 
-@pytest.mark.parametrize("seed", [0, 12345])
-def test_fresh_variables_are_those_of_init_to_the_last_bit(seed):
+def test_fresh_variables_are_those_of_init_to_the_last_bit():
     x = np.ones((4, 17), np.float32)
-    found = LinenAdapter(Layers()).init(x, seed=seed)
-    expected = jax.jit(Layers().init)(jax.random.key(seed), np.zeros((1, 17), np.float32))
+    found = LinenAdapter(Layers()).init(x, seed=12345)
+    expected = jax.jit(Layers().init)(jax.random.key(12345), np.zeros((1, 17), np.float32))
     params = expected.pop("params")
     assert _jax.options_of_one_run()
     for own, other in ((found.params, params), (found.model_state, expected)):

@@ -9,6 +9,7 @@ import pytest
 import report
 from choose_defaults import best_threshold, times_of
 from machine import busy_processes, environment, free_addresses, on_cpus
+from processes import environment as environment_of_one
 from scaling import environment_of, installed
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 def run_report(folder, *options):
     command = [sys.executable, "-m", "benchmarks", "--quick", "--output", folder, *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment_of_one(), capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.mark.multiprocess
