@@ -65,7 +65,7 @@ def create_state(
             else None
         )
 
-    zero = np.zeros((), np.int32)
+    zero: Any = np.zeros((), np.int32)
     return TrainState(
         zero,
         params,
