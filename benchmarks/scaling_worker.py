@@ -51,9 +51,9 @@ def run_torch(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[]
     device = "cuda" if on_gpu else "cpu"
     torch.set_num_threads(1)
     num = task["ranks"]
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", f"tcp://{task['addresses'][0]}", rank=process, world_size=num
-    )
+    if num > 1:
+        backend, address = "nccl" if on_gpu else "gloo", f"tcp://{task['addresses'][0]}"
+        torch.distributed.init_process_group(backend, address, rank=process, world_size=num)
     is_image = x[0].ndim == 4
     net: Any = make_torch(task["model"], x[0].shape[-1])
     if is_image and task["model"] != "mlp":
