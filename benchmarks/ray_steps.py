@@ -127,8 +127,8 @@ def summary(values: list[float]) -> str:
 
 def main() -> None:
     """Runs the rounds, and prints and writes what they took."""
-    from ray_clusters import ray_cluster_of
     from machine import commit, versions
+    from ray_clusters import ray_cluster_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
