@@ -28,6 +28,8 @@ from fault_damage import Disk, remove_folder
 from machine import versions
 
 _SAMPLE_S = 1.0
+# A record keeps the samples of every fifth second.
+_KEPT_S = 5
 _TICK_S = 0.05
 _PAUSED_S, _HELD_S = 3.0, 5.0
 # A process is new for so long: it imports, compiles and reads ahead.
@@ -167,16 +169,16 @@ def _facts(folder: Path, now: float) -> list[dict[str, Any]]:
 def growth(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns how much processes have grown in a minute, by role, at the median of the processes.
 
-    Of each process that lived for two minutes or more, the last quarter of its samples is compared
-    with the second quarter, by medians.
+    Of each process that lived for a hundred seconds or more, the last quarter of its samples is
+    compared with the third, by medians. In the first half it may still import and compile.
     """
     slopes: dict[str, dict[str, list[float]]] = {}
     for pid in {sample["pid"] for sample in samples}:
         own = [sample for sample in samples if sample["pid"] == pid]
-        if own[-1]["time"] - own[0]["time"] < 120:
+        if own[-1]["time"] - own[0]["time"] < 100:
             continue
         quarter = len(own) // 4
-        early, late = own[quarter : 2 * quarter], own[3 * quarter :]
+        early, late = own[2 * quarter : 3 * quarter], own[3 * quarter :]
         minutes = (late[0]["time"] - early[0]["time"]) / 60
         for what in ("megabytes", "threads", "files"):
             grown = statistics.median(s[what] for s in late) - statistics.median(
@@ -231,7 +233,8 @@ def main() -> None:
     told = {name: value for name, value in result.items() if name not in ("faults", "samples")}
     print(json.dumps({**told, "faults": len(result["faults"]), "growth_per_minute": grown}))
     if args.output:
-        text = json.dumps({**about, **result, "growth_per_minute": grown})
+        kept = [sample for sample in result["samples"] if int(sample["time"]) % _KEPT_S == 0]
+        text = json.dumps({**about, **result, "samples": kept, "growth_per_minute": grown})
         Path(args.output).write_text(text + "\n")
     if args.plot:
         plot(result, Path(args.plot))
