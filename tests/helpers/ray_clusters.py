@@ -45,3 +45,12 @@ def ray_cluster_of(*, num_cpus=4, **head_node_args):
         finally:
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_cluster(cluster):
+    """Returns the environment of a job that looks at its own cluster alone, as `runtime_env`.
+
+    Ray Train asks the latest cluster of the machine whether a run is alive, unless it is told which
+    one to ask; another one says no, and it frees the places of the run.
+    """
+    return {"env_vars": {"RAY_ADDRESS": cluster.address}}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray_runs
-from ray_clusters import ray_cluster_of
+from ray_clusters import own_cluster, ray_cluster_of
 
 # The reports and the resuming of a worker are tested without Ray's start in test_worker.py.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.long]
@@ -30,7 +30,8 @@ def connected_to(cluster):
     """Connects to a cluster; the functions of `ray_runs` travel to its workers as they are."""
     import ray
 
-    with ray.init(cluster.address, log_to_driver=False, logging_level="ERROR"):
+    options = {"log_to_driver": False, "logging_level": "ERROR"}
+    with ray.init(cluster.address, runtime_env=own_cluster(cluster), **options):
         ray.cloudpickle.register_pickle_by_value(ray_runs)
         try:
             yield

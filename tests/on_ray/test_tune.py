@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray_runs
-from ray_clusters import ray_cluster_of
+from ray_clusters import own_cluster, ray_cluster_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.long]
 NUM_EPOCHS = 1_000_000
@@ -31,8 +31,7 @@ def connected(cluster):
     """Connects to the cluster."""
     import ray
 
-    environment = {"env_vars": {"RAY_ADDRESS": cluster.address}}
-    with ray.init(cluster.address, log_to_driver=False, runtime_env=environment):
+    with ray.init(cluster.address, log_to_driver=False, runtime_env=own_cluster(cluster)):
         yield
 
 
