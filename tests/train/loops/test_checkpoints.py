@@ -185,3 +185,35 @@ def test_nan_does_not_replace_a_checkpoint(tmp_path, caplog):
     save(tmp_path, bad, dataset)
     assert "params/w holds NaN or infinity" in caplog.text
     assert restored(tmp_path, STATE, dataset_of())["count"] == 7
+
+
+def rows_done(dataset):
+    return dataset.describe_position()["data"]["rows"]
+
+
+def test_rows_of_stacked_batches_are_counted_in_each_epoch():
+    dataset = dataset_of()
+    batches = dataset.stacked(3)
+    next(batches)
+    assert rows_done(dataset) == 48
+    assert len(list(batches)) == 2
+    assert rows_done(dataset) == 0
+
+
+class Uneven:
+    """Batches of three sizes, from the first on in each pass."""
+
+    def __iter__(self):
+        return iter([ROWS[:10], ROWS[10:30], ROWS[30:35]])
+
+
+def test_rows_of_uneven_batches_are_counted_over_a_restart(tmp_path):
+    dataset = tnt.distribute(Uneven())
+    for batch in dataset:
+        if batch.index == 1:
+            break
+    save(tmp_path, STATE, dataset)
+    again = tnt.distribute(Uneven())
+    restored(tmp_path, STATE, again)
+    assert rows_done(again) == 30
+    assert rows_left(again, 1) == list(range(30, 35))
