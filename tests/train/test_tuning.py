@@ -127,7 +127,8 @@ def test_one_rank_has_nothing_to_tune(monkeypatch):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # tests/launch/test_scale.py starts scripts through the same entry.
+@pytest.mark.parametrize("by_name", [False, True])
 def test_the_command_tries_on_two_processes_and_trains_nothing(tmp_path, monkeypatch, by_name):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
