@@ -43,9 +43,9 @@ def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
     """
     sizes = mapped_sizes() if mesh is None else mesh.shape
     axes = tuple(name for name in _RANK_AXES if sizes.get(name, 1) > 1)
-    if not axes:
-        return DATA_AXIS
-    return axes if len(axes) > 1 else axes[0]
+    if len(axes) == 1:
+        return axes[0]
+    return axes or DATA_AXIS
 
 
 def num_ranks(mesh: Any) -> int:
