@@ -96,6 +96,8 @@ def forms_of(num_gpus: int) -> list[Form]:
             Form("data x fsdp", {"data": 2, "fsdp": 4}),
             Form("data parallel", {"data": 8}, "none", model="transformer_big"),
             Form("fsdp", whole, "none", model="transformer_big"),
+            Form("data parallel", {"data": 8}, "none", model="resnet50"),
+            Form("fsdp", whole, "none", model="resnet50"),
         ]
     return found
 
@@ -122,7 +124,14 @@ def decoder(num_ranks: int) -> overlap.Problem:
     return overlap.Problem(parts, optimizer, jax.eval_shape(start), Batch(tokens, tokens))
 
 
-PROBLEMS = {**overlap.PROBLEMS, "decoder": decoder}
+def problem_of(form: Form, mesh: Any) -> overlap.Problem:
+    """Returns the model of a form; statistics of ResNet-50 are those of the global batch."""
+    num_ranks = _jax.num_ranks(mesh)
+    if form.model == "decoder":
+        return decoder(num_ranks)
+    if form.model == "resnet50":
+        return overlap.resnet(num_ranks, bn_axis_name=_jax.rank_axes(mesh))
+    return overlap.PROBLEMS[form.model](num_ranks)
 
 
 def placed(tree: Any, shardings: Any) -> Any:
@@ -139,7 +148,7 @@ def lower(form: Form, num_gpus: int) -> Any:
         platform="cuda", topology=TOPOLOGIES[num_gpus], target_config=H100
     ).devices
     mesh = MeshAxes.of(form.mesh).build(_jax.make_data_mesh(devices))
-    problem = PROBLEMS[form.model](_jax.num_ranks(mesh))
+    problem = problem_of(form, mesh)
     if form.mesh == {"data": num_gpus}:
         sums = zero_sums(problem.parts, problem.state, problem.batch, mesh)
         reduction = default_reduction("cuda", num_gpus)
@@ -310,6 +319,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", nargs="+", type=int, choices=(8, 64), default=[8])
     parser.add_argument("--forms", nargs="+", help="names of forms (default: all)")
+    parser.add_argument("--models", nargs="+", help="names of models (default: all)")
     parser.add_argument("--output", help="JSON file that rows are added to")
     parser.add_argument("--picture", help="PNG file for the timeline on 8 GPUs")
     return parser.parse_args()
@@ -322,7 +332,10 @@ def main() -> None:
     for num_gpus in args.gpus:
         for form in forms_of(num_gpus):
             known = (form.model, num_gpus, form.name, form.mesh)
-            if (args.forms and form.name not in args.forms) or any(
+            is_left_out = (args.forms and form.name not in args.forms) or (
+                args.models and form.model not in args.models
+            )
+            if is_left_out or any(
                 (row["model"], row["gpus"], row["form"], row["mesh"]) == known for row in rows
             ):
                 continue

@@ -142,13 +142,17 @@ class Problem(NamedTuple):
     batch: Batch
 
 
-def resnet(num_ranks: int) -> Problem:
-    """ResNet-50 in bfloat16, 256 images of 224 x 224 a GPU, SGD with momentum."""
+def resnet(num_ranks: int, *, bn_axis_name: Any = None) -> Problem:
+    """ResNet-50 in bfloat16, 256 images of 224 x 224 a GPU, SGD with momentum.
+
+    Args:
+        num_ranks: Number of GPUs.
+        bn_axis_name: Mesh axes over which BatchNorm takes its statistics; None for each GPU's own.
+    """
     images = jax.ShapeDtypeStruct((256 * num_ranks, 224, 224, 3), jnp.bfloat16)
     batch = Batch(images, jax.ShapeDtypeStruct((256 * num_ranks,), jnp.int32))
-    return make_problem(
-        resnet50(num_classes=1000, dtype=jnp.bfloat16), optax.sgd(0.1, momentum=0.9), batch
-    )
+    module = resnet50(num_classes=1000, dtype=jnp.bfloat16, bn_axis_name=bn_axis_name)
+    return make_problem(module, optax.sgd(0.1, momentum=0.9), batch)
 
 
 def transformer(num_ranks: int) -> Problem:

@@ -46,6 +46,11 @@ def used_twice(params, x):
     return jnp.sum(x @ params["w"][0] @ params["w"][0].T)
 
 
+def whole_twice(params, x):
+    h = jnp.tanh(jnp.einsum("bi,lij->bj", x, params["w"]))
+    return jnp.sum(jnp.einsum("bi,lij->bj", h, params["w"]) ** 2)
+
+
 def data():
     rng = np.random.default_rng(0)
     w = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4
@@ -81,7 +86,9 @@ def cast(params, dtype):
 
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize(
-    "function", [plain, scanned, scanned_remat, jitted, used_twice], ids=lambda f: f.__name__
+    "function",
+    [plain, scanned, scanned_remat, jitted, used_twice, whole_twice],
+    ids=lambda f: f.__name__,
 )
 def test_results_and_gradients_are_those_of_whole_parameters(function, dim):
     params, x = data()
@@ -105,6 +112,10 @@ def test_a_loop_gathers_one_layer_at_a_time():
     gathers = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
     assert gathers
     assert all(f"-> tensor<{WIDTH}x{WIDTH}xf32>" in line for line in gathers)
+
+
+def test_no_barrier_keeps_activations_from_being_computed_where_they_are_read():
+    assert "optimization_barrier" not in in_parts(whole_twice, 1).lower(*data()).as_text()
 
 
 def test_half_precision_is_gathered_in_half_precision_and_summed_in_single():

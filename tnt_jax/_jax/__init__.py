@@ -44,6 +44,7 @@ from tnt_jax._jax.compiler import (
     options_of_one_run,
 )
 from tnt_jax._jax.frames import compiles, is_of_jax
+from tnt_jax._jax.gathered import keep_all_but_gathered
 from tnt_jax._jax.host_call import called_function, host_call
 from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
 from tnt_jax._jax.processes import (
@@ -110,6 +111,7 @@ __all__ = [
     "is_varying",
     "jaxpr_as_fun",
     "jaxprs_in_params",
+    "keep_all_but_gathered",
     "last_activations",
     "local_copy",
     "local_parts",

@@ -107,24 +107,18 @@ def gather_where_used(
     jaxpr = _rewritten(traced.jaxpr, inside)
     run = _jax.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, traced.consts))
     # A policy around blocks that have one would override theirs.
-    run = run if has_remat else jax.checkpoint(run, policy=_is_kept)
+    run = run if has_remat else _jax.keep_all_but_gathered(run)
     arrays = iter(run(*leaves))
     return tree.unflatten([next(arrays) if x is None else x for x in kept])
-
-
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether results of a primitive are kept for backpropagation.
-
-    Gathered arrays are not, and neither are reshaped ones, which may be gathered arrays.
-    """
-    return not primitive.name.startswith("all_gather") and primitive.name not in _jax.PLAIN
 
 
 def _like_whole(part: jax.Array, cut: Cut) -> jax.Array:
     """Returns what stands for a whole array while a function is traced."""
     shape = list(part.shape)
     shape[cut.dim] *= jax.lax.axis_size(_jax.FSDP_AXIS)
-    return _jax.make_varying(jnp.zeros(shape, part.dtype))
+    whole = _jax.make_varying(jnp.zeros(shape, part.dtype))
+    missing = tuple(sorted(_jax.varying_axes(part) - _jax.varying_axes(whole)))
+    return jax.lax.pcast(whole, missing, to="varying") if missing else whole
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
