@@ -66,6 +66,8 @@ class Settings:
             `fit(resume=...)` (`TNT_CHECKPOINT_EVERY`).
         timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
         restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
+        device_memory: Bytes of a device for `Model(mesh="auto")` (`TNT_DEVICE_MEMORY`, such as
+            `80GB` or `40GiB`); None for what the device states.
         goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
             in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
     """
@@ -92,6 +94,7 @@ class Settings:
     scale_steps: int | None = None
     scale_from: int = 1
     scale_weak: bool = False
+    device_memory: int | None = None
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -139,6 +142,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
         restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
+        device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -189,6 +193,18 @@ def _integer(env: Mapping[str, str], name: str, *, at_least: int) -> int | None:
     if not value.strip().isdigit() or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, but is {value!r}.")
     return int(value)
+
+
+def _bytes(env: Mapping[str, str], name: str) -> int | None:
+    value = (env.get(name) or "").strip()
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B", value)
+    nbytes = 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        nbytes = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if value and not nbytes:
+        raise ValueError(f"{name} must be a size such as 80GB or 40GiB, but is {env[name]!r}.")
+    return nbytes or None
 
 
 def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from stacked_models import Dropping, Stacked
 
 from tnt_jax import models
 from tnt_jax.adapters.linen import LinenAdapter
@@ -20,49 +20,6 @@ from tnt_jax.train.state_arrays import state_arrays
 ROWS = 6
 TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, 7))
 POLICY = jax.checkpoint_policies.nothing_saveable
-
-
-class Layer(nn.Module):
-    """Takes positions as a constant of the loop, and drops."""
-
-    @nn.compact
-    def __call__(self, x, scale, train):
-        y = nn.Dropout(0.4, deterministic=not train)(nn.Dense(8)(x) * scale)
-        return x + nn.tanh(y), None
-
-
-class Dropping(nn.Module):
-    @nn.compact
-    def __call__(self, tokens, train):
-        embed = nn.Embed(11, 8)
-        x = nn.Dropout(0.2, deterministic=not train)(embed(tokens))
-        stack = nn.scan(
-            Layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, nn.broadcast),
-            length=4,
-        )
-        # What each layer gets beside activations belongs to the rows of the micro-batch.
-        x, _ = stack(name="layers")(x, (tokens % 3 + 1.0)[..., None], train)
-        return embed.attend(x)
-
-
-class Stacked(nnx.Module):
-    def __init__(self):
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs):
-            return nnx.Linear(8, 8, rngs=rngs)
-
-        self.embed = nnx.Embed(11, 8, rngs=nnx.Rngs(0))
-        self.layers = make(nnx.Rngs(1).fork(split=4))
-
-    def __call__(self, tokens):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x, layer):
-            return x + nnx.tanh(layer(x))
-
-        return self.embed.attend(run(self.embed(tokens), self.layers))
 
 
 DECODER = models.Decoder(**{**models.DECODER_SIZES["tiny"], "vocab_size": 11})
@@ -186,3 +143,14 @@ def test_what_a_pipeline_cannot_do_is_refused(module, path, message):
 def test_arguments_of_a_pipeline_are_checked(path, microbatches, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(path, microbatches=microbatches)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="schedule must be 'gpipe' or '1f1b', but is 'zigzag'"):
+        Pipeline("layers", microbatches=2, schedule="zigzag")
+
+
+def test_a_pipeline_says_what_it_costs():
+    assert Pipeline("layers", microbatches=12, schedule="1f1b").description(4) == (
+        "Pipeline of layers: 4 stages, 12 micro-batches, 1f1b; a stage waits for 20.0% of a step"
+    )

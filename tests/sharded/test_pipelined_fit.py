@@ -3,9 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import tnt_jax as tnt
 from tnt_jax import models
+from tnt_jax.sharded.planning import peak_bytes
+from tnt_jax.train.contracts import Batch
 from tnt_jax.train.state_arrays import state_arrays
 
 RNG = np.random.default_rng(0)
@@ -34,19 +37,55 @@ def one_device():
     tnt.shutdown()
 
 
+GPIPE, BY_TURNS = (
+    tnt.Pipeline("layers", microbatches=3, schedule=schedule) for schedule in ("gpipe", "1f1b")
+)
+# Megatron's cuts; the first dimension is that of the layers.
+RULES = [
+    ("layers/attention/output/kernel", (None, "tensor", None, None)),
+    ("layers/attention/*/kernel", (None, None, "tensor", None)),
+    ("layers/feed_forward/down/kernel", (None, "tensor", None)),
+    ("layers/feed_forward/*/kernel", (None, None, "tensor")),
+]
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
         # A rank has 4 rows of a batch, in 3 micro-batches of 2, and 3 of the last one.
-        (4, {"mesh": {"data": 2, "stage": 2}, "remat": "full"}),
-        pytest.param(8, {"mesh": {"data": 2, "stage": 4}}, marks=pytest.mark.long),
-        pytest.param(4, {"mesh": {"stage": -1}, "remat": "dots"}, marks=pytest.mark.long),
+        (4, {"mesh": {"data": 2, "stage": 2}, "remat": "full", "pipeline": GPIPE}),
+        (8, {"mesh": {"data": 2, "stage": 2, "fsdp": 2}, "pipeline": BY_TURNS}),
+        long(8, {"mesh": {"data": 2, "stage": 4}, "pipeline": GPIPE}),
+        long(4, {"mesh": {"stage": -1}, "remat": "dots", "pipeline": GPIPE}),
+        long(8, {"mesh": {"data": 2, "stage": 4}, "pipeline": BY_TURNS}),
+        long(4, {"mesh": {"stage": 4}, "remat": "full", "pipeline": BY_TURNS}),
+        long(8, {"mesh": {"data": 2, "stage": 2, "fsdp": 2}, "pipeline": GPIPE}),
+        long(4, {"mesh": {"stage": 2, "fsdp": 2}, "remat": "full", "pipeline": BY_TURNS}),
+        long(
+            8,
+            {
+                "mesh": {"data": 2, "stage": 2, "tensor": 2},
+                "sharding_rules": RULES,
+                "pipeline": GPIPE,
+            },
+        ),
+        long(
+            8,
+            {
+                "mesh": {"stage": 2, "fsdp": 2, "tensor": 2},
+                "sharding_rules": RULES,
+                "pipeline": BY_TURNS,
+            },
+        ),
         # Blocks that are rematerialized are compared with plain ones in test_remat.
-        pytest.param(2, {"remat": "full", "pipeline": None}, marks=pytest.mark.long),
+        long(2, {"remat": "full"}),
     ],
 )
 def test_training_equals_one_device(one_device, num_devices, options):
-    options = {"pipeline": tnt.Pipeline("layers", microbatches=3), **options}
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         train(num_devices, **options),
@@ -79,13 +118,6 @@ def test_each_stage_holds_its_layers_alone(use_ranks):
     [
         ({"pipeline": tnt.Pipeline("layers", microbatches=2)}, "needs a mesh with an axis 'stage'"),
         ({"mesh": {"stage": 4}}, "needs a pipeline: pipeline=tnt_jax.Pipeline"),
-        (
-            {
-                "mesh": {"stage": 2, "fsdp": 2},
-                "pipeline": tnt.Pipeline("layers", microbatches=2),
-            },
-            "with the axis 'data' alone, but mesh has fsdp 2 and tensor 1",
-        ),
         ({"remat": "half"}, "remat must be 'none', 'dots' or 'full'"),
     ],
 )
@@ -122,3 +154,63 @@ def test_on_nan_is_refused_in_a_pipeline(two_ranks):
 def test_a_pipeline_that_is_none_is_refused():
     with pytest.raises(TypeError, match=r"pipeline must be a tnt_jax\.Pipeline"):
         tnt.Model(models.Decoder(**TINY), mesh={"stage": 2}, pipeline="layers")
+
+
+def lowered_step(schedule, num_micro_batches):
+    """Returns a step on four stages, with rows of which activations take more than parameters."""
+    sizes = {**TINY, "num_layers": 8}
+    pipeline = tnt.Pipeline("layers", microbatches=num_micro_batches, schedule=schedule)
+    model = tnt.Model(models.Decoder(**sizes), mesh={"stage": 4}, pipeline=pipeline)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="sgd", loss=loss)
+    tokens = RNG.integers(0, 11, (32, 64))
+    model.train_on_batch(tokens, tokens)
+    return model._core.trainer.lower_train_step(Batch(tokens, tokens))
+
+
+def test_1f1b_needs_less_memory_than_gpipe(use_ranks):
+    use_ranks(4)
+    by_turns, gpipe = (peak_bytes(lowered_step(s, 16).compile()) for s in ("1f1b", "gpipe"))
+    assert by_turns < 0.5 * gpipe
+
+
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = models.Decoder(**TINY, name="decoder")(tokens)
+        return {"a": x, "b": nn.Dense(11)(x)}
+
+
+def test_several_losses_by_1f1b_are_refused(two_ranks):
+    pipeline = tnt.Pipeline("decoder/layers", microbatches=2, schedule="1f1b")
+    model = tnt.Model(TwoHeads(), mesh={"stage": 2}, pipeline=pipeline)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="sgd", loss={"a": loss, "b": loss})
+    with pytest.raises(ValueError, match=r"one loss, but the model has 2. Use Pipeline\(schedule"):
+        model.fit(TOKENS, {"a": TARGETS, "b": TARGETS}, batch_size=8, verbose=0)
+
+
+def test_a_rule_that_cuts_the_layers_is_refused(use_ranks):
+    use_ranks(4)
+    rules = [("layers/feed_forward/down/kernel", ("tensor", None, None))]
+    mesh = {"stage": 2, "tensor": 2}
+    model = tnt.Model(models.Decoder(**TINY), mesh=mesh, pipeline=GPIPE, sharding_rules=rules)
+    model.compile(optimizer="sgd", loss="mean_squared_error")
+    with pytest.raises(ValueError, match=r"down/kernel \[4, 64, 32\] over the axis 'tensor', but"):
+        model.build(TOKENS[:6])
+
+
+class Listed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = nn.Dense(8, name=f"layers_{i}")(x)
+        return x
+
+
+def test_layers_of_a_list_are_refused_with_the_way_out(two_ranks):
+    model = tnt.Model(Listed(), mesh={"stage": 2}, pipeline=GPIPE)
+    with pytest.raises(
+        ValueError, match=r"layers_0, layers_1 are modules of a list\. Make them by"
+    ):
+        model.build((None, 8))

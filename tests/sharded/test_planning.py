@@ -2,6 +2,7 @@
 the step does.
 """
 
+import logging
 import re
 import textwrap
 
@@ -64,6 +65,28 @@ def test_a_plan_lists_the_collectives_of_the_step(four_ranks, monkeypatch, capsy
     # The gradients and a few numbers.
     sent = float(re.search(r"x all-reduce, ([\d.]+) KiB", plain)[1])
     assert sent == pytest.approx(local_bytes(state.params) / 1024, abs=0.2)
+
+
+def test_a_plan_says_why_the_mesh_was_chosen(use_ranks, monkeypatch, capsys):
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "10GB")
+    use_ranks(4)
+    text, state = planned(monkeypatch, capsys, mesh="auto")
+    assert text.startswith('Mesh: data 4\nmesh="auto" chose data 4 needs ')
+    assert "of 9.3 GiB a device\nParameters, with" in text
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(state.params))
+
+
+def test_a_plan_says_what_a_pipeline_costs(use_ranks, monkeypatch, caplog):
+    use_ranks(4)
+    monkeypatch.setattr(logging.getLogger("tnt_jax"), "propagate", True)
+    pipeline = tnt.Pipeline("layers", microbatches=4)
+    model = tnt.Model(nn.Dense(3), mesh={"data": 2, "stage": 2}, pipeline=pipeline)
+    expected = (
+        "Pipeline of layers: 2 stages, 4 micro-batches, gpipe; a stage waits for 20.0% of a step"
+    )
+    with caplog.at_level("INFO", "tnt_jax"):
+        assert model._core.mesh_notes() == [expected]
+    assert f"{expected}." in caplog.messages
 
 
 def test_one_device_communicates_nothing(use_ranks, monkeypatch, capsys):

@@ -30,17 +30,17 @@ def train(make, optimizer, x, y, **options):
 def compare(use_ranks, make, mesh, optimizer=lambda: optax.sgd(0.1), data=None, **options):
     """Trains on one device and on a mesh over as many as it needs; returns the model there."""
     x, y = make_data() if data is None else data
-    rules = options.pop("sharding_rules", ())
+    rules, tolerance = options.pop("sharding_rules", ()), options.pop("tolerance", 1e-5)
     use_ranks(1)
     whole, expected = train(make, optimizer(), x, y, **options)
     weights, predicted = whole.get_weights(), whole.predict(x, batch_size=SIZE, verbose=0)
     evaluated = whole.evaluate(x, y, batch_size=SIZE, verbose=0)
     use_ranks(int(np.prod(list(mesh.values()))))
     model, history = train(make, optimizer(), x, y, mesh=mesh, sharding_rules=rules, **options)
-    assert_close(history, expected)
-    assert_close(model.get_weights(), weights)
-    assert_close(model.predict(x, batch_size=SIZE, verbose=0), predicted)
-    assert_close(model.evaluate(x, y, batch_size=SIZE, verbose=0), evaluated)
+    assert_close(history, expected, tolerance)
+    assert_close(model.get_weights(), weights, tolerance)
+    assert_close(model.predict(x, batch_size=SIZE, verbose=0), predicted, tolerance)
+    assert_close(model.evaluate(x, y, batch_size=SIZE, verbose=0), evaluated, tolerance)
     return model
 
 
@@ -86,12 +86,31 @@ def test_a_keras_model_equals_one_device(use_ranks):
     assert is_cut(model, "fsdp")
 
 
+@pytest.fixture
+def double_precision():
+    """Lets JAX and Keras compute in float64."""
+    import keras
+
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    keras.config.set_floatx(before)
+
+
 @pytest.mark.long  # Beside the test above, synchronized statistics.
-def test_synchronized_batch_statistics_equal_one_device(use_ranks):
+def test_synchronized_batch_statistics_equal_one_device(use_ranks, double_precision):
+    # In float32, normalization by the moving variance of a few rows multiplies the rounding of
+    # sums up to 3e-5 in predictions, with plain data parallelism as with a mesh; in float64 all is
+    # within 1e-6.
     def make():
         return keras_model(normalized=True)
 
-    compare(use_ranks, make, {"data": 2, "fsdp": 2}, synchronize_batch_norm=True)
+    x, y = make_data()
+    mesh = {"data": 2, "fsdp": 2}
+    data = x.astype(np.float64), y
+    compare(use_ranks, make, mesh, data=data, synchronize_batch_norm=True, tolerance=1e-6)
 
 
 class Named(nn.Module):
@@ -148,7 +167,7 @@ def test_a_transformer_cut_by_columns_and_rows_equals_one_device(use_ranks):
 
     def make():
         return models.Transformer(
-            vocab_size=32, width=16, num_heads=2, filter_dim=64, num_layers=2
+            vocab_size=32, width=16, num_heads=2, filter_dim=64, num_layers=1
         )  # fmt: skip
 
     model = compare(

@@ -200,3 +200,15 @@ def test_batch_statistics_are_refused(use_ranks):
         ValueError, match=r"model state batch_stats/BatchNorm_0/mean \[64\].*axis_n"
     ):
         train(Normalized(), optax.sgd(0.1), mesh={"fsdp": 4})
+
+
+def test_a_state_that_is_put_back_stays_readable(use_ranks):
+    use_ranks(4)
+    x, y = make_data()
+    optimizer = tnt.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    model, _ = train(Net(), optimizer, mesh={"fsdp": 4}, epochs=1)
+    kept = model.state
+    expected = jax.tree.map(np.array, kept)
+    model.set_state(kept)
+    model.fit(x, y, batch_size=SIZE, epochs=1, verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)

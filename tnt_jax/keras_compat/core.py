@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import numpy as np
 from tnt_jax import reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed import runtime
-from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.distributed.reduction import Reduction, choose_reduction
 from tnt_jax.keras_compat.compilation import Compilation
 from tnt_jax.keras_compat.compiled import Compiled
 from tnt_jax.keras_compat.keras_training import transformation_of
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.wrapped import write_back, writing_back
-from tnt_jax.train.contracts import Apply, Parts, Steps
+from tnt_jax.log import logger
+from tnt_jax.sharded import auto
+from tnt_jax.sharded.schedules import STAGE_AXIS
+from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.trainer import Trainer
@@ -37,6 +41,7 @@ class Core:
         options: See above.
         adapter: The adapter of the module.
         compilation: The choices of `compile`; None before it is called.
+        mesh_choice: Why training has this mesh, with `mesh="auto"`; None before it is chosen.
         is_fitting: Whether `fit` runs; the wrapped object is then out of date.
     """
 
@@ -55,14 +60,22 @@ class Core:
         # This object's own method: another model of the module has other options.
         self.adapter.apply = self._chosen_apply(self.adapter.apply)
         self.compilation: Compilation | None = None
+        self.mesh_choice: auto.Choice | None = None
         self.is_fitting = False
         self._trainer: Trainer | None = None
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """The arguments that a saved or cloned model is made with."""
+        return self.options.saved()
 
     @property
     def trainer(self) -> Trainer:
         """The trainer of the model; its first use joins the job."""
         if self._trainer is None:
             job = self._on_mesh(runtime.init())
+            if self.options.pipeline is not None:
+                logger.info("%s.", *self._pipeline_notes(job))
             self._trainer = Trainer(
                 self.adapter, job, self._choose_steps(job), seed=self.options.seed
             )
@@ -82,6 +95,46 @@ class Core:
             yield
         finally:
             self._trainer = own
+
+    def choose_mesh(self, batch: Batch) -> None:
+        """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
+
+        Args:
+            batch: This process's rows of a batch; the step's memory is that for such batches.
+
+        Raises:
+            ValueError: On every process, if the step fits on no mesh.
+        """
+        if self._sharding is None or not self._sharding.is_open:
+            return
+        trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
+        assert compilation.transformation is not None
+        step = auto.TrainingStep(
+            self.step_parts(), compilation.transformation, compilation.accumulation_steps,
+            compilation.on_nan,
+        )  # fmt: skip
+
+        @cache
+        def steps_on(axes: sharded.MeshAxes) -> tuple[runtime.Runtime, auto.StepsInPlaces]:
+            here = replace(job, mesh=axes.build(job.mesh))
+            return here, self._plain_steps(here) if axes.fsdp == 1 else self._sharded_steps(here)
+
+        self.mesh_choice = auto.choose(step, trainer.require_state(), trainer.put(batch), steps_on)
+        logger.info("%s.", self.mesh_choice)
+        self._sharding = replace(self._sharding, mesh=self.mesh_choice.axes, is_open=False)
+        here, steps = steps_on(self.mesh_choice.axes)
+        trainer.move(here, steps, steps.place(trainer.require_state()))
+        trainer.compile(*step[:2], accumulation_steps=step[2], on_nan=step[3])
+
+    def mesh_notes(self) -> list[str]:
+        """Returns why the mesh was chosen, if training chose it, and what a pipeline costs."""
+        chosen = [] if self.mesh_choice is None else [str(self.mesh_choice)]
+        return chosen + self._pipeline_notes(self.trainer.runtime)
+
+    def _pipeline_notes(self, job: runtime.Runtime) -> list[str]:
+        pipeline = self.options.pipeline
+        num_stages = job.mesh.shape.get(STAGE_AXIS, 1)
+        return [] if pipeline is None else [pipeline.description(num_stages)]
 
     @property
     def calls_model(self) -> bool:
@@ -185,27 +238,41 @@ class Core:
         """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
         pipeline, remat = self.options.pipeline, self.options.remat
         if pipeline is not None:
-            policy = None if remat == "none" else sharded.policy_of(remat, pipeline.path)
-            return sharded.pipelined(apply, pipeline, policy=policy)
+            return sharded.pipelined(apply, pipeline, policy=self._layer_policy())
         return apply if remat == "none" else sharded.rematerialized_apply(apply, remat)
+
+    def _layer_policy(self) -> Any:
+        """Returns what the layers of a pipeline keep for backpropagation; None for everything."""
+        pipeline, remat = self.options.pipeline, self.options.remat
+        if pipeline is None or remat == "none":
+            return None
+        return sharded.policy_of(remat, pipeline.path)
 
     def _choose_steps(self, job: runtime.Runtime) -> Steps:
         """Returns the `Steps` that compile the model for the devices of the job."""
         if self.options.reproducible:
             ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
             return reproducible.ReproducibleSteps(ranks)
-        here = (job.platform, job.num_ranks, runtime.get_process_count())
-        reduction = choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
-        if self._sharding is None:
-            return DataParallelSteps(job, reduction)
+        return self._plain_steps(job) if self._sharding is None else self._sharded_steps(job)
+
+    def _plain_steps(self, job: runtime.Runtime) -> DataParallelSteps:
+        return DataParallelSteps(job, self._reduction(job))
+
+    def _sharded_steps(self, job: runtime.Runtime) -> sharded.ShardedSteps:
+        assert self._sharding is not None
         return sharded.ShardedSteps(
             job,
-            replace(reduction, by_ring=False),
+            replace(self._reduction(job), by_ring=False),
             rules=self._sharding.rules,
             names=self.adapter.axis_names,
             pipeline=self.options.pipeline,
+            policy=self._layer_policy(),
             has_remat=self.options.remat != "none",
         )
+
+    def _reduction(self, job: runtime.Runtime) -> Reduction:
+        here = (job.platform, job.num_ranks, runtime.get_process_count())
+        return choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
 
     def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:
         """Returns the job with the mesh of this model."""

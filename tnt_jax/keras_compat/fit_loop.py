@@ -1,6 +1,5 @@
 """Training: from the arguments of `fit` to its epochs, in the order in which it happens."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.kinds import takes_batch_size
 from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.distributed import collectives, goodput, runtime, stall
+from tnt_jax.distributed import collectives, goodput, stall
 from tnt_jax.distributed.preemption import Points, Preempted
 from tnt_jax.distributed.shared_stop import SharedStop, shared_stop
-from tnt_jax.job import Slot
+from tnt_jax.keras_compat import fit_reports
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.callbacks.agreement import may_stop_within_epoch
 from tnt_jax.keras_compat.core import Core
@@ -44,9 +43,6 @@ from tnt_jax.train.trainer import Trainer
 _WARM_STEPS, _TIMED_STEPS = 4, 12
 # Shorter waits for data are not counted: to ask the devices whether they are busy takes time, too.
 _SHORTEST_WAIT_S = 1e-4
-# What this process has warned of, and started, already in its job.
-_warned = Slot[set[str]](set)
-_started = Slot[set[str]](set)
 
 
 class FitLoop:
@@ -101,7 +97,7 @@ class FitLoop:
             validation_freq=arguments.validation_freq,
             checkpoint_directory=arguments.checkpoint_directory,
         )  # fmt: skip
-        self._preparation.prepare(first, weighting)
+        self._preparation.prepare_training(first, weighting)
         self._preparation.check_rows(first, weighting)
         return Plan(stream, first, weighting, None, arguments)
 
@@ -227,9 +223,9 @@ class FitLoop:
                 f"steps_per_epoch."
             )
         self._core.trainer.end_epoch(steps.index)
-        _report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
+        fit_reports.report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
         logs = self._core.training_logs(steps.sums)
-        _report_loss(epoch, logs["loss"])
+        fit_reports.report_loss(epoch, logs["loss"])
         return logs
 
     def _was_asked_to_end(self) -> bool:
@@ -318,7 +314,7 @@ class _EpochSteps:
         self._points = points
         self._is_stopped = False
         self._threaded = threaded
-        self._has_started = "training" in _started.get()
+        self._has_started = fit_reports.has_started()
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
@@ -361,39 +357,4 @@ class _EpochSteps:
             yield item
             if not self._has_started:
                 self._has_started = True
-                _note_start()
-
-
-def _note_start() -> None:
-    """Logs how long the first step of the job took to start."""
-    if "training" not in _started.get():
-        _started.get().add("training")
-        runtime.log_start_phase("first step compiled and started")
-
-
-def _report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
-    """Reports how long the devices waited for data.
-
-    If that is more than a tenth of the time, it says once what to do about it.
-    """
-    logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
-    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _warned.get():
-        _warned.get().add("input")
-        logger.warning(
-            "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel "
-            "(dataset.map(..., "
-            "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or "
-            "decode less per step.",
-            input_wait_s, epoch_s, epoch + 1,
-        )  # fmt: skip
-
-
-def _report_loss(epoch: int, loss: float) -> None:
-    """Warns of a loss that is no number."""
-    if not math.isfinite(loss):
-        logger.warning(
-            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity. "
-            "compile(on_nan=...) keeps such steps out of the weights.",
-            epoch + 1,
-            loss,
-        )
+                fit_reports.note_start()

@@ -62,7 +62,8 @@ class Model:
             that divides `virtual_ranks`; slower, one step at a time (docs/reproducibility.md).
         virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of
             two, and the ranks that `tnt_micro_batch_size` and batch statistics refer to.
-        mesh: Devices along `data`, `stage`, `fsdp` and `tensor` (docs/larger_models.md).
+        mesh: Devices along `data`, `stage`, `fsdp` and `tensor`, or `"auto"` for the smallest
+            sharding that fits the devices (docs/larger_models.md).
         sharding_rules: What is cut over which axis of the mesh.
         pipeline: Stacked layers that are divided over the axis `stage`.
         remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
@@ -98,7 +99,7 @@ class Model:
         shard_optimizer_state: bool = False,
         reproducible: bool = False,
         virtual_ranks: int = 8,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mapping[str, int] | Literal["auto"] | None = None,
         sharding_rules: Sequence[Rule] = (),
         pipeline: Pipeline | None = None,
         remat: Remat | Mapping[str, Remat] = "none",
@@ -243,8 +244,7 @@ class Model:
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
             tnt_distribute_validation_dataset, directory,
         )  # fmt: skip
-        given = with_backup(callbacks, directory)
-        calls = CallbackArguments(given, verbose, self)
+        calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         with self._fit_loop.ending_on_request(calls):
             return self._fit_loop.fit(self._fit_loop.prepare(data, arguments), calls)
 
@@ -337,12 +337,8 @@ class Model:
     compile_from_config = compile_from_config
     from_config = classmethod(from_config)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that a saved or cloned model is made with."""
-        return self._core.options.saved()
-
     # What the parts do, under the same names.
+    options = AttributeOf[dict[str, Any]]("_core", Core, "saved_options")
     module = AttributeOf[Any]("_core", Core)
     write_back = method_of("_core", Core.write_back)
     compiled_kinds = AttributeOf[set[Any]]("_core", Core)

@@ -22,7 +22,7 @@ class ModelOptions:
     shard_optimizer_state: bool
     reproducible: bool
     virtual_ranks: int
-    mesh: Mapping[str, int] | None = None
+    mesh: Mapping[str, int] | Literal["auto"] | None = None
     sharding_rules: Sequence[Rule] = ()
     pipeline: Pipeline | None = None
     remat: Remat | Mapping[str, Remat] = "none"

@@ -50,7 +50,9 @@ class PlanLoop(FitLoop):
         """
         trainer = self._core.trainer
         lowered = trainer.lower_train_step(plan.unpack(plan.first))
-        planned = plan_step(lowered, trainer.require_state(), trainer.runtime.mesh)
+        planned = plan_step(
+            lowered, trainer.require_state(), trainer.runtime.mesh, notes=self._core.mesh_notes()
+        )
         if is_master_rank():
             print(planned.text(), flush=True)
         raise TrialsDone

@@ -106,12 +106,13 @@ class ReproducibleSteps:
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update, of host arrays.
+        """Returns the state before the first update, on the devices.
 
         Sums of whole batches are accumulated, the same on every rank.
         """
-        return create_state(
-            *variables, optimizer, seed=seed, accumulating_ranks=1 if accumulation_steps > 1 else 0
+        num_sums = 1 if accumulation_steps > 1 else 0
+        return self.put_state(
+            create_state(*variables, optimizer, seed=seed, accumulating_ranks=num_sums)
         )
 
     def put_state(self, state: TrainState) -> TrainState:

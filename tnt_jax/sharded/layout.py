@@ -1,5 +1,6 @@
 """Where the arrays of a training state lie on a mesh."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut
 from tnt_jax.sharded.pipeline import Pipeline
-from tnt_jax.sharded.rules import Axis, Rule, choose_axes
+from tnt_jax.sharded.rules import Axis, Rule, choose_axes, with_fsdp
 from tnt_jax.train.state_arrays import is_array, state_arrays
 
 # Where a boxed array of Linen lies in its box.
@@ -61,7 +62,8 @@ class Layout:
         plain = {_unboxed(path): shape for path, shape in shapes.items()}
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
         if pipeline is not None and (num_stages := mesh.shape.get(_jax.STAGE_AXIS, 1)) > 1:
-            chosen = _with_stages(chosen, plain, pipeline, num_stages)
+            num_parts = mesh.shape.get(_jax.FSDP_AXIS, 1)
+            chosen = _with_stages(chosen, plain, pipeline, num_stages, num_parts)
         axes = dict(zip(shapes, chosen.values(), strict=True))
         return cls(mesh, shapes, axes, jax.tree.structure(params))
 
@@ -145,14 +147,16 @@ def _with_stages(
     shapes: Mapping[str, tuple[int, ...]],
     pipeline: Pipeline,
     num_stages: int,
+    num_parts: int,
 ) -> dict[str, tuple[Axis, ...]]:
     """Returns axes with `stage` for the first dimension of the stacked layers.
 
     Raises:
-        ValueError: If there are no such layers, or the stages do not divide them.
+        ValueError: If there are no such layers, the stages do not divide them, or a rule does.
     """
     stacked = [path for path in shapes if pipeline.holds(path)]
     if not stacked:
+        _check_unlisted(shapes, pipeline)
         known = sorted({path.rpartition("/")[0] for path in shapes if "/" in path})
         raise ValueError(
             f"A pipeline over {pipeline.path!r} needs stacked layers of this path, such as nn.scan "
@@ -166,6 +170,35 @@ def _with_stages(
                 "them. Choose another mesh, or another number of layers."
             )
     return {
-        path: (_jax.STAGE_AXIS, *axes[1:]) if path in stacked else axes
+        path: _staged(path, axes, shapes[path], num_parts) if path in stacked else axes
         for path, axes in chosen.items()
     }
+
+
+def _check_unlisted(shapes: Mapping[str, Any], pipeline: Pipeline) -> None:
+    """Raises a ValueError if layers are a list of modules, such as `layers_0`, `layers_1`."""
+    path = pipeline.path.strip("/")
+    listed = re.compile(rf"({re.escape(path)}[_/]?\d+)/").match
+    found = sorted({match[1] for other in shapes if (match := listed(other))})
+    if found:
+        raise ValueError(
+            f"A pipeline over {path!r} needs layers whose parameters are stacked, but "
+            f"{', '.join(found[:2])} are modules of a list. Make them by nn.scan in Linen, or by "
+            "nnx.vmap and nnx.scan in NNX (docs/larger_models.md)."
+        )
+
+
+def _staged(
+    path: str, axes: tuple[Axis, ...], shape: tuple[int, ...], num_parts: int
+) -> tuple[Axis, ...]:
+    """Returns the axes of stacked layers, whose first dimension the stages divide."""
+    first, *others = axes
+    if first not in (None, _jax.FSDP_AXIS):
+        raise ValueError(
+            f"A sharding rule cuts the first dimension of {path} {list(shape)} over the axis "
+            f"{first!r}, but these are the layers, which the stages of a pipeline divide. Give "
+            "None for it."
+        )
+    if first == _jax.FSDP_AXIS:
+        others = with_fsdp(tuple(others), shape[1:], num_parts)
+    return _jax.STAGE_AXIS, *others

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh
 from tnt_jax import _jax
 
 TENSOR_AXIS = "tensor"
+# In place of a mesh: choose one.
+AUTO = "auto"
 # The devices of one process are neighbours on the last axes, which communicate most.
 AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, TENSOR_AXIS)
 
@@ -40,8 +42,8 @@ class MeshAxes:
         """
         if not isinstance(sizes, Mapping):
             raise TypeError(
-                "mesh must map axes to numbers of devices, such as {'data': 2, 'fsdp': 4}, but is "
-                f"{sizes!r}."
+                "mesh must map axes to numbers of devices, such as {'data': 2, 'fsdp': 4}, or be "
+                f"'auto', but is {sizes!r}."
             )
         unknown = [name for name in sizes if name not in AXES]
         if unknown:

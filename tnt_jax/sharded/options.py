@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from tnt_jax.sharded.mesh_axes import MeshAxes
+from tnt_jax.sharded.mesh_axes import AUTO, MeshAxes
 from tnt_jax.sharded.pipeline import Pipeline
 from tnt_jax.sharded.rules import Rule, checked_rules
 
@@ -17,16 +17,19 @@ class ShardingOptions:
         mesh: Devices along each axis.
         rules: Rules that say which dimension is cut over which axis.
         pipeline: Layers that are divided over the axis `stage`.
+        is_open: Whether training will choose a mesh for this one, which holds parts over all
+            devices; see `tnt_jax.sharded.auto`.
     """
 
     mesh: MeshAxes
     rules: tuple[Rule, ...] = ()
     pipeline: Pipeline | None = None
+    is_open: bool = False
 
     @classmethod
     def of(
         cls,
-        mesh: Mapping[str, int] | None,
+        mesh: Mapping[str, int] | Literal["auto"] | None,
         rules: Sequence[Rule],
         pipeline: Pipeline | None = None,
         **others: Any,
@@ -34,7 +37,8 @@ class ShardingOptions:
         """Returns the choices, or None if the model is not sharded.
 
         Args:
-            mesh: Devices along each axis; None for data parallelism alone.
+            mesh: Devices along each axis; `"auto"` to choose them by the memory of a step; None
+                for data parallelism alone.
             rules: Sharding rules.
             pipeline: Layers that are divided over the axis `stage`.
             **others: Options that exclude a mesh, by name; those that are set count.
@@ -55,7 +59,13 @@ class ShardingOptions:
                     "'stage': 4}."
                 )
             return None
-        axes = MeshAxes.of(mesh)
+        is_open = mesh == AUTO
+        if is_open and pipeline is not None:
+            raise ValueError(
+                'mesh="auto" chooses between data parallelism and parts, not stages of a pipeline. '
+                "Give the mesh of a pipeline, such as mesh={'data': 2, 'stage': 4}."
+            )
+        axes = MeshAxes(fsdp=-1) if is_open else MeshAxes.of(mesh)
         _check_stages(axes, pipeline)
         chosen = [name for name, value in others.items() if value]
         if chosen:
@@ -63,7 +73,7 @@ class ShardingOptions:
                 f"{chosen[0]} cannot be combined with mesh: {_WAYS_OUT[chosen[0]]}. Leave one of "
                 "the two out."
             )
-        return cls(axes, checked_rules(rules), pipeline)
+        return cls(axes, checked_rules(rules), pipeline, is_open)
 
 
 def _check_stages(axes: MeshAxes, pipeline: Any) -> None:
@@ -77,11 +87,6 @@ def _check_stages(axes: MeshAxes, pipeline: Any) -> None:
         raise ValueError(
             f"The axis 'stage' of mesh ({axes.stage} devices) needs a pipeline: "
             "pipeline=tnt_jax.Pipeline('layers', microbatches=16)."
-        )
-    if pipeline is not None and (axes.fsdp, axes.tensor) != (1, 1):
-        raise ValueError(
-            "A pipeline can be combined with the axis 'data' alone, but mesh has fsdp "
-            f"{axes.fsdp} and tensor {axes.tensor}. Leave out these axes, or the pipeline."
         )
 
 

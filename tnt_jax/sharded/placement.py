@@ -31,6 +31,8 @@ class InParts:
         reduction: Buckets in which gradients are summed over the axis `data`.
         layout_of: Returns the layout of whole parameters or of their descriptions.
         has_remat: Whether what a step computes rematerializes blocks; see `gather_where_used`.
+        pipelining: Returns what computes a step and its gradients in a pipeline; None for the
+            derivative of what a step computes.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class InParts:
         layout_of: Callable[[Any], Layout],
         *,
         has_remat: bool = False,
+        pipelining: Callable[[Parts, Layout], Parts] | None = None,
     ) -> None:
         self.mesh = mesh
         self._reduction = reduction
         self._layout_of = layout_of
         self._has_remat = has_remat
+        self._pipelining = pipelining
 
     def param_specs(self, params: Any) -> Any:
         """Returns how the parameters are cut over `fsdp`."""
@@ -56,7 +60,10 @@ class InParts:
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what gathers the parameters and computes `parts` from them."""
-        return GatheredParts(parts, self._layout_of(params), has_remat=self._has_remat)
+        layout = self._layout_of(params)
+        if self._pipelining is not None:
+            return self._pipelining(parts, layout)
+        return GatheredParts(parts, layout, has_remat=self._has_remat)
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the sums of gradients; what was cut is summed over `fsdp` already."""

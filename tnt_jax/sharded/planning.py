@@ -46,6 +46,7 @@ class StepPlan:
         state: Where all other arrays of the training state lie.
         peak_bytes: Memory that a step needs on each device, by the compiler's analysis.
         traffic: Collectives of the compiled step.
+        notes: Further lines: why the mesh was chosen, and what a pipeline costs.
     """
 
     mesh: Mapping[str, int]
@@ -53,20 +54,25 @@ class StepPlan:
     state: Sequence[PlannedArray]
     peak_bytes: int
     traffic: Sequence[Traffic]
+    notes: Sequence[str] = ()
 
     def text(self) -> str:
         """Returns the plan as text, an array a line."""
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
         width = max((len(array.path) for array in self.params), default=0)
-        lines = [f"Mesh: {mesh}", "Parameters, with the axis that cuts each dimension:"]
+        lines = [
+            f"Mesh: {mesh}",
+            *self.notes,
+            "Parameters, with the axis that cuts each dimension:",
+        ]
         lines += [
-            f"  {x.path:{width}}  {x.dtype}{_shape(x)}  {_size(x.local_bytes)} a device"
+            f"  {x.path:{width}}  {x.dtype}{_shape(x)}  {in_units(x.local_bytes)} a device"
             for x in self.params
         ]
         for name, arrays in (("parameters", self.params), ("other state", self.state)):
             whole, local = (sum(sizes) for sizes in zip(*map(_sizes, arrays), strict=True))
-            lines.append(f"All {name}: {_size(whole)}, {_size(local)} a device")
-        lines.append(f"Memory of a step: {_size(self.peak_bytes)} a device, by the compiler")
+            lines.append(f"All {name}: {in_units(whole)}, {in_units(local)} a device")
+        lines.append(f"Memory of a step: {in_units(self.peak_bytes)} a device, by the compiler")
         return "\n".join([*lines, *self._traffic_lines()])
 
     def _traffic_lines(self) -> list[str]:
@@ -77,17 +83,20 @@ class StepPlan:
             count, nbytes = kinds.get(x.kind, (0, 0))
             kinds[x.kind] = count + x.times, nbytes + x.times * x.nbytes
         return ["Communication of a step, as compiled:"] + [
-            f"  {count} x {kind}, {_size(nbytes)}" for kind, (count, nbytes) in kinds.items()
+            f"  {count} x {kind}, {in_units(nbytes)}" for kind, (count, nbytes) in kinds.items()
         ]
 
 
-def plan_step(lowered: Any, state: TrainState, mesh: Mesh) -> StepPlan:
+def plan_step(
+    lowered: Any, state: TrainState, mesh: Mesh, *, notes: Sequence[str] = ()
+) -> StepPlan:
     """Returns what a lowered training step needs; compiles it.
 
     Args:
         lowered: Training step, as `Trainer.lower_train_step` returns it.
         state: Training state, or descriptions with shardings.
         mesh: Mesh that the state lies on.
+        notes: Further lines for the plan.
     """
     compiled = lowered.compile()
     arrays = {path: _planned(path, x) for path, x in state_arrays(state).items()}
@@ -98,6 +107,7 @@ def plan_step(lowered: Any, state: TrainState, mesh: Mesh) -> StepPlan:
         [x for path, x in arrays.items() if path not in params],
         peak_bytes(compiled),
         read_traffic(compiled.as_text()),
+        notes,
     )
 
 
@@ -129,10 +139,10 @@ def _sizes(x: PlannedArray) -> tuple[int, int]:
     return x.nbytes, x.local_bytes
 
 
-def _size(nbytes: float) -> str:
+def in_units(nbytes: float) -> str:
     """Returns bytes in a unit that suits them.
 
-    >>> _size(3 * 2**20)
+    >>> in_units(3 * 2**20)
     '3.0 MiB'
     """
     for unit in _UNITS[:-1]:

@@ -118,7 +118,7 @@ def _axes_of(
                 f"another dimension, or leave the array whole by the rule ({path!r}, ()) before it."
             )
     present = tuple(axis if sizes.get(axis or "", 1) > 1 else None for axis in chosen)
-    return _with_fsdp(present, shape, sizes.get(_jax.FSDP_AXIS, 1))
+    return with_fsdp(present, shape, sizes.get(_jax.FSDP_AXIS, 1))
 
 
 def _axes_by_name(
@@ -134,7 +134,7 @@ def _axes_by_name(
     return tuple(chosen) or (None,) * num_dims
 
 
-def _with_fsdp(axes: tuple[Axis, ...], shape: tuple[int, ...], num_parts: int) -> tuple[Axis, ...]:
+def with_fsdp(axes: tuple[Axis, ...], shape: tuple[int, ...], num_parts: int) -> tuple[Axis, ...]:
     """Returns axes with `fsdp` for the largest free dimension, unless it is there or useless."""
     size = 1
     for length in shape:

@@ -193,9 +193,12 @@ def one_forward_one_backward(
         received = _send(x, axis_name, by=1), _send(grad_x, axis_name, by=-1)
         return run._replace(x=received[0], grad_x=received[1]), None
 
+    def through(shared: Any, micro_batch: Any) -> tuple[Any, jax.Array, Any]:
+        x = ends.enter(shared, micro_batch)
+        return x, *ends.leave(shared, x, micro_batch)
+
     micro_batch = jax.tree.map(lambda x: x[0], micro_batches)
-    x = jax.eval_shape(ends.enter, shared, micro_batch)
-    loss, numbers = jax.eval_shape(ends.leave, shared, x, micro_batch)
+    x, loss, numbers = jax.eval_shape(through, shared, micro_batch)
     kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_stages, *x.shape), x.dtype), x)
     start = _Run(*vary(_zeros((x, x, kept, loss, numbers, (shared, layers))), axes))
     num_slots = 2 * (num_micro_batches + num_stages - 1)

@@ -18,6 +18,7 @@ from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.sharded.gathered_parts import GatheredParts, gathered_apply
 from tnt_jax.sharded.layout import Layout
 from tnt_jax.sharded.pipeline import Pipeline
+from tnt_jax.sharded.pipelined_parts import PipelinedParts
 from tnt_jax.sharded.placement import InParts
 from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
@@ -42,6 +43,8 @@ class ShardedSteps:
         has_remat: Whether what a step computes rematerializes blocks; otherwise everything is kept
             for backpropagation but gathered parameters.
         pipeline: Layers that are divided over the axis `stage`.
+        policy: What the layers of a pipeline keep, a policy of `jax.checkpoint`; None for
+            everything. GPipe has it from `pipelined`.
 
     Attributes:
         rank_slice: The part of the global batch that this process feeds.
@@ -60,13 +63,20 @@ class ShardedSteps:
         names: Callable[[], Mapping[str, tuple[Axis, ...]]] = dict,
         has_remat: bool = False,
         pipeline: Pipeline | None = None,
+        policy: Any = None,
     ) -> None:
         self.rank_slice = rank_slice_of(runtime)
         self._mesh = runtime.mesh
         self._rules = rules
         self._names = names
         self._pipeline = pipeline
-        self._placement = InParts(self._mesh, reduction, self.layout_of, has_remat=has_remat)
+        pipelining = None
+        is_staged = self._mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
+        if pipeline is not None and pipeline.schedule == "1f1b" and is_staged:
+            pipelining = partial(PipelinedParts, pipeline=pipeline, policy=policy)
+        self._placement = InParts(
+            self._mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
+        )
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self._mesh))
         stacked = NamedSharding(self._mesh, PartitionSpec(None, *self._by_row))
         self.fused = _FusedSteps(self._placement, stacked)
@@ -149,13 +159,10 @@ class ShardedSteps:
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update.
-
-        Variables are as they come; what follows from them is made in parts on the devices.
-        """
+        """Returns the state before the first update, whose arrays are made in parts."""
         layout = self.layout_of(variables.params)
-        state = create_state(*variables, optax.identity(), seed=seed)
-        params = _jax.put(variables.params, layout.shardings)
+        params = _jax.put(_copied(variables.params), layout.shardings)
+        state = create_state({}, variables.model_state, optax.identity(), seed=seed)
         shapes = jax.eval_shape(optimizer.init, params)
         opt_state = jax.jit(optimizer.init, out_shardings=layout.like_params(shapes))(params)
         accumulated = None
@@ -163,31 +170,40 @@ class ShardedSteps:
             zeros = partial(jax.tree.map, lambda x: jnp.zeros((1, *x.shape), x.dtype))
             cut = layout.like_params(jax.eval_shape(zeros, params), before=1)
             accumulated = jax.jit(zeros, out_shardings=cut)(params)
-        return replace(state, opt_state=opt_state, accumulated=accumulated)
+        shared = _jax.replicate(state, self._mesh)
+        return replace(shared, params=params, opt_state=opt_state, accumulated=accumulated)
 
     def put_state(self, state: TrainState) -> TrainState:
-        """Puts a state of host or device arrays on the devices, in parts."""
-        layout = self.layout_of(state.params)
-        # Buffers of the training state are donated, and the caller keeps its own.
-        params = jax.tree.map(
-            lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, state.params
+        """Puts a copy of a state of host or device arrays on the devices, in parts."""
+        return _jax.put(_copied(state), self._shardings(state))
+
+    def place(self, state: TrainState) -> TrainState:
+        """Returns descriptions of a state's arrays, with their shardings on the devices."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self._shardings(state),
         )
-        shared = _jax.replicate((state.step, state.model_state, state.key), self._mesh)
-        return TrainState(
-            shared[0],
-            _jax.put(params, layout.shardings),
-            shared[1],
-            _jax.put(state.opt_state, layout.like_params(state.opt_state)),
-            shared[2],
-            accumulated=_jax.put(
-                state.accumulated, layout.like_params(state.accumulated, before=1)
-            ),
+
+    def _shardings(self, state: TrainState) -> TrainState:
+        layout = self.layout_of(state.params)
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        return replace(
+            jax.tree.map(lambda _: whole, replace(state, params=None, opt_state=None)),
+            params=layout.shardings,
+            opt_state=layout.like_params(state.opt_state),
+            accumulated=layout.like_params(state.accumulated, before=1),
         )
 
     def _mapped(self, step: Callable, layout: Layout, num_sums: int, out_specs: Any) -> Callable:
         """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
         specs = (layout.manual_specs, *(_REPLICATED,) * (1 + num_sums), self._by_row)
         return _jax.shard_map(step, mesh=self._mesh, in_specs=specs, out_specs=out_specs)
+
+
+def _copied(tree: Any) -> Any:
+    """Returns copies: buffers of the training state are donated, and the caller keeps its own."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
 
 
 class _FusedSteps:

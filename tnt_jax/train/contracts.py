@@ -254,9 +254,9 @@ class Steps(Protocol):
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update, as host arrays."""
+        """Returns the state before the first update, on the devices."""
         ...
 
     def put_state(self, state: TrainState) -> TrainState:
-        """Puts a state of host or device arrays on the devices."""
+        """Puts a copy of a state of host or device arrays on the devices."""
         ...

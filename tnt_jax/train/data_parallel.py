@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -99,7 +100,7 @@ class DataParallelSteps:
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update, as host arrays."""
+        """Returns the state before the first update, on the devices."""
         # Parts of sums over the ranks are accumulated as one array.
         rows = 1 if self.reduction.shard_optimizer_state else self._mesh.size
         state = create_state(
@@ -111,7 +112,26 @@ class DataParallelSteps:
         )
         if self.reduction.keeps_residual:
             check_uncompressed(state.opt_state)
-        return state
+        return self.put_state(state)
+
+    def place(self, state: TrainState) -> TrainState:
+        """Returns descriptions of a state's arrays, with their shardings on the devices.
+
+        Args:
+            state: State of any `Steps`, or its description; without a residual.
+        """
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        by_row = NamedSharding(self._mesh, PartitionSpec(_jax.rank_axes(self._mesh)))
+
+        def row_of_rank(x: Any) -> Any:
+            shape = (self._mesh.size, *x.shape[1:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=by_row)
+
+        described = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            replace(state, accumulated=None),
+        )
+        return replace(described, accumulated=jax.tree.map(row_of_rank, state.accumulated))
 
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a state of host or device arrays on the devices."""

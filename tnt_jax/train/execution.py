@@ -191,3 +191,18 @@ def signature(item: HostBatch) -> Any:
         item.shards,
         [(np.shape(x), np.asarray(x).dtype) for x in jax.tree.leaves(item.data)],
     )
+
+
+def rows_of_steps(outputs: Any, rows: slice, num_steps: int) -> list[Any]:
+    """Returns some rows of each step of host outputs `[steps, rows, ...]`."""
+    return [jax.tree.map(lambda x, step=step: x[step, rows], outputs) for step in range(num_steps)]
+
+
+def described_batch(group: DeviceBatches) -> Any:
+    """Returns shapes and dtypes of one of the batches of a group."""
+
+    def described(x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape if group.num_steps == 1 else x.shape[1:]
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+    return jax.tree.map(described, group.batch)

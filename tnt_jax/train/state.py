@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -75,3 +76,22 @@ def create_state(
         accumulated=rows(accumulating_ranks),
         residual=rows(compressing_ranks),
     )
+
+
+def moved(state: TrainState, places: TrainState) -> TrainState:
+    """Returns a copy of a state in other places on the same devices.
+
+    Args:
+        state: Arrays on the devices.
+        places: Descriptions of the arrays there, with their shardings. Sums of gradients may have
+            more rows there; rows of zeros are added.
+    """
+
+    def with_rows(x: jax.Array, place: jax.ShapeDtypeStruct) -> jax.Array:
+        more = place.shape[0] - x.shape[0] if x.ndim else 0
+        return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if more else x
+
+    def copy(state: TrainState) -> TrainState:
+        return jax.tree.map(with_rows, state, places)
+
+    return jax.jit(copy, out_shardings=jax.tree.map(lambda x: x.sharding, places))(state)

@@ -21,12 +21,13 @@ from tnt_jax.data.feed import make_put
 from tnt_jax.distributed import collectives, stall
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.log import logger
+from tnt_jax.train import execution
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.epoch_sums import zero_sums
-from tnt_jax.train.execution import DeviceBatches, InFlight, one_by_one
+from tnt_jax.train.execution import DeviceBatches, InFlight
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.number_watch import NumberWatch
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, moved
 
 
 class Trainer:
@@ -57,21 +58,10 @@ class Trainer:
         owner: "Trainer | None" = None,
     ) -> None:
         self.adapter = adapter
-        self.runtime = runtime
-        self.steps = steps
         self.owner = owner
-        self.rank_slice = steps.rank_slice
         self._state: TrainState | None = None
         self._seed = seed
-        self.put = make_put(runtime.mesh)
-        self.put_stacked = make_put(runtime.mesh, stacked=True)
-        self.predict_step = steps.predict(adapter.apply)
-        self._predict_steps = (
-            None if steps.fused is None else steps.fused.predict(self.predict_step)
-        )
-        self._replicated = jax.jit(
-            lambda x: x, out_shardings=NamedSharding(runtime.mesh, PartitionSpec())
-        )
+        self._use(runtime, steps)
         self._optimizer: optax.GradientTransformation | None = None
         self._accumulation_steps = 1
         self._parts: Parts | None = None
@@ -84,6 +74,26 @@ class Trainer:
         self._eval_steps: Callable | None = None
         self._zeros: dict[Any, Any] = {}
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
+
+    def _use(self, runtime: Runtime, steps: Steps) -> None:
+        self.runtime, self.steps, self.rank_slice = runtime, steps, steps.rank_slice
+        mesh, fused = runtime.mesh, steps.fused
+        self.put, self.put_stacked = make_put(mesh), make_put(mesh, stacked=True)
+        self.predict_step = steps.predict(self.adapter.apply)
+        self._predict_steps = None if fused is None else fused.predict(self.predict_step)
+        self._replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def move(self, runtime: Runtime, steps: Steps, places: TrainState) -> None:
+        """Goes on with other steps, on another mesh over the same devices; `compile` follows.
+
+        Args:
+            runtime: The mesh.
+            steps: How steps are compiled there.
+            places: Descriptions of the arrays of the state there, with their shardings.
+        """
+        state = self._built()
+        self._use(runtime, steps)
+        self.state = moved(state, places)
 
     @property
     def state(self) -> TrainState | None:
@@ -321,7 +331,8 @@ class Trainer:
                 outputs = self._predict_steps(state.params, state.model_state, group.batch.inputs)
                 outputs = jax.tree.map(self._fetch, outputs)
             for shard, rows in enumerate(group.real_rows):
-                parts.setdefault(shard, []).extend(_rows_of_steps(outputs, rows, group.num_steps))
+                pieces = execution.rows_of_steps(outputs, rows, group.num_steps)
+                parts.setdefault(shard, []).extend(pieces)
             index += group.num_steps
             hooks.on_batch_end(index - 1, None, group.num_rows)
         if not parts:
@@ -345,7 +356,7 @@ class Trainer:
                     "Steps run one by one: XLA's CPU convolutions are many times slower in a "
                     "program of several steps."
                 )
-                steps = one_by_one(self._train_step)
+                steps = execution.one_by_one(self._train_step)
             self._train_steps = steps
         return self._train_steps
 
@@ -371,28 +382,16 @@ class Trainer:
 
     def _create_state(self, variables: Variables) -> None:
         optimizer = self._optimizer or optax.identity()
-        self.set_state(
-            self.steps.create_state(
-                variables, optimizer, seed=self._seed, accumulation_steps=self._accumulation_steps
-            )
+        self.state = self.steps.create_state(
+            variables, optimizer, seed=self._seed, accumulation_steps=self._accumulation_steps
         )
 
     def _zero_sums(self, group: DeviceBatches) -> Any:
         assert self._parts is not None
-        leaves, structure = jax.tree.flatten(group.batch)
-        shapes = [x.shape if group.num_steps == 1 else x.shape[1:] for x in leaves]
-        signature = tuple(
-            (shape, jax.dtypes.canonicalize_dtype(x.dtype))
-            for shape, x in zip(shapes, leaves, strict=True)
-        )
+        batch = execution.described_batch(group)
+        signature = tuple(jax.tree.leaves(batch))
         if signature not in self._zeros:
-            batch = structure.unflatten([jax.ShapeDtypeStruct(*pair) for pair in signature])
             self._zeros[signature] = self._replicate(
                 zero_sums(self._parts, self._built(), batch, self.runtime.mesh)
             )
         return self._zeros[signature]
-
-
-def _rows_of_steps(outputs: Any, rows: slice, num_steps: int) -> list[Any]:
-    """Returns some rows of each step of host outputs `[steps, rows, ...]`."""
-    return [jax.tree.map(lambda x, step=step: x[step, rows], outputs) for step in range(num_steps)]

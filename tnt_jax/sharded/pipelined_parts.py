@@ -1,0 +1,229 @@
+"""Training steps by 1F1B: loss and gradients of a rank's rows, a micro-batch at a time.
+
+The measurement of a micro-batch is split at the loop over the layers. The first stage computes what
+stands before it, the last stage what follows, with loss and metrics. So no stage keeps outputs, or
+activations of more micro-batches than there are stages.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+from tnt_jax.sharded.gathering import Cut, gather_where_used
+from tnt_jax.sharded.layers_loop import LayersLoop, Moving, example_of
+from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.pipeline import MicroRows, Pipeline, check_statistics
+from tnt_jax.sharded.schedules import (
+    STAGE_AXIS,
+    Ends,
+    axes_of,
+    one_forward_one_backward,
+    vary,
+)
+from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
+
+
+class PipelinedParts:
+    """Implements `Parts` for training steps whose layers run by 1F1B.
+
+    Parameters come as they lie: of the stacked layers those of this stage, and over `fsdp` in
+    parts, which are gathered for each micro-batch.
+
+    Args:
+        parts: What the step computes from whole parameters.
+        layout: How the parameters are cut.
+        pipeline: Layers and micro-batches.
+        policy: What the layers keep within the backward pass of a micro-batch; None for everything.
+    """
+
+    def __init__(
+        self, parts: Parts, layout: Layout, pipeline: Pipeline, *, policy: Any = None
+    ) -> None:
+        self._parts = parts
+        self._layout = layout
+        self._pipeline = pipeline
+        self._policy = policy
+
+    def measure(
+        self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> Measured:
+        """Returns loss and metrics of one rank's rows, with gradients; inside `shard_map`.
+
+        Raises:
+            ValueError: If the model keeps statistics of rows, or has several losses, or losses of
+                its own that depend on rows.
+        """
+        num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
+        rows = MicroRows(num_rows, self._pipeline.microbatches)
+
+        def part(params: Any, micro_batch: Any) -> Measured:
+            batch, words = micro_batch
+            own = rows.key(key, words)
+            return self._parts.measure(params, model_state, batch, key=own, train=train)
+
+        micro_batches = (_cut(batch, rows), rows.keys(key))
+        leaves = jax.tree.leaves(params)
+        shapes = self._layout.shapes.values()
+        whole = [example_of(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
+        examples = vary(
+            (
+                jax.tree.structure(params).unflatten(whole),
+                jax.tree.map(lambda x: x[0], micro_batches),
+            ),
+            axes_of((leaves, micro_batches)),
+        )
+        loop = LayersLoop(part, examples, self._pipeline.path)
+        _check(loop)
+        run = _Run(loop, self._layout.cuts, self._policy)
+        total, sums = run.differentiable(leaves, jax.tree.leaves(micro_batches))
+        measured: Measured = loop.result
+        [term] = measured.terms
+        count: Any = sums.count
+        if isinstance(term.count, (int, float)):
+            count = term.count * self._pipeline.microbatches
+        return Measured(
+            [LossTerm(total, None if term.count is None else count, term.scale)],
+            run.penalty(leaves),
+            model_state,
+            sums.increments,
+        )
+
+
+class _Sums(NamedTuple):
+    """What micro-batches add up beside the loss: its divisor, and increments of the metrics."""
+
+    count: jax.Array
+    increments: Any
+
+
+class _Run:
+    """Loss and gradients of a rank's rows by 1F1B.
+
+    Args:
+        loop: The measurement of a micro-batch.
+        cuts: How each parameter is cut over `fsdp`.
+        policy: What the layers keep within the backward pass of a micro-batch.
+    """
+
+    def __init__(self, loop: LayersLoop, cuts: Sequence[Cut | None], policy: Any) -> None:
+        self._loop = loop
+        self._cuts = cuts
+        self._policy = policy
+        self._others = [index for index in range(len(cuts)) if index not in loop.indices]
+
+    def differentiable(
+        self, leaves: Sequence[Any], micro_batches: list[Any]
+    ) -> tuple[jax.Array, _Sums]:
+        """Returns the loss, which has gradients with respect to the parameters, and other sums."""
+
+        @jax.custom_vjp
+        def measure(shared: Any, layers: Any, micro_batches: Any) -> Any:
+            return self._run(shared, layers, micro_batches)[:2]
+
+        def forward(*args: Any) -> Any:
+            loss, sums, grads = self._run(*args)
+            return (loss, sums), grads
+
+        def backward(grads: Any, cotangents: Any) -> Any:
+            scale = cotangents[0]
+            return *jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), None
+
+        measure.defvjp(forward, backward)
+        shared = [leaves[index] for index in self._others]
+        layers = [leaves[index] for index in self._loop.indices]
+        loss, sums = measure(shared, layers, micro_batches)
+        return loss, jax.lax.stop_gradient(sums)
+
+    def penalty(self, leaves: Sequence[Any]) -> Any:
+        """Returns the losses that the model adds for its parameters."""
+        penalty = self._loop.result.penalty
+        if isinstance(penalty, (int, float)):
+            return penalty
+        shared = vary([leaves[index] for index in self._others], axes_of(leaves))
+
+        def of_whole(shared: Any) -> Any:
+            return self._loop.of_params(self._all(shared), [penalty])[0]
+
+        value = self._gathering(of_whole, shared, self._others)
+        # All stages have computed the same.
+        return jax.lax.psum(value, STAGE_AXIS) / jax.lax.axis_size(STAGE_AXIS)
+
+    def _run(self, shared: Any, layers: Any, micro_batches: Any) -> Any:
+        loop = self._loop
+
+        def enter(shared: Any, micro: Any) -> Moving:
+            def of_whole(args: Any) -> Moving:
+                return loop.enter(self._all(args[0]), args[1])
+
+            return self._gathering(of_whole, (shared, micro), self._others)
+
+        def leave(shared: Any, x: Moving, micro: Any) -> tuple[jax.Array, _Sums]:
+            def of_whole(args: Any) -> tuple[jax.Array, _Sums]:
+                measured: Measured = loop.rebuild(loop.leave(self._all(args[0]), *args[1:]))
+                [term] = measured.terms
+                count = term.count if isinstance(term.count, jax.Array) else jnp.zeros(())
+                return term.total, _Sums(count, measured.increments)
+
+            return self._gathering(of_whole, (shared, x, micro), self._others)
+
+        def stage(layers: Any, x: Moving, m: jax.Array) -> Moving:
+            first = jax.lax.axis_index(STAGE_AXIS) * layers[0].shape[0]
+            micro = [jax.lax.dynamic_index_in_dim(a, m, 0, False) for a in micro_batches]
+
+            def of_whole(args: Any) -> Moving:
+                return loop.stage(*args, first=first, policy=self._policy)
+
+            return self._gathering(of_whole, (layers, x, micro), loop.indices)
+
+        return one_forward_one_backward(Ends(enter, leave), stage, shared, layers, micro_batches)
+
+    def _gathering(self, function: Any, args: Any, indices: Sequence[int]) -> Any:
+        """Returns `function(args)`; the first leaves of `args` are parameters, by their indices."""
+        cuts = [self._cuts[index] for index in indices]
+        cuts += [None] * (len(jax.tree.leaves(args)) - len(cuts))
+        return gather_where_used(function, args, cuts, has_remat=self._policy is not None)
+
+    def _all(self, shared: Sequence[Any]) -> list[Any]:
+        """Returns leaves of the parameters with those of the layers left out."""
+        found: list[Any] = [None] * len(self._cuts)
+        for index, x in zip(self._others, shared, strict=True):
+            found[index] = x
+        return found
+
+
+def _cut(batch: Batch, rows: MicroRows) -> Batch:
+    """Returns micro-batches; rows that fill the last ones are masked."""
+    if rows.num_missing and batch.mask is None:
+        num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
+        batch = batch._replace(mask=_jax.make_varying(jnp.ones(num_rows, jnp.float32)))
+    cut: Batch = jax.tree.map(rows.cut, batch)
+    if not rows.num_missing:
+        return cut
+    is_real = jnp.arange(cut.mask.size) < cut.mask.size - rows.num_missing
+    return cut._replace(mask=cut.mask * is_real.reshape(cut.mask.shape))
+
+
+def _check(loop: LayersLoop) -> None:
+    """Raises a ValueError if a step cannot be computed a micro-batch at a time."""
+    measured: Measured = loop.result
+    check_statistics(loop, measured.model_state)
+    way_out = "Use Pipeline(schedule='gpipe')."
+    if len(measured.terms) != 1:
+        raise ValueError(
+            f"A pipeline by 1F1B computes the gradients of one loss, but the model has "
+            f"{len(measured.terms)}. {way_out}"
+        )
+    if loop.depends_on_rows(measured.penalty):
+        raise ValueError(
+            "A pipeline cannot add losses that the model computes from its inputs: micro-batches "
+            "pass one after the other. Let the model return them as outputs."
+        )
+    for x in loop.moving:
+        if not jnp.issubdtype(x.aval.dtype, jnp.inexact):
+            raise ValueError(
+                "A pipeline by 1F1B passes floating numbers from stage to stage, but layers hand "
+                f"on {x.aval.dtype}{list(x.aval.shape)}. {way_out}"
+            )
