@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,19 @@ def run(dataset, folder, *, splits, dies=False, failures=1):
     def train_model(config):
         import tnt_jax as tnt
 
+        def is_stored():
+            # Ray notes the checkpoints that it has.
+            notes = Path(folder, "storage").glob("*/checkpoint_manager_snapshot.json")
+            return any('"checkpoint_dir_name"' in note.read_text() for note in notes)
+
         class Death(tnt.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 mark, step = Path(folder, "died"), self.model.optimizer.iterations
                 # In the second epoch, a step after the checkpoint.
                 if dies and (step, tnt.get_rank()) == (5, 1) and not mark.exists():
                     mark.touch()
+                    while not is_stored():
+                        time.sleep(0.1)
                     os.kill(os.getpid(), signal.SIGKILL)
 
         shard = ray.train.get_dataset_shard("train")
