@@ -13,7 +13,7 @@ trial is run again:
 
     python benchmarks/faults.py --trials 1000 --seed 0 --record faults.jsonl
     python benchmarks/faults.py --contenders pytorch keras --repetitions 3 --record faults.jsonl
-    python benchmarks/faults.py --table faults.jsonl --into docs/survival.md
+    python benchmarks/faults.py --table faults.jsonl --into docs/fault_trials.md
 
 Mounting file systems and cutting networks needs root; without it, those kinds are left out.
 """

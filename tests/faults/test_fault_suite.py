@@ -213,4 +213,4 @@ def test_the_tables_of_the_documentation_are_those_of_the_records():
         for name in ("faults", "faults_peers")
         for record in read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
     ]
-    assert tables(records) in (ROOT / "docs" / "survival.md").read_text()
+    assert tables(records) in (ROOT / "docs" / "fault_trials.md").read_text()
