@@ -97,7 +97,8 @@ class FitLoop:
             validation_freq=arguments.validation_freq,
             checkpoint_directory=arguments.checkpoint_directory,
         )  # fmt: skip
-        self._preparation.prepare_training(first, weighting)
+        self._preparation.prepare(first, weighting)
+        self._preparation.choose_mesh(first, weighting)
         self._preparation.check_rows(first, weighting)
         return Plan(stream, first, weighting, None, arguments)
 

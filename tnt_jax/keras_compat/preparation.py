@@ -58,13 +58,14 @@ class Preparation:
             self._compile(compilation, functions)
         compilation.known_kinds.add(kind)
 
-    def prepare_training(self, first: HostBatch, weighting: Weighting | None) -> None:
-        """Prepares for training on data like `first`, and chooses the mesh if that is open.
+    def choose_mesh(self, first: HostBatch, weighting: Weighting | None) -> None:
+        """Chooses the mesh for training on data like `first`, if that is open.
+
+        Called after `prepare`.
 
         Raises:
-            ValueError: As `prepare`, and if no mesh fits the memory of the devices.
+            ValueError: If no mesh fits the memory of the devices.
         """
-        self.prepare(first, weighting)
         self._core.choose_mesh(to_batch(first, weighting))
 
     def check_rows(self, first: HostBatch, weighting: Weighting | None) -> None:

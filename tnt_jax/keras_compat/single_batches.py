@@ -86,7 +86,8 @@ class SingleBatches:
         weighting = class_weighting(class_weight)
         trainer = self._core.trainer
         first = self._single(x, y, sample_weight)
-        self._preparation.prepare_training(first, weighting)
+        self._preparation.prepare(first, weighting)
+        self._preparation.choose_mesh(first, weighting)
         with device_feed(
             trainer, iter([first]), lambda item: to_batch(item, weighting), threaded=False
         ) as feed:
