@@ -83,8 +83,8 @@ class DataIterator:
         return SimpleNamespace(execution_options=SimpleNamespace(preserve_order=True))
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_shards_of_ray_train_are_said_to_leave_out_rows(monkeypatch, caplog):
-    shards._warn_of_equal_shards.cache_clear()
     reason(DataIterator())
     assert "leaves out" not in caplog.text
     monkeypatch.setattr(shards, "role", lambda: "worker")
@@ -92,7 +92,6 @@ def test_shards_of_ray_train_are_said_to_leave_out_rows(monkeypatch, caplog):
     reason(DataIterator())
     assert caplog.text.count("leaves out what remains of an epoch") == 1
     assert "datasets_to_split=[]" in caplog.text
-    shards._warn_of_equal_shards.cache_clear()
 
 
 def test_what_cannot_be_exact_is_refused(ray_data):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from tnt_jax.data.agreement import Board
@@ -11,6 +10,7 @@ from tnt_jax.data.ray.columns import ColumnRoles, dense
 from tnt_jax.data.ray.kinds import is_ray_shard
 from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.shards import ShardSource
+from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
 from tnt_jax.on_ray.worker import role
 
@@ -67,7 +67,7 @@ def shard_source(
     return source
 
 
-@cache
+@once_per_job
 def _warn_of_equal_shards() -> None:
     logger.warning(
         "Ray Train gives each worker the same number of rows, and leaves out what remains of an "
