@@ -87,6 +87,7 @@ def test_accumulation_updates_by_the_mean_gradient_of_its_steps(use_ranks, num_r
 def test_a_step_takes_the_state_and_leaves_the_sums(use_ranks):
     job = Job(use_ranks(2))
     given = jax.tree.leaves((job.state.params, job.state.model_state))
+    job.sums = jax.device_put(job.sums)
     job.make(make_train_step)(job.state, job.sums, make_batches(16)[0])
     assert all(leaf.is_deleted() for leaf in given)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(job.sums))
