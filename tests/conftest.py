@@ -30,11 +30,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Chooses the workers of `-n auto`: one for each core, as far as there are 4 GiB of memory for
-    each.
+    """Chooses the workers of `-n auto`: one more than cores, as tests of several processes wait
+    for them, as far as there are 4 GiB of memory for each.
     """
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / 4)))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, int(memory_gib / 4)))
 
 
 @pytest.fixture(autouse=True)
