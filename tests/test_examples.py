@@ -155,11 +155,10 @@ def test_resnet_trains_on_class_folders_in_two_processes(tmp_path):
     assert "on 2 device(s)" in screen
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "by_hand", [pytest.param(False, marks=pytest.mark.long), True], ids=["automatic", "by_hand"]
-)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by_hand"])
 def test_transformer_translates_in_two_processes(tmp_path, by_hand):
     write_texts(tmp_path / "data")
     vocabulary = ["--vocab_file", write_tokens(tmp_path / "data")] if by_hand else []
@@ -258,6 +257,7 @@ def test_bleu_of_equal_texts_is_100_and_its_signature_is_printed():
     assert math.isclose(translation_data.bleu_scores(lines, lines)[0][1], 100)
 
 
+@pytest.mark.long
 def test_optuna_search_tells_the_best_trial_and_its_accuracy(tmp_path):
     pytest.importorskip("optuna", reason="needs the extra optuna")
     command = ["optuna_search.py", "--trials", 2, "--epochs", 2]

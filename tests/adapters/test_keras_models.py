@@ -87,7 +87,7 @@ def test_fit_equals_keras_fit_on_one_device(use_ranks, build, optimizer):
 
 
 # The last batch has 7 rows, so that ranks hold padding; with 4 ranks every batch is padded.
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("build", [functional, recurrent, spectral, frozen])
 def test_any_number_of_ranks_equals_keras_fit(use_ranks, build, num_ranks):
     use_ranks(num_ranks)
@@ -98,7 +98,7 @@ def test_any_number_of_ranks_equals_keras_fit(use_ranks, build, num_ranks):
     np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_added_losses_on_full_batches(use_ranks, num_ranks):
     use_ranks(num_ranks)
     model, expected = pair(regularized)
@@ -154,7 +154,7 @@ class PerRow(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
     "build", [regularized_by_layers, lambda: functional(keras.layers.Dense(4), PerRow())]
 )
@@ -193,7 +193,7 @@ def test_repeated_rows_in_added_losses_are_told(
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("num_examples", [24, 27])
 def test_synchronised_batch_norm_equals_keras_fit(use_ranks, num_ranks, num_examples):
     use_ranks(num_ranks)
@@ -209,7 +209,7 @@ def noisy():
     )
 
 
-@pytest.mark.parametrize("num_examples", [24, 27])
+@pytest.mark.parametrize("num_examples", [pytest.param(24, marks=pytest.mark.long), 27])
 def test_dropout_does_not_depend_on_the_ranks(use_ranks, num_examples):
     models = [pair(noisy)[0] for _ in range(3)]
     start = models[0].get_weights()

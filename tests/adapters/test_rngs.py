@@ -42,7 +42,7 @@ def make(kind, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"reproducible": True, "virtual_ranks": 4}], ids=["plain", "reproducible"]
 )
-@pytest.mark.parametrize("kind", ["nnx", "objective"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("objective", marks=pytest.mark.long)])
 def test_noise_is_the_same_on_any_number_of_ranks(use_ranks, kind, options):
     results = []
     x, y = data(40)

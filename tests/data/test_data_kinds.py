@@ -16,7 +16,11 @@ import tnt_jax as tnt  # noqa: E402
 
 @pytest.fixture(
     scope="module",
-    params=["1 device", "4 devices", pytest.param("2 processes", marks=pytest.mark.multiprocess)],
+    params=[
+        "1 device",
+        "4 devices",
+        pytest.param("2 processes", marks=[pytest.mark.multiprocess, pytest.mark.long]),
+    ],
 )
 def found(request, tmp_path_factory):
     """Returns a list with the results of each process, by kind."""

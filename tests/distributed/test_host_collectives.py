@@ -9,7 +9,7 @@ from tnt_jax.distributed.host_reduction import reduce_rows
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_values_are_those_of_numpy_and_what_differs_is_refused_on_all(num_processes):
     result = launch(
         num_processes,
@@ -22,7 +22,10 @@ def test_values_are_those_of_numpy_and_what_differs_is_refused_on_all(num_proces
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize(
+    "num_processes",
+    [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_groups_rows_objects_and_joins_are_exact_and_hostile_calls_refused(num_processes, tmp_path):
     result = launch(
         num_processes,

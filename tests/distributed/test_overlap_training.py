@@ -56,7 +56,7 @@ def train(axis_name, optimizer=None, **choices):
     return history, model.variables
 
 
-@pytest.mark.parametrize("axis_name", ["data", None])
+@pytest.mark.parametrize("axis_name", ["data", pytest.param(None, marks=pytest.mark.long)])
 @pytest.mark.parametrize("every", [None, 2])
 def test_the_ring_trains_as_xla_does(by_ring, axis_name, every):
     def run():

@@ -72,10 +72,9 @@ def trained(example, folder, rng):
     return example.train(data.english_sentences(folder, 48), rng, epochs=2)
 
 
+@pytest.mark.long  # docs/flax.md runs one by default.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mnist", *[pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:]]]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_port_trains_as_the_original(name, folder, use_ranks, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     original, port = (importlib.import_module(f"{name}_{kind}") for kind in ("one_device", "loop"))

@@ -214,6 +214,7 @@ def test_an_unknown_choice_is_refused():
         tnt.Model(Net()).compile("sgd", loss="mse", on_nan="ignore")
 
 
+@pytest.mark.long  # Two ranks, above, decide alike.
 @pytest.mark.multiprocess
 def test_two_processes_decide_alike(tmp_path):
     helpers = str(SCRIPTS.parent / "helpers")

@@ -16,6 +16,9 @@ from safetensors.numpy import load_file
 
 import tnt_jax as tnt
 
+# Built of layers as those of the others are.
+LONG = ("deferred", "listed", "nested")
+
 
 def make_layers():
     """Moves the numbers that Keras puts into names on."""
@@ -23,7 +26,13 @@ def make_layers():
         keras.Sequential([keras.layers.Dense(1), keras.layers.Dropout(0.5)])
 
 
-@pytest.mark.parametrize("form", keras_forms.FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.long) if form in LONG else form
+        for form in sorted(keras_forms.FORMS)
+    ],
+)
 def test_every_form_goes_on_from_every_format(use_ranks, tmp_path, form):
     use_ranks(2)
     expected = keras_forms.save(tmp_path, form)

@@ -19,7 +19,7 @@ print(tnt.get_rank(), tnt.get_size(), jax.process_count(), jax.numpy.ones(1, "f8
 """
 
 
-@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize("form", [pytest.param("script", marks=pytest.mark.long), "module"])
 def test_a_script_that_uses_jax_first_trains_with_the_others(run, tmp_path, form):
     (tmp_path / "package").mkdir()
     path = tmp_path / "package" / "train.py"

@@ -221,6 +221,7 @@ def test_translator_and_transformer_share_their_variables():
     jax.tree.map(np.testing.assert_array_equal, variables, fresh)
 
 
+@pytest.mark.long
 def test_translations_have_the_probability_of_the_full_pass(trained_like):
     module = translator(num_beams=3)
     found = jax.jit(

@@ -69,7 +69,7 @@ CASES = {
     ),
 }
 
-LONG = ("transformer",)
+LONG = ("transformer", "text classifier")
 
 
 @pytest.mark.slow

@@ -53,7 +53,10 @@ def prepared(weight):
 
 
 @pytest.mark.parametrize("weight", [None, np.linspace(0, 2, 12)], ids=["mask", "weights"])
-@pytest.mark.parametrize("num_shares", [2, 3, 4])
+@pytest.mark.parametrize(
+    "num_shares",
+    [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_shares_of_a_batch_make_the_update_of_the_whole(one_rank, num_shares, weight):
     core, state, batch, worker, servers = prepared(weight)
     pulled = [server.pull() for server in servers]

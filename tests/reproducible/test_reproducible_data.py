@@ -54,7 +54,7 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
-        ("random access", (1, 8)),
+        pytest.param("random access", (1, 8), marks=pytest.mark.long),
         pytest.param("random access", (2, 4, 8), marks=pytest.mark.long),
         pytest.param("tf.data", (1, 2, 4, 8), marks=pytest.mark.long),
     ],

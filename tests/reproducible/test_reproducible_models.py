@@ -54,7 +54,7 @@ def keras_net():
     return net
 
 
-@pytest.mark.parametrize("make", [NnxNet, keras_net])
+@pytest.mark.parametrize("make", [pytest.param(NnxNet, marks=pytest.mark.long), keras_net])
 def test_a_model_that_holds_its_variables(make):
     def run():
         # 22 examples in batches of 11 rows on 4 virtual ranks: every batch is padded.
@@ -81,7 +81,7 @@ def test_a_residual_network(optimizer):
     assert_equal_on((1, 4), run)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accumulated_gradients(epochs):
     def run():
         # Three updates of two steps each in two epochs of three batches: after one epoch, half an

@@ -23,7 +23,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_any_number_of_processes_gives_the_same_bits(num_processes, alone, tmp_path):
     assert alone["threads"] == "8", (
         "The size of the pool must follow from 4 virtual ranks, not from the launcher's division "

@@ -44,7 +44,6 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one["value"], other["value"], rtol=2e-5)
 
 
-@pytest.mark.long  # Several processes, below, show it, too.
 def test_a_study_on_several_ranks_is_told_the_same_as_on_one(expected, two_ranks):
     study = search_runs.make_study()
     best = tnt.search.optimize(study, search_runs.shared_objective, n_trials=NUM_TRIALS)
@@ -54,7 +53,8 @@ def test_a_study_on_several_ranks_is_told_the_same_as_on_one(expected, two_ranks
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long  # Several ranks, above, show it, too.
+@pytest.mark.parametrize("num_processes", [2, 3])
 def test_all_processes_get_the_same_parameters_and_prune_together(
     num_processes, expected, tmp_path
 ):

@@ -57,7 +57,7 @@ def long(*values):
     ("num_devices", "options"),
     [
         # A rank has 4 rows of a batch, in 3 micro-batches of 2, and 3 of the last one.
-        (4, {"mesh": {"data": 2, "stage": 2}, "remat": "full", "pipeline": GPIPE}),
+        long(4, {"mesh": {"data": 2, "stage": 2}, "remat": "full", "pipeline": GPIPE}),
         (8, {"mesh": {"data": 2, "stage": 2, "fsdp": 2}, "pipeline": BY_TURNS}),
         long(8, {"mesh": {"data": 2, "stage": 4}, "pipeline": GPIPE}),
         long(4, {"mesh": {"stage": -1}, "remat": "dots", "pipeline": GPIPE}),
@@ -168,6 +168,7 @@ def lowered_step(schedule, num_micro_batches):
     return model._core.trainer.lower_train_step(Batch(tokens, tokens))
 
 
+@pytest.mark.long
 def test_1f1b_needs_less_memory_than_gpipe(use_ranks):
     use_ranks(4)
     by_turns, gpipe = (peak_bytes(lowered_step(s, 16).compile()) for s in ("1f1b", "gpipe"))

@@ -55,7 +55,7 @@ def step(use_ranks, kind, num_devices, **options):
         ("dropping", {"data": 2, "stage": 2}),
         pytest.param("dropping", {"stage": 2, "fsdp": 2}, marks=pytest.mark.long),
         pytest.param("nnx", {"stage": 4}, marks=pytest.mark.long),
-        ("penalized", {"data": 2, "stage": 2}),
+        pytest.param("penalized", {"data": 2, "stage": 2}, marks=pytest.mark.long),
     ],
 )
 def test_a_step_by_1f1b_equals_one_device(use_ranks, kind, mesh):

@@ -72,7 +72,7 @@ def loss_of(function, remat):
 @pytest.mark.parametrize(
     ("function", "num_blocks", "remat"),
     [
-        (decoder, 1, "dots"),
+        pytest.param(decoder, 1, "dots", marks=pytest.mark.long),
         pytest.param(transformer, 4, "full", marks=pytest.mark.long),
         (blocks, 11, "full"),
     ],

@@ -59,6 +59,7 @@ class Nnx(nnx.Module):
         return self.last(self.norm(self.drop(nnx.relu(self.first(x)))))
 
 
+@pytest.mark.long  # Linen and Keras are run by default.
 def test_an_nnx_module_equals_one_device(use_ranks):
     clipped = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))  # noqa: E731
     model = compare(use_ranks, lambda: Nnx(nnx.Rngs(0)), {"data": 2, "fsdp": 2}, clipped)

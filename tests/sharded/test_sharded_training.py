@@ -98,7 +98,10 @@ def train_on(mesh, optimizer, net=None, **options):
 
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
-    [("sgd", {"data": 2, "fsdp": 4}), ("clipping", {"data": 2, "fsdp": 2, "tensor": 2})],
+    [
+        pytest.param("sgd", {"data": 2, "fsdp": 4}, marks=pytest.mark.long),
+        ("clipping", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
 )
 def test_training_equals_a_plain_loop(use_ranks, optimizer, mesh):
     use_ranks(8)
@@ -155,7 +158,11 @@ def test_half_precision_equals_data_parallelism(use_ranks):
     assert_close(model.get_weights(), whole.get_weights())
 
 
-@pytest.mark.parametrize("optimizer", ["adam", optax.adam(1e-3)], ids=["keras", "optax"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam", pytest.param(optax.adam(1e-3), marks=pytest.mark.long)],
+    ids=["keras", "optax"],
+)
 def test_each_device_holds_its_part_of_the_state(use_ranks, optimizer):
     use_ranks(8)
     x, y = make_data()

@@ -95,6 +95,7 @@ def test_other_callbacks_remember(tmp_path):
     assert len(result[1].epoch) < 9, "The case must stop early to show anything."
 
 
+@pytest.mark.long
 def test_batches_of_an_iterable(tmp_path):
     x, y = data(44)
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 44, 8)]
@@ -129,6 +130,7 @@ def test_a_backup_holds_what_callbacks_remember_at_its_time(tmp_path, monkeypatc
     assert remembered == [[[0]], [[0, 1]], [[0, 1, 2]]]
 
 
+@pytest.mark.long
 def test_steps_of_one_program(tmp_path):
     x, y = data(44)
 
@@ -166,7 +168,7 @@ def test_accumulated_gradients_come_back(tmp_path):
     [
         pytest.param("epoch", [8], marks=pytest.mark.long),
         pytest.param(4, [13], marks=pytest.mark.long),
-        (5, [13, 9]),
+        pytest.param(5, [13, 9], marks=pytest.mark.long),
     ],
 )
 def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, crash_after):

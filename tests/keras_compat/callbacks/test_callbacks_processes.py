@@ -49,7 +49,9 @@ def expected(server, tmp_path_factory):
     return json.loads(json.dumps(results)), folder, server.posts.pop("keras")
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(number, marks=pytest.mark.long) for number in (2, 3)]
+)
 def found(request, server, tmp_path_factory):
     """Results of each process, folder, posts and screen of the runs in several processes."""
     folder = tmp_path_factory.mktemp("processes")

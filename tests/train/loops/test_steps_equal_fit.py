@@ -53,7 +53,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("num_ranks", "num_examples", "size", "optimizer"),
     [
-        (1, 31, 9, "momentum"),
+        pytest.param(1, 31, 9, "momentum", marks=pytest.mark.long),
         (2, 31, 9, "accumulation"),
         pytest.param(3, 17, 8, "adam", marks=pytest.mark.long),
         (4, 31, 9, "momentum"),
