@@ -1,5 +1,5 @@
 """Projects step time and efficiency of data-parallel training on many GPUs from one measured step
-and the figures of the links, by the model of `tnt_jax.scale.projection`.
+and the figures of the links, by the model of `tnt_jax.launch.scale.projection`.
 
     python benchmarks/project.py --step-ms 95 --gradient-mb 102.5 --rows 256 --output
     benchmarks/results/project_resnet50.json python benchmarks/project.py --step-ms 83 --gradient-mb
@@ -20,7 +20,7 @@ from typing import Any
 
 from allreduce_contenders import LAYERS, WIDTH
 
-from tnt_jax.scale.projection import TCP_PAYLOAD_SHARE, Links, all_reduce_ms, project
+from tnt_jax.launch.scale.projection import TCP_PAYLOAD_SHARE, Links, all_reduce_ms, project
 
 # Contenders of benchmarks/allreduce.py: the number of equal buckets, and whether they travel during
 # backpropagation. PyTorch closes a bucket once it holds the 4 or 25 MiB asked for: two layers of

@@ -37,8 +37,8 @@ from .keras_compat.saved_models import load_model as load_model
 from .keras_compat.saved_models import model_from_config as model_from_config
 from .keras_compat.saved_models import model_from_json as model_from_json
 from .keras_compat.saved_models import save_model as save_model
+from .launch.scale.notebook import scaling as scaling
 from .parameter_server.facade import ParameterServer as ParameterServer
-from .scale.notebook import scaling as scaling
 from .seeding import set_seed as set_seed
 from .sharded import Pipeline as Pipeline
 from .train.loops.checkpoints import LoopCheckpoints as LoopCheckpoints

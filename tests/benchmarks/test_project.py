@@ -2,7 +2,7 @@ import pytest
 from allreduce_contenders import LAYERS, WIDTH
 from project import check
 
-from tnt_jax.scale.projection import TCP_PAYLOAD_SHARE
+from tnt_jax.launch.scale.projection import TCP_PAYLOAD_SHARE
 
 
 def test_a_check_states_the_error_of_what_was_recorded():

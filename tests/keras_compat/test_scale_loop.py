@@ -15,7 +15,7 @@ from tnt_jax.data.token_batches import TokenBatches
 from tnt_jax.keras_compat.data_intake import DataArguments
 from tnt_jax.keras_compat.scaled_batches import scale_batch
 from tnt_jax.keras_compat.trials_done import TrialsDone
-from tnt_jax.scale.runs import MARK, read_line
+from tnt_jax.launch.scale.runs import MARK, read_line
 from tnt_jax.settings import Settings
 
 X, Y = np.ones((50, 3), np.float32), np.ones((50, 4), np.float32)

@@ -23,7 +23,7 @@ from tnt_jax.keras_compat.hooks import CallbackArguments
 from tnt_jax.keras_compat.scaled_batches import check_filled, scale_batch
 from tnt_jax.keras_compat.trial_loop import TrialLoop
 from tnt_jax.keras_compat.trials_done import TrialsDone
-from tnt_jax.scale.runs import as_line
+from tnt_jax.launch.scale.runs import as_line
 from tnt_jax.train.timed_steps import time_steps
 
 _LIBRARIES = ("jax", "jaxlib", "flax")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tnt_jax.scale.projection import (
+from tnt_jax.launch.scale.projection import (
     Links,
     Measured,
     Model,

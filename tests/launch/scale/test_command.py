@@ -11,10 +11,10 @@ from tnt_jax.launch.hostfile import HostEntry
 from tnt_jax.launch.options import parse_options
 from tnt_jax.launch.scale.command import _Listener
 from tnt_jax.launch.scale.hosts import Layout, lay_out
+from tnt_jax.launch.scale.report import check_folder
+from tnt_jax.launch.scale.runs import MARK
+from tnt_jax.launch.scale.scaling import Scaling
 from tnt_jax.launch.scale_arguments import Scale
-from tnt_jax.scale.report import check_folder
-from tnt_jax.scale.runs import MARK
-from tnt_jax.scale.scaling import Scaling
 
 SCRIPT = """
 import sys

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from tnt_jax.scale.points import Point
-from tnt_jax.scale.projection import Measured, fit, why_not_projected
+from tnt_jax.launch.scale.points import Point
+from tnt_jax.launch.scale.projection import Measured, fit, why_not_projected
 
 # MB of a bucket: 25 MiB, and 2 MiB between CPU processes.
 _BUCKET_MB, _CPU_BUCKET_MB = 26.2, 2.1

@@ -8,9 +8,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from tnt_jax.scale.curve import Projection, as_dict
-from tnt_jax.scale.points import Point, Spread, kept_point, points_of
-from tnt_jax.scale.runs import Run, kept, read_run
+from tnt_jax.launch.scale.curve import Projection, as_dict
+from tnt_jax.launch.scale.points import Point, Spread, kept_point, points_of
+from tnt_jax.launch.scale.runs import Run, kept, read_run
 
 _FORMAT = 1
 # By how much a global batch may be off. Batches of a number of tokens are rounded to rows.
@@ -103,7 +103,7 @@ class Scaling:
         Raises:
             ModuleNotFoundError: If Matplotlib is not installed.
         """
-        from tnt_jax.scale.picture import draw
+        from tnt_jax.launch.scale.picture import draw
 
         kind = "weak" if self.is_weak else "strong"
         title = f"{Path(self.script).name}: {kind} scaling on {self.runs[0].device}"

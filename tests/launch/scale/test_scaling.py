@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tnt_jax.scale.points import Spread
-from tnt_jax.scale.runs import Run, Shares, as_line, kept, read_line, read_run
-from tnt_jax.scale.scaling import Scaling
+from tnt_jax.launch.scale.points import Spread
+from tnt_jax.launch.scale.runs import Run, Shares, as_line, kept, read_line, read_run
+from tnt_jax.launch.scale.scaling import Scaling
 
 
 def run(ranks, round, seconds, *, rows=1000, **changes):

@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from tnt_jax.scale.scaling import Scaling
+from tnt_jax.launch.scale.scaling import Scaling
 
 RESULTS = "scaling.json"
 PICTURE = "scaling.png"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tnt_jax.scale.curve import Projection
-from tnt_jax.scale.points import Point
+from tnt_jax.launch.scale.curve import Projection
+from tnt_jax.launch.scale.points import Point
 
 _SHARES = {
     "compute": "compute",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tnt_jax.scale.runs import Run
+from tnt_jax.launch.scale.runs import Run
 
 
 class Spread(NamedTuple):
