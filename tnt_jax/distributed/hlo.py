@@ -49,7 +49,8 @@ class Collective(NamedTuple):
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`;
             `ring-sum` for a sum by callbacks between CPUs.
-        nbytes: Bytes of the result.
+        nbytes: Bytes of the whole arrays: those of the results, of a reduce-scatter those of the
+            operands. Several arrays in one collective are summed.
         is_asynchronous: Whether other kernels are scheduled between its start and its end.
         start: Position of the start.
         done: Position of the end.
@@ -69,8 +70,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         kind: As in `Collective`.
-        nbytes: Bytes as in `Collective`; of several arrays in one collective, other than an
-            all-reduce, those of the largest.
+        nbytes: Bytes as in `Collective`.
         dtypes: Dtypes of the result, such as `bf16`.
         is_asynchronous: Whether other work is scheduled while it runs.
         times: How often a run of the program executes it, where the compiler knows; else 1.
@@ -131,13 +131,13 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
         )
     computations = _computations(text)
     # An asynchronous collective may be wrapped into a computation that a generic start calls.
-    wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
+    wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
     kernels = 0
     backward = []
     ring_ends = []
     for name, shape, operation, rest in filter(None, map(_parse, computations[computation])):
-        kind = _kind(operation, rest, wrapped)
+        kind, groups = _kind(operation, rest, wrapped)
         if kind is not None and operation.endswith("-done"):
             continue
         if operation == "custom-call" and f"/{RING_START}/" in rest:
@@ -146,7 +146,8 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
             ring_ends.append(kernels)
         elif kind is not None:
             is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
-            found.append((name, kind, _num_bytes(kind, shape), is_synchronous, kernels))
+            nbytes = _num_bytes(kind, operation, shape, groups)
+            found.append((name, kind, nbytes, is_synchronous, kernels))
         elif operation in _KERNELS:
             kernels += 1
             if "transpose(jvp" in rest:
@@ -176,16 +177,16 @@ def read_traffic(text: str) -> list[Traffic]:
         text: HLO as `compiled.as_text()` returns it.
     """
     computations = _computations(text)
-    wrapped = {name: _wrapped_kind(lines) for name, lines in computations.items() if name}
+    wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found = []
     for name, times in _runs(computations):
         for _, shape, operation, rest in filter(None, map(_parse, computations[name])):
-            kind = _kind(operation, rest, wrapped)
+            kind, groups = _kind(operation, rest, wrapped)
             if kind is None or operation.endswith("-done"):
                 continue
             is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
             dtypes = "+".join(sorted(set(re.findall(r"(\w+)\[", shape))))
-            nbytes = _num_bytes(kind, shape)
+            nbytes = _num_bytes(kind, operation, shape, groups)
             found.append(Traffic(kind, nbytes, dtypes, not is_synchronous, times))
     return found
 
@@ -256,43 +257,89 @@ def _parse(line: str) -> tuple[str, ...] | None:
     return found.groups() if found else None
 
 
-def _wrapped_kind(lines: list[str]) -> str | None:
+def _wrapped(lines: list[str]) -> tuple[str, str] | None:
+    """Returns the kind of the collective in a computation, and what follows it."""
     for parsed in filter(None, map(_parse, lines)):
         if parsed[2] in _COLLECTIVES:
-            return parsed[2]
+            return parsed[2], parsed[3]
     return None
 
 
-def _kind(operation: str, rest: str, wrapped: dict[str, str | None]) -> str | None:
+def _kind(
+    operation: str, rest: str, wrapped: dict[str, tuple[str, str] | None]
+) -> tuple[str, str] | tuple[None, str]:
+    """Returns the kind of a collective, and the text that has its groups; None for others."""
     base = re.sub(r"-(start|done)$", "", operation)
     if base in _COLLECTIVES:
-        return base
+        return base, rest
     called = re.search(r"calls=%([\w.\-]+)", rest)
     is_pair = operation.endswith(("-start", "-done"))
-    return wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
+    inside = wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
+    return inside or (None, "")
 
 
-def _num_bytes(kind: str, shape: str) -> int:
+def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
+    """Returns the bytes of a collective's results, or of a reduce-scatter's operands."""
+    if not operation.endswith("-start") or operation == "all-reduce-start":
+        nbytes = _num_shape_bytes(shape)
+        return nbytes * _group_size(groups) if kind == "reduce-scatter" else nbytes
+    # A start has operands, results, and perhaps numbers of its own.
+    operands, results, *_ = _elements(shape)
+    return _num_shape_bytes(operands if kind == "reduce-scatter" else results)
+
+
+def _num_shape_bytes(shape: str) -> int:
+    """Returns the bytes of a shape such as `(f32[8]{0}, bf16[8,4]{1,0})`."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    sizes = [
+    return sum(
         _NUM_BYTES.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x)
         for dtype, dims in arrays
-    ]
-    # The result of a start other than that of an all-reduce holds operands and results.
-    return max(sizes, default=0) if kind != "all-reduce" else sum(sizes)
+    )
+
+
+def _elements(shape: str) -> list[str]:
+    """Returns the elements of a tuple's shape, some of which may be tuples.
+
+    >>> _elements("((f32[4]{0}, f32[2,2]{1,0}), u32[])")
+    ['(f32[4]{0}, f32[2,2]{1,0})', 'u32[]']
+    """
+    found, depth = [""], 0
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return [element.strip() for element in found]
+
+
+def _group_size(rest: str) -> int:
+    """Returns how many devices take part, from groups such as `{{0,1},{2,3}}` or `[2,2]<=[4]`.
+
+    Raises:
+        ValueError: If the text has no groups.
+    """
+    listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", rest)
+    if listed is None:
+        raise ValueError(
+            f"A reduce-scatter must have replica_groups, but this one has none: {rest}"
+        )
+    return listed[1].count(",") + 1 if listed[1] else int(listed[2])
 
 
 def _num_operand_bytes(rest: str) -> int:
     """Returns the bytes of a custom call's operands, without the two leading numbers."""
     layouts = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", rest)
     return (
-        sum(_num_bytes("", shape) for shape in re.findall(r"\w+\[[\d,]*\]", layouts[1])[2:])
+        sum(_num_shape_bytes(shape) for shape in re.findall(r"\w+\[[\d,]*\]", layouts[1])[2:])
         if layouts
         else 0
     )
 
 
-def _ends(lines: list[str], names: list[str], wrapped: dict[str, str | None]) -> dict[str, int]:
+def _ends(
+    lines: list[str], names: list[str], wrapped: dict[str, tuple[str, str] | None]
+) -> dict[str, int]:
     """Returns the number of kernels after which each start is done."""
     waiting = set(names)
     kernels = 0
@@ -302,6 +349,6 @@ def _ends(lines: list[str], names: list[str], wrapped: dict[str, str | None]) ->
             operand = re.search(r"%([\w.\-]+)\)", rest)
             if operand and operand[1] in waiting:
                 ends[operand[1]] = kernels
-        elif operation in _KERNELS and _kind(operation, rest, wrapped) is None:
+        elif operation in _KERNELS and _kind(operation, rest, wrapped)[0] is None:
             kernels += 1
     return ends
