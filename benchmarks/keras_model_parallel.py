@@ -4,9 +4,12 @@ Contenders build the same Keras model with the same weights and train it with Ad
 batches in the same order. Each has a process of its own; their rounds are interleaved, so that a
 disturbance of the machine hits all alike. "Bytes" are those of the weights and of the optimizer's
 state on the first device, counted from live arrays; "lines" are those that a user writes besides
-model, `compile` and `fit`, counted from the functions below.
+model, `compile` and `fit`, counted from the functions below. A contender whose matrices are not cut
+as it says, or whose losses are not those of the others, ends the run with an error.
 
-    python benchmarks/keras_model_parallel.py --output benchmarks/results/keras_model_parallel.json
+    python benchmarks/keras_model_parallel.py --output benchmarks/results/keras_parts_64.json
+    python benchmarks/keras_model_parallel.py --batch 1024 --rounds 5 --steps 3 --output
+    benchmarks/results/keras_parts_1024.json
 """
 
 import argparse
@@ -14,12 +17,10 @@ import inspect
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 # In every process before JAX starts: devices, and threads enough for their collectives.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -30,11 +31,12 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import keras
 import numpy as np
-from machine import commit, versions
+from machine import environment
 
 import tnt_jax as tnt
 
-WIDTH, DEPTH, CLASSES, BATCH = 1024, 6, 16, 64
+WIDTH, DEPTH, CLASSES = 1024, 6, 16
+TOLERANCE = 1e-4
 
 
 def make_model() -> Any:
@@ -45,22 +47,18 @@ def make_model() -> Any:
     )
 
 
-def keras_model_parallel() -> Any:
+def keras_tensor() -> Any:
     devices = keras.distribution.DeviceMesh(
         (2, 4), ["batch", "model"], keras.distribution.list_devices()
     )
     layout = keras.distribution.LayoutMap(devices)
-    layout["dense.*/kernel"] = (None, "model")
-    layout["dense.*/bias"] = ("model",)
-    layout["logits/kernel"] = ("model", None)
+    layout[".*dense.*/kernel"] = (None, "model")
+    layout[".*dense.*/bias"] = ("model",)
+    layout[".*logits/kernel"] = ("model", None)
     keras.distribution.set_distribution(
         keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
     )
     return make_model()
-
-
-def tnt_fsdp() -> Any:
-    return tnt.Model(make_model(), mesh={"data": 2, "fsdp": 4})
 
 
 def tnt_tensor() -> Any:
@@ -73,17 +71,56 @@ def tnt_tensor() -> Any:
     return tnt.Model(make_model(), mesh={"data": 2, "tensor": 4}, sharding_rules=rules)
 
 
+def keras_fsdp() -> Any:
+    devices = keras.distribution.DeviceMesh((8,), ["batch"], keras.distribution.list_devices())
+    layout = keras.distribution.LayoutMap(devices)
+    layout[".*dense.*/kernel"] = (None, "batch")
+    layout[".*dense.*/bias"] = ("batch",)
+    layout[".*logits/kernel"] = ("batch", None)
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout))
+    return make_model()
+
+
+def tnt_fsdp() -> Any:
+    return tnt.Model(make_model(), mesh={"fsdp": 8})
+
+
+def tnt_data_fsdp() -> Any:
+    return tnt.Model(make_model(), mesh={"data": 2, "fsdp": 4})
+
+
 def keras_data_parallel() -> Any:
     keras.distribution.set_distribution(keras.distribution.DataParallel())
     return make_model()
 
 
-CONTENDERS: dict[str, Callable[[], Any]] = {
-    "Keras ModelParallel, batch 2 x model 4": keras_model_parallel,
-    "tnt_jax, data 2 x tensor 4, the same cuts": tnt_tensor,
-    "tnt_jax, data 2 x fsdp 4": tnt_fsdp,
-    "Keras DataParallel, whole weights": keras_data_parallel,
-}
+def tnt_data_parallel() -> Any:
+    return tnt.Model(make_model())
+
+
+class Contender(NamedTuple):
+    """A way to train the model in one process of 8 devices.
+
+    Attributes:
+        name: Its name in the table.
+        make: What a user writes.
+        num_parts: Into how many parts each matrix is cut.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    num_parts: int
+
+
+CONTENDERS = (
+    Contender("Keras ModelParallel, batch 2 x model 4", keras_tensor, 4),
+    Contender("tnt_jax, data 2 x tensor 4, the same cuts", tnt_tensor, 4),
+    Contender("tnt_jax, data 2 x fsdp 4", tnt_data_fsdp, 4),
+    Contender("Keras ModelParallel, cut over its batch axis", keras_fsdp, 8),
+    Contender("tnt_jax, fsdp 8", tnt_fsdp, 8),
+    Contender("Keras DataParallel, whole weights", keras_data_parallel, 1),
+    Contender("tnt_jax, whole weights", tnt_data_parallel, 1),
+)
 
 
 def lines_of(function: Callable) -> int:
@@ -92,69 +129,106 @@ def lines_of(function: Callable) -> int:
     return sum(line.strip() != "return make_model()" for line in body)
 
 
-def state_bytes(model: Any) -> tuple[int, int]:
-    """Returns the bytes of weights and optimizer state on the first device, and of all of it."""
+def state_arrays(model: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays of the weights, and those of the optimizer's state."""
     if isinstance(model, tnt.Model):
-        arrays = jax.tree.leaves((model.state.params, model.state.opt_state))
-    else:
-        arrays = [v.value for v in (*model.trainable_variables, *model.optimizer.variables)]
+        return jax.tree.leaves(model.state.params), jax.tree.leaves(model.state.opt_state)
+    variables = model.trainable_variables, model.optimizer.variables
+    return tuple([variable.value for variable in of] for of in variables)
+
+
+def bytes_here(arrays: list[Any]) -> int:
+    """Returns the bytes of arrays on the first device."""
     first = jax.devices()[0]
-    here = [s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == first]
-    return sum(here), sum(x.nbytes for x in arrays)
+    return sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == first)
 
 
-def serve(name: str, num_steps: int, connection: Any) -> None:
-    """Trains rounds of a contender on request, and tells its times and its first losses."""
-    model = CONTENDERS[name]()
+def check_cuts(contender: Contender, model: Any) -> None:
+    """Raises a RuntimeError if a matrix, or its moments, are not cut as a contender says."""
+    for of, expected in zip(state_arrays(model), (DEPTH + 1, 2 * (DEPTH + 1)), strict=True):
+        matrices = [x for x in of if x.ndim == 2]
+        found = [x.nbytes / bytes_here([x]) for x in matrices]
+        if found != [contender.num_parts] * expected:
+            raise RuntimeError(
+                f"{contender.name}: {expected} matrices must lie in {contender.num_parts} parts, "
+                f"but they lie in {found}."
+            )
+
+
+def serve(contender: Contender, batch_size: int, num_steps: int, connection: Any) -> None:
+    """Trains rounds of a contender on request, and tells its times and its losses."""
+    model = contender.make()
     losses = tnt.losses if isinstance(model, tnt.Model) else keras.losses
     model.compile("adam", losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(BATCH * num_steps, WIDTH)).astype(np.float32)
+    x = rng.normal(size=(batch_size * num_steps, WIDTH)).astype(np.float32)
     y = rng.integers(0, CLASSES, len(x))
 
     def fit() -> float:
-        history = model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        history = model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0)
         return history.history["loss"][0]
 
-    connection.send((fit(), *state_bytes(model)))
+    loss = fit()
+    check_cuts(contender, model)
+    arrays = [x for of in state_arrays(model) for x in of]
+    connection.send((loss, bytes_here(arrays), sum(x.nbytes for x in arrays)))
     while connection.recv():
         start = time.perf_counter()
-        fit()
-        connection.send((time.perf_counter() - start) / num_steps)
+        loss = fit()
+        connection.send(((time.perf_counter() - start) / num_steps, loss))
 
 
-def measure(num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
-    """Returns a row for each contender."""
+def measure(batch_size: int, num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """Returns a row for each contender.
+
+    Raises:
+        RuntimeError: If their losses differ.
+    """
     spawn = multiprocessing.get_context("spawn")
     ends, processes, rows = {}, [], {}
-    for name, function in CONTENDERS.items():
-        ends[name], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(name, num_steps, theirs), daemon=True))
+    for contender in CONTENDERS:
+        ends[contender.name], theirs = spawn.Pipe()
+        arguments = contender, batch_size, num_steps, theirs
+        processes.append(spawn.Process(target=serve, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
-        loss, nbytes, whole = ends[name].recv()
-        rows[name] = {
-            "contender": name,
-            "lines": lines_of(function),
+        loss, nbytes, whole = ends[contender.name].recv()
+        rows[contender.name] = {
+            "contender": contender.name,
+            "lines": lines_of(contender.make),
             "bytes_a_device": nbytes,
             "bytes_whole": whole,
-            "first_epoch_loss": loss,
+            "losses": [loss],
             "step_s": [],
         }
     for _ in range(num_rounds):
         for name, end in ends.items():
             end.send(True)
-            rows[name]["step_s"].append(end.recv())
+            seconds, loss = end.recv()
+            rows[name]["step_s"].append(seconds)
+            rows[name]["losses"].append(loss)
     for end, process in zip(ends.values(), processes, strict=True):
         end.send(False)
         process.join()
+    check_losses(list(rows.values()))
     return list(rows.values())
+
+
+def check_losses(rows: list[dict[str, Any]]) -> None:
+    """Raises a RuntimeError if contenders did not train to the same losses."""
+    expected = rows[0]["losses"]
+    for row in rows[1:]:
+        if not np.allclose(row["losses"], expected, rtol=TOLERANCE, atol=TOLERANCE):
+            raise RuntimeError(
+                f"{row['contender']} trained to the losses {row['losses']}, but "
+                f"{rows[0]['contender']} to {expected}."
+            )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns rows as a Markdown table."""
     lines = [
-        "| contender | lines | MB a device | share | loss of epoch 1 | step ms, median (range) |",
+        "| contender | lines | MB a device | share | last loss | step ms, median (range) |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -162,35 +236,25 @@ def table(rows: list[dict[str, Any]]) -> str:
         share = row["bytes_a_device"] / row["bytes_whole"]
         lines.append(
             f"| {row['contender']} | {row['lines']} | {row['bytes_a_device'] / 1e6:.1f} "
-            f"| {share:.1%} | {row['first_epoch_loss']:.6f} | {statistics.median(ms):.1f} "
+            f"| {share:.1%} | {row['losses'][-1]:.6f} | {statistics.median(ms):.1f} "
             f"({ms[0]:.1f} to {ms[-1]:.1f}) |"
         )
     return "\n".join(lines)
 
 
-def about() -> dict[str, Any]:
-    """Returns what the numbers belong to."""
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "keras": keras.__version__,
-        **versions(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batch", type=int, default=64, help="global batch size (default: 64)")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a round (default: 20)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a round (default: 5)")
     parser.add_argument("--output", help="JSON file for the results")
     args = parser.parse_args()
-    rows = measure(args.rounds, args.steps)
+    about = {"arguments": vars(args), **environment()}
+    rows = measure(args.batch, args.rounds, args.steps)
     print(table(rows))
     if args.output:
         with open(args.output, "w") as file:
-            json.dump(about() | {"rows": rows}, file, indent=1)
+            json.dump(about | {"rows": rows}, file, indent=1)
             file.write("\n")
 
 
