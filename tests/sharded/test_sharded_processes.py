@@ -1,6 +1,7 @@
 """Meshes over several processes: numbers of one device, and checkpoints in parts."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,25 +11,40 @@ from training import assert_close
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-def train_in_processes(num_processes, mesh, epochs, directory, target, *, ruled=False):
+def launched(num_processes, kind, mesh, epochs, directory, target, *, ruled=False, **extra):
+    """Returns what the processes print."""
     done = launch(
         num_processes, SCRIPTS / "train_sharded.py",
-        json.dumps(mesh), epochs, directory, target, int(ruled),
+        kind, json.dumps(mesh), epochs, directory, target, int(ruled), **extra,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(target)
+    return done.stdout
 
 
-def train_here(use_ranks, num_devices, mesh, epochs, directory="-"):
+def train_in_processes(num_processes, kind, mesh, epochs, directory, target, **options):
+    """Returns history, weights and predictions, and the part of arrays that a process reads."""
+    launched(num_processes, kind, mesh, epochs, directory, target, **options)
+    return read_results(target)
+
+
+def read_results(target):
+    found = np.load(target)
+    history = {name[8:]: found[name] for name in found.files if name.startswith("history ")}
+    weights = [found[name] for name in sorted(found.files) if re.fullmatch(r"w\d+", name)]
+    return (history, weights, found["predicted"]), found["share"]
+
+
+def train_here(use_ranks, num_devices, kind, mesh, epochs, directory="-"):
+    """Returns history, weights and predictions."""
     from train_sharded import train
 
     use_ranks(num_devices)
-    model, history, predicted = train(mesh, epochs, directory)
-    return model.get_weights(), history, predicted
+    model, history, predicted = train(kind, mesh, epochs, directory)
+    return {k: np.array(v) for k, v in history.items()}, model.get_weights(), predicted
 
 
-def weights_of(result):
-    return [result[f"w{i}"] for i in range(4)]
+def first_epoch(history):
+    return {name: values[:1] for name, values in history.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -37,51 +53,61 @@ def scripts_on_path(monkeypatch):
 
 
 def test_parts_of_two_processes_are_restored_on_another_mesh(use_ranks, tmp_path):
-    weights, history, predicted = train_here(use_ranks, 1, None, 2)
+    expected = train_here(use_ranks, 1, "mlp", None, 2)
     backup = tmp_path / "backup"
-    first = train_in_processes(2, {"fsdp": 2}, 1, backup, tmp_path / "a.npz")
-    np.testing.assert_allclose(first["loss"], history["loss"][:1], rtol=1e-5)
-    assert first["share"] == 0.5
-    last = train_here(use_ranks, 8, {"data": 2, "fsdp": 4}, 2, backup)
+    (history, *_), share = train_in_processes(2, "mlp", {"fsdp": 2}, 1, backup, tmp_path / "a.npz")
+    assert_close(history, first_epoch(expected[0]))
+    assert share == 0.5
     # The history of the epoch before comes from the checkpoint.
-    np.testing.assert_allclose(last[1]["loss"], history["loss"], rtol=1e-5)
-    assert_close(last[0], weights)
-    assert_close(last[2], predicted)
+    assert_close(train_here(use_ranks, 8, "mlp", {"data": 2, "fsdp": 4}, 2, backup), expected)
 
 
 @pytest.mark.long  # The test above reads what two processes wrote.
 def test_parts_are_restored_by_two_processes(use_ranks, tmp_path):
-    weights, history, predicted = train_here(use_ranks, 1, None, 2)
+    expected = train_here(use_ranks, 1, "mlp", None, 2)
     backup = tmp_path / "backup"
-    train_here(use_ranks, 8, {"data": 2, "fsdp": 4}, 1, backup)
-    last = train_in_processes(2, {"fsdp": 2}, 2, backup, tmp_path / "b.npz")
-    np.testing.assert_allclose(last["loss"], history["loss"], rtol=1e-5)
-    assert_close(weights_of(last), weights)
-    assert_close(last["predicted"], predicted)
+    train_here(use_ranks, 8, "mlp", {"data": 2, "fsdp": 4}, 1, backup)
+    found, _ = train_in_processes(2, "mlp", {"fsdp": 2}, 2, backup, tmp_path / "b.npz")
+    assert_close(found, expected)
 
 
 @pytest.mark.long  # Processes share rows; the test above has parts in several processes.
 @pytest.mark.parametrize(
     ("num_processes", "mesh"),
-    [(2, {"tensor": 2}), (4, {"data": 2, "fsdp": 2}), (4, {"fsdp": 2, "tensor": 2})],
+    [(2, {"fsdp": 2}), (4, {"data": 2, "fsdp": 2})],
+    ids=str,
 )
-def test_meshes_over_processes_equal_one_device(use_ranks, tmp_path, num_processes, mesh):
-    weights, history, predicted = train_here(use_ranks, 1, None, 2)
-    found = train_in_processes(
-        num_processes, mesh, 2, "-", tmp_path / "a.npz", ruled="tensor" in mesh
-    )
-    np.testing.assert_allclose(found["loss"], history["loss"], rtol=1e-5)
-    assert_close(weights_of(found), weights)
-    assert_close(found["predicted"], predicted)
+@pytest.mark.parametrize("kind", ["mlp", "resnet", "transformer", "nnx", "keras"])
+def test_meshes_over_processes_equal_one_device(use_ranks, tmp_path, kind, num_processes, mesh):
+    expected = train_here(use_ranks, 1, kind, None, 2)
+    found, _ = train_in_processes(num_processes, kind, mesh, 2, "-", tmp_path / "a.npz")
+    assert_close(found, expected)
+
+
+@pytest.mark.long  # As above.
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize(
+    ("num_processes", "mesh"), [(2, {"tensor": 2}), (4, {"fsdp": 2, "tensor": 2})], ids=str
+)
+def test_operations_divided_over_processes_equal_one_device(
+    use_ranks, tmp_path, kind, num_processes, mesh
+):
+    expected = train_here(use_ranks, 1, kind, None, 2)
+    found, _ = train_in_processes(num_processes, kind, mesh, 2, "-", tmp_path / "a.npz", ruled=True)
+    assert_close(found, expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("limit", "share"), [("10GB", -1), ("48kB", 0.5)])
-def test_processes_choose_a_mesh_alike(use_ranks, monkeypatch, tmp_path, limit, share):
-    weights, history, _ = train_here(use_ranks, 1, None, 1)
-    monkeypatch.setenv("TNT_DEVICE_MEMORY", limit)
-    directory = tmp_path / "backup" if share > 0 else "-"
-    found = train_in_processes(2, "auto", 1, directory, tmp_path / "a.npz")
-    np.testing.assert_allclose(found["loss"], history["loss"], rtol=1e-5)
-    assert_close(weights_of(found), weights)
-    assert found["share"] == share
+@pytest.mark.parametrize(
+    ("limit", "mesh", "share"),
+    [("10GB", "{'data': 2}", -1), ("48kB", "{'data': 1, 'fsdp': 2}", 0.5)],
+)
+def test_processes_choose_a_mesh_alike(use_ranks, tmp_path, limit, mesh, share):
+    expected = train_here(use_ranks, 1, "mlp", None, 2)
+    directory, target = tmp_path / "backup" if share > 0 else "-", tmp_path / "a.npz"
+    said = launched(2, "mlp", "auto", 2, directory, target, TNT_DEVICE_MEMORY=limit)
+    for rank in range(2):
+        assert f"rank {rank} of 2 on the mesh {mesh}" in said
+    found, share_read = read_results(target)
+    assert_close(found, expected)
+    assert share_read == share
