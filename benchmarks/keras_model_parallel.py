@@ -8,8 +8,6 @@ model, `compile` and `fit`, counted from the functions below. A contender whose 
 as it says, or whose losses are not those of the others, ends the run with an error.
 
     python benchmarks/keras_model_parallel.py --output benchmarks/results/keras_parts_64.json
-    python benchmarks/keras_model_parallel.py --batch 1024 --rounds 5 --steps 3 --output
-    benchmarks/results/keras_parts_1024.json
 """
 
 import argparse
@@ -245,7 +243,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batch", type=int, default=64, help="global batch size (default: 64)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a round (default: 5)")
     parser.add_argument("--output", help="JSON file for the results")
     args = parser.parse_args()
