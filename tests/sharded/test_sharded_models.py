@@ -114,6 +114,33 @@ def test_synchronized_batch_statistics_equal_one_device(use_ranks, double_precis
     compare(use_ranks, make, mesh, data=data, synchronize_batch_norm=True, tolerance=1e-6)
 
 
+class Normalized(nn.Module):
+    """Has BatchNorm over the axes that the errors of a mesh name."""
+
+    axes: tuple[str, ...] | str | None
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(64)(x)
+        x = nn.BatchNorm(use_running_average=not train, axis_name=self.axes)(x)
+        return nn.Dense(CLASSES)(nn.relu(x))
+
+
+def test_batch_norm_over_the_axes_of_the_ranks_equals_one_device(use_ranks):
+    x, y = make_data()
+
+    def run(axes, **options):
+        model = tnt.Model(Normalized(axes), seed=0, **options)
+        model.compile(optax.sgd(0.1), loss=crossentropy())
+        history = model.fit(x[:24], y[:24], batch_size=SIZE, epochs=1, verbose=0).history
+        return history, model.get_weights()
+
+    use_ranks(1)
+    expected = run("data")
+    use_ranks(4)
+    assert_close(run(("data", "fsdp"), mesh={"data": 2, "fsdp": 2}), expected)
+
+
 class Named(nn.Module):
     """Dimensions with logical names."""
 

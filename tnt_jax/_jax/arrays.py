@@ -28,6 +28,13 @@ def make_data_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
+def one_rank_mesh(device: Any, like: Mesh) -> Mesh:
+    """Returns a mesh of one device, with those axes of another mesh that rows are split over."""
+    names = [name for name in _RANK_AXES if name in like.axis_names]
+    devices = np.asarray(device).reshape((1,) * len(names))
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def abstract_data_mesh(num_ranks: int) -> Any:
     """Returns a mesh of one axis, `data`, that has no devices: for tracing alone."""
     return AbstractMesh((num_ranks,), (DATA_AXIS,), axis_types=(AxisType.Auto,))

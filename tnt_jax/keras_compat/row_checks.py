@@ -123,7 +123,8 @@ class _Program:
         state = trainer.require_state()
         num_real = _num_real(batch)
         self.num_rows = num_rows
-        self._mesh = _jax.make_data_mesh(trainer.runtime.mesh.local_devices[:1])
+        mesh = trainer.runtime.mesh
+        self._mesh = _jax.one_rank_mesh(mesh.local_devices[0], mesh)
         variables = (state.params, state.model_state, state.key)
         self._variables = jax.tree.map(lambda x: trainer.gather(x).addressable_data(0), variables)
         # Rows from all over the batch: neighbours may be alike.
