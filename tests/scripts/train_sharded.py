@@ -1,12 +1,13 @@
 """Trains a small model of a kind over a mesh, going on from a checkpoint if there is one.
 
 Arguments: the kind, the mesh as JSON, the last epoch, the directory of checkpoints (or -), the file
-of results, and whether rules divide operations.
+of results, and whether rules divide operations. Each process writes its mesh beside the results.
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -157,7 +158,7 @@ def main(kind, mesh, epochs, directory, target, ruled):
         logs = {f"history {name}": values for name, values in history.items()}
         np.savez(target, predicted=predicted, share=share, **arrays, **logs)
     mesh = jax.tree.leaves(model.state.params)[0].sharding.mesh
-    print(f"rank {tnt.get_rank()} of {tnt.get_size()} on the mesh {dict(mesh.shape)}")
+    Path(f"{target}.mesh{tnt.get_rank()}").write_text(str(dict(mesh.shape)))
 
 
 if __name__ == "__main__":
