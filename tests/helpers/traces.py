@@ -24,7 +24,7 @@ def read_trace(path):
     assert set(threads) == named
     for spans in threads.values():
         ends = [end for _, end, _ in spans]
-        # Times of JAX's own events are in other clocks by a fraction of a millisecond.
+        # JAX's own events are timed by another clock, which agrees within a microsecond.
         assert all(a <= b + 1 for a, b in pairwise(ends))
         open_spans = []
         for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):

@@ -109,7 +109,7 @@ class Timeline:
 def _end(timeline: Timeline | None) -> None:
     if timeline is not None:
         timeline.close()
-        jax.monitoring.unregister_event_duration_listener(_note_duration)
+        jax.monitoring.unregister_event_time_span_listener(_note_span)
 
 
 _timeline = Slot[Timeline | None](lambda: None, close=_end)
@@ -125,7 +125,7 @@ def start(path: str, process: int) -> None:
     file = Path(path)
     own = file.with_name(f"{file.stem}.{process}{file.suffix}") if process else file
     _timeline.set(Timeline(own, process))
-    jax.monitoring.register_event_duration_secs_listener(_note_duration)
+    jax.monitoring.register_event_time_span_listener(_note_span)
     atexit.register(stop)
 
 
@@ -178,9 +178,21 @@ def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
         timeline.add(name, category, start_ns, time.perf_counter_ns(), arguments)
 
 
-def _note_duration(event: str, duration_secs: float, **_: Any) -> None:
-    """Records what JAX says it has just done, if it was to trace, lower or compile a program."""
-    if event.startswith("/jax/core/compile/"):
-        now_ns = time.perf_counter_ns()
+def _note_span(event: str, start_time: float, end_time: float, **_: Any) -> None:
+    """Records what JAX says it has just done, if it was to trace, lower or compile a program.
+
+    JAX takes both times itself, so a thread that is interrupted on its way here shifts nothing.
+    """
+    timeline = _timeline.get()
+    if timeline is not None and event.startswith("/jax/core/compile/"):
         name = event.rsplit("/", 1)[1].removesuffix("_duration")
-        add(name, "compile", now_ns - round(duration_secs * 1e9))
+        ahead_ns = _wall_clock_ahead_ns()
+        start_ns, end_ns = (round(1e9 * wall) - ahead_ns for wall in (start_time, end_time))
+        timeline.add(name, "compile", start_ns, end_ns, {})
+
+
+def _wall_clock_ahead_ns() -> int:
+    """Returns `time.time_ns` minus `time.perf_counter_ns`, of the reading that took least time."""
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
+    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return wall - (before + after) // 2
