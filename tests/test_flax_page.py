@@ -46,7 +46,7 @@ def test_a_port_has_at_most_ten_changed_lines_in_its_training_part(name):
 @pytest.mark.parametrize(
     ("name", "num_examples"),
     [
-        ("mnist", 64),
+        pytest.param("mnist", 64, marks=pytest.mark.long),
         pytest.param("vae", 256, marks=pytest.mark.long),
         pytest.param("lm1b", 128, marks=pytest.mark.long),
     ],

@@ -88,7 +88,7 @@ def test_other_optimizers_equal_a_plain_loop(use_ranks, num_ranks, num_examples,
     assert_close(model.variables["params"], expected["params"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long), 3, 8])
 # A batch of one or two rows is left out: its normalisation amplifies rounding beyond any tolerance.
 @pytest.mark.parametrize(("num_examples", "size"), [(32, 8), (31, 9), (23, 9)])
 def test_sample_weights_batch_norm_and_dropout_equal_a_plain_loop(

@@ -26,6 +26,7 @@ def histories(num_processes, folder, *kinds):
     return {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_and_shards_of_any_length_to_their_end(tmp_path):
     one = histories(0, tmp_path / "one", "tf_data", "random_access")
     two = histories(2, tmp_path / "two", "tf_data", "random_access", "own_shard")

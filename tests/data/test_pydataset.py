@@ -46,7 +46,7 @@ def rows_of(batches):
 @pytest.mark.parametrize(
     "kwargs", [{}, {"workers": 3}, {"workers": 1, "use_multiprocessing": True}]
 )
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.long), True])
 def test_union_of_processes_is_the_dataset(kwargs, shuffle):
     sources = [
         PyDatasetSource(Batches(**kwargs), RankSlice(2, process), shuffle=shuffle)

@@ -57,7 +57,7 @@ def train(axis_name, optimizer=None, **choices):
 
 
 @pytest.mark.parametrize("axis_name", ["data", pytest.param(None, marks=pytest.mark.long)])
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.long), 2])
 def test_the_ring_trains_as_xla_does(by_ring, axis_name, every):
     def run():
         return train(axis_name, tnt.optimizers.SGD(0.1, gradient_accumulation_steps=every))

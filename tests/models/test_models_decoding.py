@@ -214,6 +214,7 @@ def trained_like():
     return {"params": {**variables["params"], "embedding": 2 * variables["params"]["embedding"]}}
 
 
+@pytest.mark.long
 def test_translator_and_transformer_share_their_variables():
     module = translator()
     variables = module.init(jax.random.key(0), SOURCES)

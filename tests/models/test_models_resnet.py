@@ -235,6 +235,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(updated)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.long
 def test_bfloat16_logits_are_near_the_float32_ones():
     module = models.CifarResNet(depth=8, num_classes=5)
     images = jnp.asarray(np.random.default_rng(2).normal(size=(4, 8, 8, 3)), jnp.float32)

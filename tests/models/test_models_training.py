@@ -69,17 +69,10 @@ CASES = {
     ),
 }
 
-LONG = ("transformer", "text classifier")
 
-
+@pytest.mark.long  # tests/test_parity.py and tests/sharded train models like these by default.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name in LONG or "resnet" in name else name
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_four_ranks_train_as_one(name):
     module, loss, data, size = CASES[name]
     expected_loss, expected = train(1, module, loss, data, size)

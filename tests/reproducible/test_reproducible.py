@@ -63,7 +63,12 @@ CASES = {
 
 
 # Those that show least beside the others, or take longest.
-LONG = ("mlp, weighted", "mlp, bfloat16", "transformer, dropout")
+LONG = (
+    "conv net, batch norm, dropout, adam",
+    "mlp, weighted",
+    "mlp, bfloat16",
+    "transformer, dropout",
+)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,7 @@ class ConvNetWithoutState(nn.Module):
         return nn.Dense(3)(x.reshape(x.shape[0], -1))
 
 
+@pytest.mark.long
 def test_training_equals_the_fast_steps_up_to_rounding():
     weights = []
     with devices(4):

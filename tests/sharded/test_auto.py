@@ -70,7 +70,9 @@ def one_device():
     return history, weights
 
 
-@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "parts", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_the_smallest_sharding_that_fits_is_taken(
     use_ranks, monkeypatch, caplog, one_device, parts
 ):

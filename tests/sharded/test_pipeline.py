@@ -72,7 +72,8 @@ def run(adapter, apply, num_data, num_stages, path="layers"):
     [
         # Those below have rows to spare and several ranks, too.
         pytest.param("decoder", 1, 4, 3, None, marks=pytest.mark.long),
-        ("decoder", 2, 2, 2, POLICY),  # Three rows in two micro-batches.
+        # Three rows in two micro-batches.
+        pytest.param("decoder", 2, 2, 2, POLICY, marks=pytest.mark.long),
         pytest.param("dropping", 2, 4, 2, None, marks=pytest.mark.long),
         pytest.param("nnx", 1, 2, 4, None, marks=pytest.mark.long),
     ],

@@ -51,7 +51,7 @@ def step(use_ranks, kind, num_devices, **options):
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("dropping", {"data": 2, "stage": 2}),
+        pytest.param("dropping", {"data": 2, "stage": 2}, marks=pytest.mark.long),
         pytest.param("dropping", {"stage": 2, "fsdp": 2}, marks=pytest.mark.long),
         pytest.param("nnx", {"stage": 4}, marks=pytest.mark.long),
         pytest.param("penalized", {"data": 2, "stage": 2}, marks=pytest.mark.long),

@@ -100,7 +100,7 @@ def train_on(mesh, optimizer, net=None, **options):
     ("optimizer", "mesh"),
     [
         pytest.param("sgd", {"data": 2, "fsdp": 4}, marks=pytest.mark.long),
-        ("clipping", {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("clipping", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
     ],
 )
 def test_training_equals_a_plain_loop(use_ranks, optimizer, mesh):

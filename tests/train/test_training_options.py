@@ -35,7 +35,7 @@ def test_invalid_options_of_compile(options, message):
 # ---- An objective of the user's own ----
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_objective_equals_the_loss_it_spells_out(use_ranks, num_ranks):
     use_ranks(num_ranks)
     net = Net(dropout=0.3)

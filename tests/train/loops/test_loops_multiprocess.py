@@ -25,7 +25,11 @@ def run(tmp_path, num_processes, devices, *, mistakes=False):
 
 @pytest.mark.parametrize(
     ("num_processes", "devices", "mistakes"),
-    [(2, 2, True), pytest.param(4, 1, False, marks=pytest.mark.long)],
+    [
+        pytest.param(2, 2, True, marks=pytest.mark.long),
+        (2, 1, False),
+        pytest.param(4, 1, False, marks=pytest.mark.long),
+    ],
 )
 def test_a_loop_in_processes_equals_fit_and_one_device(num_processes, devices, mistakes, tmp_path):
     (one,), _ = run(tmp_path, 0, 1)

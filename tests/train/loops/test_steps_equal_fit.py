@@ -56,7 +56,7 @@ OPTIMIZERS = {
         pytest.param(1, 31, 9, "momentum", marks=pytest.mark.long),
         (2, 31, 9, "accumulation"),
         pytest.param(3, 17, 8, "adam", marks=pytest.mark.long),
-        (4, 31, 9, "momentum"),
+        pytest.param(4, 31, 9, "momentum", marks=pytest.mark.long),
     ],
 )
 def test_a_loop_equals_fit_to_the_bit_and_one_device_closely(
