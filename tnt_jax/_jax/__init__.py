@@ -48,6 +48,7 @@ from tnt_jax._jax.compiler import (
 from tnt_jax._jax.frames import compiles, is_of_jax
 from tnt_jax._jax.gathered import keep_all_but_gathered
 from tnt_jax._jax.host_call import called_function, host_call
+from tnt_jax._jax.kept_programs import keep_programs_of_each_process
 from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
 from tnt_jax._jax.processes import (
     await_disconnection,
@@ -117,6 +118,7 @@ __all__ = [
     "jaxpr_as_fun",
     "jaxprs_in_params",
     "keep_all_but_gathered",
+    "keep_programs_of_each_process",
     "last_activations",
     "local_copy",
     "local_parts",

@@ -42,6 +42,8 @@ def join_job() -> Settings:
     job = detect_job(os.environ)
     if job is not None and job.num_processes > 1:
         _join(job, settings)
+    if _jax.is_distributed():
+        _jax.keep_programs_of_each_process()
     return settings
 
 

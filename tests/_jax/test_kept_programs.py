@@ -1,0 +1,228 @@
+"""Programs of several CPU processes are found at the next start, also those that call Python."""
+
+import gc
+import logging
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.compilation_cache import compress_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+from processes import SCRIPTS, launch
+
+import tnt_jax as tnt
+from tnt_jax import _jax
+
+X = np.arange(8, dtype=np.float32).reshape(4, 2)
+SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_raise_persistent_cache_errors": False,
+}
+
+
+@pytest.fixture
+def use_folder():
+    """Returns a function that has this process keep its programs in a folder, for this test."""
+    before = {}
+
+    def use(folder, **settings):
+        directory = None if folder is None else str(folder)
+        chosen = {**SETTINGS, "jax_compilation_cache_dir": directory, **settings}
+        for name, value in chosen.items():
+            before.setdefault(name, getattr(jax.config, name))
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        _jax.keep_programs_of_each_process()
+
+    tnt.shutdown()
+    yield use
+    tnt.shutdown()
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def counts():
+    """Counts JAX's events, such as `cache_hits`."""
+    found = Counter()
+
+    def count(event, **_):
+        found[event.rpartition("/")[2]] += 1
+
+    jax.monitoring.register_event_listener(count)
+    yield found
+    jax.monitoring.unregister_event_listener(count)
+
+
+def make_program(function):
+    """Returns a program of four devices, each of which calls `function` with its row of `X`; the
+    text of all such programs is the same.
+    """
+    mesh = _jax.make_data_mesh(jax.devices()[:4])
+    rows = PartitionSpec(_jax.DATA_AXIS)
+
+    def call(x):
+        (y,) = _jax.host_call(function, [jax.ShapeDtypeStruct(x.shape, x.dtype)], jnp.sin(x))
+        return jnp.exp(y)
+
+    jitted = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    return jitted, jax.device_put(X, NamedSharding(mesh, rows))
+
+
+def run(factor):
+    """Returns a call of a program whose function multiplies by `factor`, and its result."""
+    program, x = make_program(lambda x: [x * np.float32(factor)])
+    return lambda: np.asarray(program(x)), np.asarray(program(x))
+
+
+def expected(factor):
+    return np.exp(np.sin(X) * np.float32(factor))
+
+
+def test_programs_that_are_alike_call_their_own_functions(use_folder, counts, tmp_path):
+    use_folder(tmp_path)
+    first, result = run(2)
+    assert counts["cache_hits"] == 0
+    (file,) = tmp_path.glob("jit_call-*-calls-cache")
+    second, other = run(3)
+    assert counts["cache_hits"] == 1
+    gc.collect()
+    np.testing.assert_allclose(result, expected(2), rtol=1e-6)
+    np.testing.assert_allclose(other, expected(3), rtol=1e-6)
+    np.testing.assert_array_equal(first(), result)
+    np.testing.assert_array_equal(second(), other)
+    assert list(tmp_path.glob("jit_call-*")) == [file]
+
+
+def test_a_program_that_was_found_gives_the_bits_of_a_compiled_one(use_folder, counts, tmp_path):
+    use_folder(None)
+    _, compiled = run(2)
+    use_folder(tmp_path)
+    run(1)
+    _, found = run(2)
+    assert counts["cache_hits"] == 1
+    np.testing.assert_array_equal(found, compiled)
+
+
+def test_an_exception_in_a_program_that_was_found_is_named(use_folder, counts, tmp_path):
+    def fail(x):
+        raise ConnectionError("Lost process 3.")
+
+    use_folder(tmp_path)
+    run(2)
+    program, x = make_program(fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"ConnectionError: Lost process 3\."):
+        jax.block_until_ready(program(x))
+    assert counts["cache_hits"] == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-100]),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_text("A note of somebody else."),
+        lambda file: file.write_bytes(compress_executable(bytes(1000))),
+    ],
+    ids=["truncated", "empty", "a text", "another content"],
+)
+def test_a_file_that_cannot_be_read_is_replaced(use_folder, counts, tmp_path, caplog, damage):
+    use_folder(tmp_path)
+    run(2)
+    (file,) = tmp_path.glob("*-calls-cache")
+    damage(file)
+    with caplog.at_level(logging.WARNING, "tnt_jax"):
+        _, result = run(2)
+    assert "cannot be read, and is compiled again" in caplog.text
+    assert file.name.removesuffix("-cache") in caplog.text
+    np.testing.assert_allclose(result, expected(2), rtol=1e-6)
+    caplog.clear()
+    assert counts["cache_hits"] == 0
+    run(2)
+    assert counts["cache_hits"] == 1
+    assert caplog.text == ""
+    assert list(tmp_path.glob("jit_call-*")) == [file]
+
+
+def test_jax_can_be_asked_to_raise_the_error_instead(use_folder, tmp_path):
+    use_folder(tmp_path, jax_raise_persistent_cache_errors=True)
+    run(2)
+    (file,) = tmp_path.glob("*-calls-cache")
+    file.write_text("A note of somebody else.")
+    with pytest.raises(Exception, match=r"(?i)zstd|zlib|header|frame"):
+        run(2)
+
+
+def test_programs_run_although_their_folder_cannot_be_used(use_folder, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    use_folder(tmp_path / "file")
+    with caplog.at_level(logging.WARNING, "tnt_jax"):
+        _, result = run(2)
+    assert "No compiled programs are kept: " in caplog.text
+    np.testing.assert_allclose(result, expected(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"jax_persistent_cache_min_compile_time_secs": 1000},
+        {"jax_persistent_cache_min_entry_size_bytes": 10**9},
+        {"jax_enable_compilation_cache": False},
+        {"jax_share_binary_between_hosts": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_nothing_is_kept_against_the_settings_of_jax(use_folder, tmp_path, settings):
+    use_folder(tmp_path, **settings)
+    run(2)
+    assert list(tmp_path.glob("*-calls-cache")) == []
+
+
+def test_the_least_recently_used_programs_make_room(use_folder, counts, tmp_path):
+    pytest.importorskip("filelock", reason="JAX limits the size of its cache by filelock")
+    use_folder(tmp_path, jax_compilation_cache_max_size=10**6)
+    run(2)
+    run(2)
+    assert counts["cache_hits"] == 1
+    (kept,) = tmp_path.glob("jit_call-*-cache")
+    use_folder(tmp_path, jax_compilation_cache_max_size=kept.stat().st_size + 100)
+    jax.jit(lambda x: jnp.cos(x) + 1)(X)
+    assert not kept.exists()
+
+
+def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):
+    use_folder(tmp_path)
+    tnt.shutdown()
+    run(2)
+    assert list(tmp_path.glob("*-calls-cache")) == []
+
+
+def start(folder, cache):
+    """Returns the lines that each process of a job wrote."""
+    folder.mkdir()
+    done = launch(
+        2, SCRIPTS / "train_kept.py", folder, JAX_COMPILATION_CACHE_DIR=str(cache),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [file.read_text().split("\n") for file in sorted(folder.iterdir())]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_second_start_of_a_job_compiles_nothing_and_gives_the_same_bits(tmp_path):
+    first, second = (start(tmp_path / name, tmp_path / "cache") for name in ("first", "second"))
+    assert len(list((tmp_path / "cache").glob("*-calls-cache"))) >= 2
+    assert list((tmp_path / "cache").glob("*.unfinished")) == []
+    for (asked, found, *bits), (asked_again, found_again, *bits_again) in zip(
+        first, second, strict=True
+    ):
+        assert int(found) < int(asked) == int(asked_again)
+        assert found_again == asked_again
+        assert bits_again == bits

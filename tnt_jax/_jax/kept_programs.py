@@ -1,0 +1,195 @@
+"""Compiled programs for CPUs that jobs of several processes find again at their next start.
+
+JAX's compilation cache leaves out two kinds of programs: those that call Python, as sums by the
+ring do, and those of all processes but the first. On other devices the processes share what the
+first one writes; on CPUs each has a key of its own, because the key contains the devices of the
+process. Here every process keeps what it compiles, in JAX's own cache with JAX's own keys, limits
+and format.
+
+A program holds no pointer to a function, only its place among the functions that it calls (seen in
+JAX 0.10.0 and 0.10.2; no program that holds another address is found again, as the key contains the
+whole program). It is loaded with the functions of the process that asks for it, which has lowered
+the same text, so each function is called where the compiler would have called it.
+"""
+
+import inspect
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+# Private. Checked with JAX 0.10.0 and 0.10.2. No setting has processes other than the first write,
+# and no public function loads a program that calls Python.
+from jax._src import compilation_cache, compiler
+from jax._src.lru_cache import _CACHE_SUFFIX
+
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+
+_PARAMETERS = (
+    "backend", "computation", "devices", "compile_options", "host_callbacks",
+    "executable_devices", "pgle_profiler",
+)  # fmt: skip
+
+
+def _restore(compile_before: Callable | None) -> None:
+    if compile_before is not None:
+        compiler.compile_or_get_cached = compile_before
+
+
+_compile_before = Slot[Callable | None](lambda: None, close=_restore)
+
+
+def keep_programs_of_each_process() -> None:
+    """Has this process keep all programs that it compiles for CPUs, until its job ends.
+
+    Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
+    nothing is kept. A version of JAX whose compiler is called in another way is left alone.
+    """
+    before = compiler.compile_or_get_cached
+    is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS
+    if is_known and _compile_before.get() is None:
+        _compile_before.set(before)
+        compiler.compile_or_get_cached = partial(_find_or_compile, before)
+
+
+def _find_or_compile(
+    compile_before: Callable,
+    backend: Any,
+    computation: Any,
+    devices: Any,
+    compile_options: Any,
+    host_callbacks: Sequence[Callable],
+    executable_devices: Any,
+    pgle_profiler: Any = None,
+) -> Any:
+    """Stands for JAX's function of the same parameters after the first."""
+
+    def compile_it() -> Any:
+        return compile_before(
+            backend, computation, devices, compile_options, host_callbacks, executable_devices,
+            pgle_profiler,
+        )  # fmt: skip
+
+    def load(serialized: bytes) -> Any:
+        return backend.deserialize_executable(
+            serialized, executable_devices, compile_options, host_callbacks
+        )
+
+    is_left_out = _is_left_out_by_jax(backend, host_callbacks)
+    cache = _open_cache(backend) if is_left_out else None
+    if cache is None:
+        return compile_it()
+    key = compiler._get_cache_key(compile_options, backend, computation, devices)
+    if key is None:
+        return compile_it()
+    # JAX looks for all programs, also for those that it does not keep, and would load this one
+    # without its functions.
+    key += "-calls" if host_callbacks else ""
+    return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
+
+
+def _is_left_out_by_jax(backend: Any, host_callbacks: Sequence[Callable]) -> bool:
+    """Returns whether JAX would not keep a program, although it is to be kept."""
+    return (
+        backend.platform == "cpu"
+        and (len(host_callbacks) > 0 or backend.process_index() != 0)
+        and compilation_cache.is_persistent_cache_enabled()
+        # Then a process may wait for what another one compiles.
+        and not jax.config.jax_share_binary_between_hosts
+    )
+
+
+def _open_cache(backend: Any) -> Any:
+    """Returns JAX's cache, or None if its folder cannot be used."""
+    try:
+        return compilation_cache._get_cache(backend)
+    except Exception as error:
+        _report("No compiled programs are kept", error)
+        return None
+
+
+def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
+    """Returns a kept program, ready to run, or None.
+
+    One that cannot be read is removed, with a warning.
+    """
+    begin = time.monotonic()
+    try:
+        entry = cache.get(key)
+        if entry is None:
+            return None
+        serialized, compile_s = compilation_cache.extract_executable_and_time(
+            compilation_cache.decompress_executable(entry)
+        )
+        program = load(serialized)
+    except Exception as error:
+        _report(f"The kept program {key} cannot be read, and is compiled again", error)
+        _remove(cache, key)
+        return None
+    compiler.log_persistent_cache_hit(key, key)
+    _record_hit(compile_s, time.monotonic() - begin)
+    return program
+
+
+def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> Any:
+    begin = time.monotonic()
+    program = compile_it()
+    compile_s = time.monotonic() - begin
+    config: Any = jax.config
+    if compile_s < config.jax_persistent_cache_min_compile_time_secs:
+        return program
+    try:
+        entry = compilation_cache.compress_executable(
+            compilation_cache.combine_executable_and_time(program.serialize(), int(compile_s))
+        )
+        if len(entry) >= config.jax_persistent_cache_min_entry_size_bytes:
+            _write(cache, key, entry)
+            jax.monitoring.record_event("/jax/compilation_cache/cache_misses")
+    except Exception as error:
+        _report(f"The program {key} cannot be kept", error)
+    return program
+
+
+def _write(cache: Any, key: str, entry: bytes) -> None:
+    if getattr(cache, "eviction_enabled", True):
+        cache.put(key, entry)  # Under a lock.
+        return
+    # Other jobs may read at the same time, and this process may be killed.
+    path = cache._path / f"{key}{_CACHE_SUFFIX}"
+    unfinished = cache._path / f"{key}.{secrets.token_hex(4)}.unfinished"
+    try:
+        unfinished.write_bytes(entry)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _remove(cache: Any, key: str) -> None:
+    """Removes a file that JAX would not overwrite."""
+    try:
+        (cache._path / f"{key}{_CACHE_SUFFIX}").unlink(missing_ok=True)
+    except OSError as error:
+        _report(f"The kept program {key} cannot be removed", error)
+
+
+def _report(what: str, error: Exception) -> None:
+    """Warns as JAX does, or raises the error if its settings ask for that."""
+    config: Any = jax.config
+    if config.jax_raise_persistent_cache_errors:
+        raise error
+    logger.warning(
+        "%s: %s: %s", what, type(error).__name__, error, extra={"on_every_process": True}
+    )
+
+
+def _record_hit(compile_s: float, took_s: float) -> None:
+    """Counts a program that was found as JAX counts its own."""
+    events = "/jax/compilation_cache/"
+    jax.monitoring.record_event(events + "compile_requests_use_cache")
+    jax.monitoring.record_event(events + "cache_hits")
+    jax.monitoring.record_event_duration_secs(events + "compile_time_saved_sec", compile_s - took_s)
+    jax.monitoring.record_event_duration_secs(events + "cache_retrieval_time_sec", took_s)
