@@ -2,9 +2,9 @@
 
 Each contender trains one step of the same network from a standing start, in one process or in
 several, each bound to a core in turn. It starts `--starts` times with one folder for compiled
-programs: the first start is cold, the others find what was kept (JAX keeps no program with
-callbacks, so a job that sums by the ring compiles its training step at every start; PyTorch
-compiles nothing). Contenders take turns, so that a disturbance of the machine hits all alike.
+programs: the first start is cold, the others find what was kept. PyTorch compiles nothing; of the
+processes of Keras, JAX keeps the programs of the first alone. Contenders take turns, so that a
+disturbance of the machine hits all alike.
 
     python benchmarks/first_step.py --output benchmarks/results/first_step.json
 

@@ -2,8 +2,7 @@
 
 A job of two CPU processes under `tnt-jax --max-restarts 1` trains, and one rank is killed at a
 step. Each round begins with an empty compilation cache, so the first start shows what the programs
-cost that a restart finds there. JAX keeps no program with callbacks, hence not the training step of
-CPU processes that sum by the ring: it is compiled at every start.
+cost that a restart finds there.
 
     python benchmarks/restarts.py --output benchmarks/results/restarts.json
 """

@@ -10,13 +10,16 @@ import jax
 _FOLDER = str(Path(jax.__file__).parent) + os.sep
 # Private. Checked with JAX 0.10.0 and 0.10.2. What traces, lowers and compiles; no public question
 # exists before it is done. Without these files a long compilation counts as a step.
-_COMPILING = tuple(
-    _FOLDER + os.path.join("_src", *parts)
-    for parts in (
-        ("compiler.py",),
-        ("interpreters", "partial_eval.py"),
-        ("interpreters", "mlir.py"),
-    )
+_COMPILING = (
+    *(
+        _FOLDER + os.path.join("_src", *parts)
+        for parts in (
+            ("compiler.py",),
+            ("interpreters", "partial_eval.py"),
+            ("interpreters", "mlir.py"),
+        )
+    ),
+    str(Path(__file__).with_name("kept_programs.py")),
 )
 
 

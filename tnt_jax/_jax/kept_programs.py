@@ -94,12 +94,13 @@ def _find_or_compile(
 
 def _is_left_out_by_jax(backend: Any, host_callbacks: Sequence[Callable]) -> bool:
     """Returns whether JAX would not keep a program, although it is to be kept."""
+    config: Any = jax.config
     return (
         backend.platform == "cpu"
         and (len(host_callbacks) > 0 or backend.process_index() != 0)
         and compilation_cache.is_persistent_cache_enabled()
         # Then a process may wait for what another one compiles.
-        and not jax.config.jax_share_binary_between_hosts
+        and not config.jax_share_binary_between_hosts
     )
 
 
