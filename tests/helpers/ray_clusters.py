@@ -4,9 +4,12 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from contextlib import contextmanager
 
 import pytest
+
+from tnt_jax.launch.processtree import processes_with
 
 
 @contextmanager
@@ -67,3 +70,24 @@ def own_cluster(cluster):
     one to ask; another one says no, and it frees the places of the run.
     """
     return {"env_vars": {"RAY_ADDRESS": cluster.address}}
+
+
+def await_nothing_left(address, job_id):
+    """Waits until no process of a job of the launcher, which is on this machine, no actor and no
+    placement group is left on a cluster; fails if one is.
+    """
+    import ray
+
+    deadline = time.monotonic() + 40
+    with ray.init(address, log_to_driver=False, logging_level="ERROR"):
+        while left := _what_is_left(ray, job_id):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+def _what_is_left(ray, job_id):
+    found = ray._private.state.actors().values()
+    actors = [a for a in found if a["State"] != "DEAD" and a["ActorClassName"] == "Program"]
+    groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    processes = [pid for pid, job in processes_with("TNT_JOB_ID") if job == job_id]
+    return [*processes, *actors, *groups]

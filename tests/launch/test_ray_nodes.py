@@ -5,18 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from ray_clusters import await_nothing_left
 
 from tnt_jax.launch.options import parse_options
-from tnt_jax.launch.processtree import processes_with
 from tnt_jax.launch.ray_nodes import RayNodes
 from tnt_jax.launch.session import HostError
 
+# Each process has another that leaves its session, and saves its state when it is asked to end.
 WAITS = """
-import os, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
+def end(*_):
+    time.sleep(0.5)
+    pathlib.Path("saved" + os.environ["TNT_PROCESS_ID"]).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+subprocess.Popen(["setsid", "sleep", "600"])
 print("up", os.environ["TNT_PROCESS_ID"], os.environ["TNT_JOB_ID"], flush=True)
 time.sleep(600)
 """
@@ -49,25 +55,6 @@ def await_lines(program, count):
     return sorted(program.stdout.readline().split() for _ in range(count))
 
 
-def await_nothing_left(ray_cluster, job_id):
-    """Waits until no process of a job, no actor and no placement group is left; fails if one is."""
-    import ray
-
-    deadline = time.monotonic() + 40
-    with ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR"):
-        while left := what_is_left(ray, job_id):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
-
-
-def what_is_left(ray, job_id):
-    found = ray._private.state.actors().values()
-    actors = [a for a in found if a["State"] != "DEAD" and a["ActorClassName"] == "Program"]
-    groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-    processes = [pid for pid, job in processes_with("TNT_JOB_ID") if job == job_id]
-    return [*processes, *actors, *groups]
-
-
 @pytest.mark.multiprocess
 def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_cluster, tmp_path):
     program = launcher(
@@ -98,7 +85,7 @@ def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_clus
         pytest.param("node", marks=pytest.mark.long),
     ],
 )
-def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, dies):
+def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, tmp_path, dies):
     program = launcher(WAITS, "-n", 2, "--output-on-all-devices")
     lines = await_lines(program, 2)
     assert [line[-2] for line in lines] == ["0", "1"]
@@ -108,7 +95,8 @@ def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, 
     os.kill(victim(dies, program), signal.SIGKILL)
     code = program.wait(60)
     assert code == -signal.SIGKILL if dies == "launcher" else code not in (0, None)
-    await_nothing_left(ray_cluster, job_id)
+    await_nothing_left(ray_cluster.address, job_id)
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
     if dies != "broker":  # Which can remove nothing.
         assert not socket.parent.exists()
 
@@ -166,7 +154,7 @@ def test_a_launcher_that_waits_for_room_says_so_and_can_be_ended(launcher, ray_c
     program.send_signal(signal.SIGINT)
     program.communicate(timeout=30)
     assert program.returncode == 130
-    await_nothing_left(ray_cluster, "none")
+    await_nothing_left(ray_cluster.address, "none")
 
 
 @pytest.mark.long

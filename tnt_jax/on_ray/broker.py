@@ -7,10 +7,12 @@ launcher is killed. Everything that it has made on the cluster, Ray removes when
 whatever cause: a placement group with a bundle for each process, and an actor for each node.
 """
 
+import itertools
 import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from tnt_jax.on_ray.bundles import Reservation, reserve, reserve_every_node
 from tnt_jax.on_ray.relay import HEADER
 from tnt_jax.on_ray.require import import_ray
 
-_CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S = 5.0, 60.0
+_CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S, _LOOK_EVERY_S = 5.0, 60.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ def main() -> None:
 
     try:
         ray = import_ray("tnt-jax --ray")
-        _connect(ray, wish.address, give_up)
-        held = _reserve(ray, wish, lambda text: _answer(answers, waits=text))
-        doors = _open_doors(ray, held, wish.command)
+        connect(ray, wish.address, give_up)
+        # `ray job stop` sends it to all processes of a job; the launcher, which gets it too, gives
+        # the ranks time to save their state, and then ends this process.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        held, doors = _hold(ray, wish, lambda text: _answer(answers, waits=text))
     except BaseException as error:  # The launcher tells its user, whatever it is.
         give_up(f"{error}".strip() or type(error).__name__)
     server = socket.socket(socket.AF_UNIX)
@@ -75,7 +79,7 @@ def main() -> None:
     _answer(answers, nodes=[asdict(each) for each in held.nodes], socket_path=path)
 
 
-def _connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None:
+def connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None:
     """Connects to the cluster; raises, or gives up with a text, if there is none."""
     host, _, port = address.rpartition(":")
     missing = (
@@ -90,8 +94,14 @@ def _connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None
             raise ConnectionError(f"{missing} ({error})") from error
     timer = threading.Timer(_INIT_TIMEOUT_S, give_up, [missing])
     timer.start()
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    timer.cancel()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        # Ray says why in the cause: a traceback whose last line is the advice, as about tokens.
+        why = f"{error.__cause__ or error}".strip().splitlines()[-1]
+        raise ConnectionError(f"Cannot connect to the Ray cluster at {address}: {why}") from error
+    finally:
+        timer.cancel()
 
 
 def _end_with_launcher(folder: str) -> None:
@@ -115,6 +125,15 @@ def _answer(answers: Any, **fields: Any) -> None:
     answers.flush()
 
 
+def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservation, list["_Door"]]:
+    """Reserves nodes, anew if one is lost before it can be used."""
+    while True:
+        held = _reserve(ray, wish, tell)
+        doors = open_doors(ray, held, wish.command)
+        if doors is not None:
+            return held, doors
+
+
 def _reserve(ray: Any, wish: Wish, tell: Callable[[str], None]) -> Reservation:
     if wish.num_processes is None:
         return reserve_every_node(ray)
@@ -136,13 +155,24 @@ class _Door:
     variables: dict[str, str]
 
 
-def _open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Door]:
-    """Makes the actors on each node, and waits until they are there."""
+def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Door] | None:
+    """Makes the actors on each node, and waits until they are there.
+
+    Returns:
+        The nodes, as the launcher enters them; None, with nothing reserved any more, if a node was
+        lost meanwhile: Ray would wait for room for what it held, without a word.
+    """
     ray.cloudpickle.register_pickle_by_value(node)
     groups = {"input": 1, "output": 1, "errors": 1}
     kind = ray.remote(concurrency_groups=groups, max_restarts=0)(node.Program)
     actors = [[kind.options(**options).remote() for options in each] for each in held.actor_options]
-    visible = [ray.get([actor.visible_gpus.remote() for actor in each]) for each in actors]
+    asked = [[actor.visible_gpus.remote() for actor in each] for each in actors]
+    everyone = list(itertools.chain(*asked))
+    while ray.wait(everyone, num_returns=len(everyone), timeout=_LOOK_EVERY_S)[1]:
+        if held.has_lost_a_node(ray):
+            held.release(ray)
+            return None
+    visible = [ray.get(each) for each in asked]
     # The GPUs of a node are given to as many actors as it has bundles. One of them uses them all;
     # the others must not be collected as garbage.
     held.keep.extend(actors)

@@ -36,13 +36,27 @@ class Reservation:
         nodes: The nodes.
         actor_options: For each node the options of the actors there, one of which runs a program.
         has_gpus: Whether each process has a GPU.
+        group: The placement group; None if nothing is reserved.
         keep: What must not be collected as garbage.
     """
 
     nodes: list[Node]
     actor_options: list[list[dict[str, Any]]]
     has_gpus: bool
+    group: Any = None
     keep: list[Any] = field(default_factory=list)
+
+    def has_lost_a_node(self, ray: Any) -> bool:
+        """Returns whether a reserved node is lost, and Ray looks for another."""
+        if self.group is None:
+            return False
+        return ray.util.placement_group_table(self.group)["state"] != "CREATED"
+
+    def release(self, ray: Any) -> None:
+        """Frees what is reserved."""
+        self.keep.clear()
+        if self.group is not None:
+            ray.util.remove_placement_group(self.group)
 
 
 def reserve(
@@ -59,8 +73,14 @@ def reserve(
     """
     has_gpus = use_gpus and _total(ray, "GPU") >= (fewest or count)
     bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
-    group = _await_group(ray, bundle, count, fewest or count, tell)
-    places = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    while True:
+        group = _await_group(ray, bundle, count, fewest or count, tell)
+        places = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        names = _names(ray)
+        if set(places.values()) <= set(names):
+            break
+        # A node has just been lost.
+        ray.util.remove_placement_group(group)
     by_node: dict[str, list[int]] = {}
     for index in sorted(places, key=int):
         by_node.setdefault(places[index], []).append(int(index))
@@ -76,9 +96,8 @@ def reserve(
         ]
         for indices in by_node.values()
     ]
-    names = _names(ray)
     nodes = [Node(names[key], len(indices)) for key, indices in by_node.items()]
-    return Reservation(nodes, options, has_gpus, [group])
+    return Reservation(nodes, options, has_gpus, group)
 
 
 def reserve_every_node(ray: Any) -> Reservation:
@@ -112,9 +131,27 @@ def _await_group(
             group, has_room_since = None, time.monotonic()
         if time.monotonic() - told > (_TELL_AFTER_S if told == began else _TELL_EVERY_S):
             told = time.monotonic()
-            room = _room(ray, bundle)
-            each = " and ".join(f"{amount} {name}" for name, amount in bundle.items())
-            tell(f"room for {fewest} processes, each with {each}; there is room for {room}")
+            tell(describe_lack(bundle, _room(ray, bundle), count, fewest))
+
+
+def describe_lack(bundle: dict[str, int], room: int, count: int, fewest: int) -> str:
+    """Returns what a job of `count` processes, or of `fewest` at least, waits for."""
+    each = " and ".join(f"{amount} {name}" for name, amount in bundle.items())
+    if room < fewest:
+        return f"room for {_processes(fewest)} with {each}; there is room for {room}"
+    if room < count:
+        return (
+            f"room for {_processes(count)} with {each}; there is room for {room}, which is used "
+            f"after {_SETTLE_S:g} seconds if no more comes"
+        )
+    return (
+        f"Ray to place {_processes(count)} with {each}; there is room for {room}, but a node that "
+        "is lost counts until Ray notices"
+    )
+
+
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count} processes, each"
 
 
 def _room(ray: Any, bundle: dict[str, int]) -> int:

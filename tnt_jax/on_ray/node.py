@@ -9,6 +9,10 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
+# An actor that ends kills its children at once. It is a shell that it kills then, and the program,
+# whose standard input closes, has time to end what it has started.
+_BETWEEN = '"$@"; exit $?'
+
 
 class Program:
     """A program with its streams; an actor of which each stream has a thread of its own."""
@@ -33,7 +37,7 @@ class Program:
             # Ray gives an actor as many threads as CPUs; the launcher divides those of the host.
             del environment["OMP_NUM_THREADS"]
         self._popen = subprocess.Popen(
-            command,
+            ["sh", "-c", _BETWEEN, "sh", *command],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

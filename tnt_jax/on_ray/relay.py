@@ -7,6 +7,7 @@ four bytes of length, and the data.
 """
 
 import os
+import signal
 import socket
 import struct
 import sys
@@ -19,6 +20,8 @@ _LOST = b"The connection to the Ray cluster has ended.\n"
 
 def main() -> None:
     """Runs until the program on the node has ended, and ends with its exit code."""
+    # `ray job stop` sends it to all processes of a job; the launcher, which gets it too, ends this.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     path, number = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as broker:
         broker.connect(path)
