@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from tnt_jax.data import shared_blocks
 from tnt_jax.data.collate import concatenate_batches, stack_examples, take_rows
 from tnt_jax.data.elements import as_tuple
 from tnt_jax.log import logger
@@ -118,6 +119,13 @@ def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     )
 
 
+class _Part(NamedTuple):
+    """Rows that a worker fetches, and the memory through which a process sends them."""
+
+    future: Future[Any]
+    block: shared_blocks.Block | None
+
+
 class Fetcher:
     """Runs a recipe over batches of indices, ahead of the consumer.
 
@@ -135,6 +143,7 @@ class Fetcher:
         self._recipe = recipe
         self._worker = worker
         self._pool: Executor | None = None
+        self._free: list[shared_blocks.Block] = []
 
     def batches(self, epoch: int, index_batches: Iterator[np.ndarray]) -> Iterator[Chunk]:
         """Yields one chunk for each array of distinct indices, in order."""
@@ -142,26 +151,46 @@ class Fetcher:
             for indices in index_batches:
                 yield self._recipe.fetch(epoch, indices.tolist())
             return
-        waiting: deque[list[Future[Chunk]]] = deque()
+        waiting: deque[list[_Part]] = deque()
         try:
             for indices in index_batches:
                 waiting.append(self._submit(epoch, indices))
                 if len(waiting) > self.num_batches_ahead:
-                    yield _join([future.result() for future in waiting.popleft()])
+                    yield self._receive(waiting.popleft())
             while waiting:
-                yield _join([future.result() for future in waiting.popleft()])
+                yield self._receive(waiting.popleft())
         finally:
-            for future in (future for futures in waiting for future in futures):
-                future.cancel()
+            for part in (part for parts in waiting for part in parts):
+                part.future.cancel()
+                self._give_back(part)
 
-    def _submit(self, epoch: int, indices: np.ndarray) -> list[Future[Chunk]]:
+    def _submit(self, epoch: int, indices: np.ndarray) -> list[_Part]:
         if self._pool is None:
             self._pool = self._start()
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         parts = np.array_split(indices, min(self.num_workers, len(indices)))
+        return [self._submit_part(self._pool, epoch, part.tolist()) for part in parts]
+
+    def _submit_part(self, pool: Executor, epoch: int, indices: list[int]) -> _Part:
         if self._worker == "threads":
-            return [self._pool.submit(self._recipe.fetch, epoch, part.tolist()) for part in parts]
-        return [self._pool.submit(_fetch_in_worker, epoch, part.tolist()) for part in parts]
+            return _Part(pool.submit(self._recipe.fetch, epoch, indices), None)
+        block = self._free.pop() if self._free else shared_blocks.Block()
+        return _Part(pool.submit(_fetch_in_worker, epoch, indices, block.path), block)
+
+    def _receive(self, parts: list[_Part]) -> Chunk:
+        """Waits for the parts of a batch, and joins them."""
+        try:
+            # Several are copied as they are joined.
+            return _join([_result(part, copy=len(parts) == 1) for part in parts])
+        finally:
+            for part in parts:
+                self._give_back(part)
+
+    def _give_back(self, part: _Part) -> None:
+        """Takes the memory of a part for later ones, once no worker writes into it any more."""
+        if part.block is not None:
+            block = part.block
+            part.future.add_done_callback(lambda _: self._free.append(block))
 
     def _start(self) -> Executor:
         if self._worker == "threads":
@@ -182,9 +211,14 @@ def _set_recipe(recipe: AnyRecipe) -> None:
     _recipe_of_worker = recipe
 
 
-def _fetch_in_worker(epoch: int, indices: list[int]) -> Chunk:
+def _fetch_in_worker(epoch: int, indices: list[int], path: str) -> Any:
     assert _recipe_of_worker is not None
-    return _recipe_of_worker.fetch(epoch, indices)
+    return shared_blocks.write(path, _recipe_of_worker.fetch(epoch, indices))
+
+
+def _result(part: _Part, *, copy: bool) -> Chunk:
+    found = part.future.result()
+    return found if part.block is None else part.block.read(found, copy=copy)
 
 
 def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
