@@ -274,7 +274,9 @@ def test_dry_run_shows_the_plan_of_all_hosts(multihost, script):
     assert sys.executable in out
 
 
-def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path):
+@pytest.fixture
+def allocation(tmp_path):
+    """Returns the environment of a batch script of SLURM to which the hosts are allocated."""
     # What srun does with one task, done by ssh.
     fake = tmp_path / "srun"
     fake.write_text(
@@ -286,18 +288,35 @@ def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path):
         f"os.execvp('ssh', ['ssh', '-F', {SSH_CONFIG!r}, node, shlex.join(command)])\n"
     )
     fake.chmod(0o755)
-    environ = {
+    return {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": ",".join(HOSTS),
         "SLURM_JOB_ID": "7",
     }
+
+
+def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path, allocation):
     path = script("import os, socket; print(os.environ['TNT_NUM_PROCESSES'], socket.gethostname())")
-    launcher = tnt_jax("--no-gpu", "--output-on-all-devices", path, environ=environ, cwd=tmp_path)
+    launcher = tnt_jax("--no-gpu", "--output-on-all-devices", path, environ=allocation, cwd=tmp_path)
     code, out, err = finish(launcher)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         f"[rank {rank}] {len(HOSTS)} {host}" for rank, host in enumerate(HOSTS)
     ]
+
+
+@pytest.mark.long
+def test_scaling_is_measured_in_an_allocation_of_slurm(tnt_jax, script, tmp_path, allocation):
+    path = script((SCRIPTS / "train_on_hosts.py").read_text())
+    words = ["--ranks", 1, 2, "--no-gpu", "--devices-per-node", 1, "--rounds", 1, "--steps", 3]
+    folder = tmp_path / "results"
+    launcher = tnt_jax(
+        "scale", *words, "--output", folder, "--", path, environ=allocation, cwd=tmp_path
+    )
+    code, _, err = finish(launcher, timeout=200)
+    assert code == 0, err
+    runs = json.loads((folder / "scaling.json").read_text())["runs"]
+    assert [(run["ranks"], run["hosts"], run["processes"]) for run in runs] == [(1, 1, 1), (2, 2, 2)]
 
 
 def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):

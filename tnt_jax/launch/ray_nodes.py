@@ -1,8 +1,10 @@
 """The nodes of a Ray cluster as hosts of a job: reserved by a broker, reached through it."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +30,15 @@ class RayNodes:
     Args:
         options: The options of the command line.
         every_node: Whether to use all nodes that are alive, without reserving them.
+        wait_s: Seconds to wait for room on the cluster; None for no limit.
     """
 
-    def __init__(self, options: Options, *, every_node: bool = False) -> None:
+    def __init__(
+        self, options: Options, *, every_node: bool = False, wait_s: float | None = None
+    ) -> None:
         self._options = options
         self._every_node = every_node
+        self._wait_s = wait_s
         self._broker: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "RayNodes":
@@ -54,7 +60,8 @@ class RayNodes:
         Waits until the cluster has room.
 
         Raises:
-            HostError: If there is no such cluster, or Ray is not installed; the message is Ray's.
+            HostError: If there is no such cluster, or Ray is not installed, with Ray's message; or
+                if there was no room in time.
         """
         self.free()
         self._broker = subprocess.Popen(
@@ -63,7 +70,13 @@ class RayNodes:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        answer = self._await_nodes(self._broker)
+        limit = threading.Timer(self._wait_s or 0, self._broker.kill)
+        if self._wait_s is not None:
+            limit.start()
+        try:
+            answer = self._await_nodes(self._broker)
+        finally:
+            limit.cancel()
         return [
             HostEntry(
                 node["name"],
@@ -102,14 +115,19 @@ class RayNodes:
     def _await_nodes(self, broker: subprocess.Popen[bytes]) -> dict[str, Any]:
         """Returns what the broker answers: the nodes, and the path of its socket."""
         assert broker.stdout is not None
+        waits = None
         for line in broker.stdout:
             answer = json.loads(line)
             if "nodes" in answer:
                 return answer
             if "error" in answer:
                 raise HostError({"Ray": answer["error"]})
-            say(f"Waiting for {answer['waits']}.")
-        raise HostError({"Ray": f"its driver ended with code {broker.wait()}."})
+            waits = answer["waits"]
+            say(f"Waiting for {waits}.")
+        code = broker.wait()
+        if self._wait_s is not None and waits and code == -signal.SIGKILL:
+            raise HostError({"Ray": f"the wait of {self._wait_s:g} s was in vain, for {waits}."})
+        raise HostError({"Ray": f"its driver ended with code {code}."})
 
 
 def _program(module: str, *arguments: str) -> tuple[str, ...]:

@@ -188,3 +188,31 @@ def test_scripts_that_cannot_be_measured(run, script, tmp_path, text, limit_s, m
     assert "error: nothing was measured." in err
     assert out == ""
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_a_script_is_measured_on_a_cluster_of_ray(run, script, tmp_path, ray_cluster):
+    words = ["scale", "--ray", "--ray-address", ray_cluster.address, "--ranks", 1, 2, "--no-gpu"]
+    folder = tmp_path / "results"
+    code, out, err = run(
+        *words, "--rounds", 1, "--steps", 3, "--output", folder, "--", script(SCRIPT),
+        timeout=300, environ=environment(),
+    )  # fmt: skip
+    assert code == 0, err
+    assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["1", "8"], ["2", "8"]]
+    scaling = Scaling.from_json((folder / "scaling.json").read_text())
+    assert [(r.ranks, r.processes, r.rows) for r in scaling.runs] == [(1, 1, 24), (2, 2, 24)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_more_ranks_than_a_cluster_of_ray_has_are_left_out(run, script, tmp_path, ray_cluster):
+    words = ["scale", "--ray", "--ray-address", ray_cluster.address, "--ranks", 1, 50, "--no-gpu"]
+    code, out, err = run(
+        *words, "--rounds", 1, "--steps", 3, "--run-timeout", 60, "--", script(SCRIPT),
+        timeout=300, environ=environment(),
+    )  # fmt: skip
+    assert code == 1
+    assert out.splitlines()[2].split()[:2] == ["1", "8"]
+    assert "50 rank(s) are left out: Ray: the wait of 60 s was in vain, for " in err

@@ -172,14 +172,15 @@ class _Measuring:
             ValueError, FileNotFoundError, HostError: If it could not be started.
         """
         options = replace(self.options, tune_steps=tune_steps)
-        with _hosts(ranks, self.layouts.get(ranks), options) as (entries, options):
+        limit_s = self.scale.run_timeout_s
+        with _hosts(ranks, self.layouts.get(ranks), options, limit_s) as (entries, options):
             listener = _Listener(Screen([]) if options.output_on_all_devices else None)
             ending = run_attempt(
                 Attempt(new_job_id(options.script_name), entries),
                 options,
                 self.environ,
                 screen=listener,
-                timeout_s=self.scale.run_timeout_s,
+                timeout_s=limit_s,
             )
         if ending.was_signalled:
             raise _Stopped(ending.code or 128 + signal.SIGINT)
@@ -264,9 +265,9 @@ def _with_projection(scaling: Scaling, scale: Scale) -> Scaling:
 
 @contextmanager
 def _hosts(
-    ranks: int, layout: Layout | None, options: Options
+    ranks: int, layout: Layout | None, options: Options, wait_s: float
 ) -> Iterator[tuple[list[HostEntry], Options]]:
-    """Yields the hosts of a run, and the options for it."""
+    """Yields the hosts of a run, and the options for it; waits so long for room on a cluster."""
     if layout is not None:
         yield (
             list(layout.entries),
@@ -274,5 +275,5 @@ def _hosts(
         )
         return
     options = replace(options, ray_devices=ranks)
-    with RayNodes(options) as nodes:
+    with RayNodes(options, wait_s=wait_s) as nodes:
         yield nodes.take(), options
