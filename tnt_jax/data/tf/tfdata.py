@@ -23,6 +23,7 @@ from tnt_jax.data.report import last_padded_rows
 from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch, Source, batch_length, select_rows
 from tnt_jax.data.tf.distribution import Distribution, Rebuilt
+from tnt_jax.data.tf.ending import elements_of
 from tnt_jax.data.tf.private import Unreadable
 from tnt_jax.data.tf.warnings import warn_of_parts, warn_of_runs, warn_once
 from tnt_jax.log import logger
@@ -158,7 +159,7 @@ class TfDataSource:
 
     def _read(self, stream: Any, epoch: int, start_batch: int) -> Iterator[HostBatch]:
         make = self._from_own_rows if self._is_early else self._from_all_rows
-        elements = stream.as_numpy_iterator()
+        elements = elements_of(stream)
         for number in count(start_batch):
             try:
                 element = next(elements)
@@ -266,8 +267,7 @@ class TfDataSource:
         except CannotSplitEarly as reason:
             if self._split == "before":
                 raise ValueError(
-                    f"split='before' is impossible: {reason}. Use split='auto', or change the "
-                    f"pipeline."
+                    f"split='before' is impossible: {reason}. Use 'auto', or change the pipeline."
                 ) from None
             stream = repairs.repaired(self._dataset)
             warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
@@ -279,8 +279,7 @@ class TfDataSource:
         reason = f"this version of TensorFlow does not let the pipeline be taken apart ({error})"
         if self._split == "before":
             raise ValueError(
-                f"split='before' is impossible: {reason}. Use split='after', or install "
-                f"TensorFlow 2.21."
+                f"split='before' is impossible: {reason}. Use 'after', or install TensorFlow 2.21."
             ) from error
         warn_once(
             f"Every process runs the whole pipeline, because {reason}. A shuffle or random "
