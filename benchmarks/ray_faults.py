@@ -13,7 +13,7 @@ because sums are rounded otherwise then. Faults:
     more        a node is added: two workers go on, where one was
 
 Each trial adds a line to the record; those that are in it are not run again, so that a series can
-be interrupted and continued:
+be interrupted and continued. The exit code is 1 if a trial that was run went wrong:
 
     python benchmarks/ray_faults.py --trials 20 --record benchmarks/results/ray_faults.jsonl
     python benchmarks/ray_faults.py --table benchmarks/results/ray_faults.jsonl --into docs/ray.md
@@ -63,10 +63,12 @@ def main() -> None:
     if args.table:
         text = table(read_records(args.table))
         return insert(text, args.into, MARKS) if args.into else print(text)
-    left = list(trials_left(args))
+    left, num_wrong = list(trials_left(args)), 0
     while left:
-        # Whatever goes wrong with a cluster, the next trials get another one.
-        left = run_series(left, args)
+        left, is_wrong = run_series(left, args)
+        num_wrong += is_wrong
+    if num_wrong:
+        sys.exit(f"{num_wrong} trial(s) went wrong.")
     return None
 
 
@@ -85,8 +87,14 @@ def trials_left(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"seed": args.seed, "kind": kind, "number": number, "step": step, "rank": rank}
 
 
-def run_series(trials: Sequence[dict[str, Any]], args: argparse.Namespace) -> Sequence[Any]:
-    """Runs trials on one cluster; returns those that come after one that went wrong."""
+def run_series(
+    trials: Sequence[dict[str, Any]], args: argparse.Namespace
+) -> tuple[Sequence[dict[str, Any]], bool]:
+    """Runs trials on one cluster up to one that goes wrong.
+
+    Returns:
+        The trials after it, for which another cluster is started, and whether one went wrong.
+    """
     about = {"commit": commit(), "versions": versions(), "cores": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as base, connected_cluster() as cluster:
         folder = Path(base, "undisturbed")
@@ -98,8 +106,8 @@ def run_series(trials: Sequence[dict[str, Any]], args: argparse.Namespace) -> Se
                 with open(args.record, "a") as file:
                     file.write(json.dumps({**found, **about}) + "\n")
             if found["wrong"]:
-                return trials[number + 1 :]
-    return []
+                return trials[number + 1 :], True
+    return [], False
 
 
 @contextmanager

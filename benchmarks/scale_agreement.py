@@ -83,10 +83,12 @@ def by_scale(args: argparse.Namespace, model: str, folder: Path) -> dict[int, li
     return found
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str]) -> str:
+    """Returns what a command prints, or ends this program if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
