@@ -11,6 +11,7 @@ because sums are rounded otherwise then. Faults:
     node        SIGKILL to a worker's node; another node takes its place
     fewer       the same without another node: one worker goes on, of `num_workers=(1, 2)`
     more        a node is added: two workers go on, where one was
+    four        four workers are killed or raise an exception, one after the other
 
 Each trial adds a line to the record; those that are in it are not run again, so that a series can
 be interrupted and continued. The exit code is 1 if a trial that was run went wrong:
@@ -45,7 +46,9 @@ KINDS = {
     "node": "a node is killed, another one is added",
     "fewer": "a node is killed: two workers, then one",
     "more": "a node is added: one worker, then two",
+    "four": "workers are killed or raise, four times",
 }
+NUM_FAULTS = {"four": 4}
 MARKS = ("<!-- ray faults: begin -->", "<!-- ray faults: end -->")
 
 
@@ -81,10 +84,17 @@ def trials_left(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if (args.seed, kind, number) in known:
                 continue
             draw = random.Random(f"{args.seed} {kind} {number}")
+            trial = {"seed": args.seed, "kind": kind, "number": number}
+            if kind == "four":
+                steps = sorted(draw.sample(range(1, ray_runs.EPOCHS * ray_runs.STEPS), 4))
+                kinds = [draw.choice(("worker", "exception")) for _ in steps]
+                ranks = [draw.randrange(2) for _ in steps]
+                yield {**trial, "step": steps, "rank": ranks, "faults": kinds}
+                continue
             step = draw.randrange(1, ray_runs.EPOCHS * ray_runs.STEPS)
             # Where a node is added, one worker is all there is.
             rank = 0 if kind == "more" else draw.randrange(2)
-            yield {"seed": args.seed, "kind": kind, "number": number, "step": step, "rank": rank}
+            yield {**trial, "step": step, "rank": rank}
 
 
 def run_series(
@@ -134,20 +144,21 @@ def run_trial(
     """Disturbs a run; returns what came of it, and what was wrong with it, if anything."""
     kind, nodes = trial["kind"], 1 if trial["kind"] == "more" else 2
     restore_nodes(cluster, nodes)
-    names = {"fewer": "node", "more": "pause", "stuck": "pause"}
-    fault = {"kind": names.get(kind, kind), "step": trial["step"], "rank": trial["rank"]}
+    faults = faults_of(trial)
     change = (lambda: cluster.add_node(**ray_runs.NODE)) if kind in ("node", "more") else None
     is_elastic = kind in ("fewer", "more")
     try:
         found, sizes = run_in(
-            folder, [fault], [change], hang_s=args.hang, workers=(1, 2) if is_elastic else 2
-        )
+            folder, faults, [change] * len(faults), hang_s=args.hang * len(faults),
+            failures=len(faults), workers=(1, 2) if is_elastic else 2,
+        )  # fmt: skip
     except TimeoutError:
         return {"wrong": "hung"}
     except Exception as error:  # It is part of the record; the trials after it go on.
         return {"wrong": f"{type(error).__name__}: {error}"}
     expected = {"fewer": [2, 1], "more": [1, 2]}.get(kind, [2])
-    seconds = time.time() - float((folder / "fault-0").read_text())
+    last = folder / f"fault-{len(faults) - 1}"
+    seconds = time.time() - float(last.read_text())
     gap = ray_runs.difference(found, truth)
     close = history_gap(found, truth)
     wrong = [
@@ -160,6 +171,16 @@ def run_trial(
         "sizes": sizes, "difference": gap, "history_difference": close,
         "from_fault_to_end_s": round(seconds, 1), "wrong": ", ".join(wrong),
     }  # fmt: skip
+
+
+def faults_of(trial: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the faults of a trial as `ray_runs` names them."""
+    if trial["kind"] == "four":
+        columns = zip(trial["faults"], trial["step"], trial["rank"], strict=True)
+        return [{"kind": kind, "step": step, "rank": rank} for kind, step, rank in columns]
+    names = {"fewer": "node", "more": "pause", "stuck": "pause"}
+    kind = names.get(trial["kind"], trial["kind"])
+    return [{"kind": kind, "step": trial["step"], "rank": trial["rank"]}]
 
 
 def restore_nodes(cluster: Any, count: int) -> None:
@@ -199,9 +220,9 @@ def history_gap(one: dict[str, Any], other: dict[str, Any]) -> float:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each fault, and one of the sums."""
     lines = [
-        "| fault | trials | hung | other weights or history | otherwise wrong "
+        "| fault | trials | faults | hung | other weights or history | otherwise wrong "
         "| largest difference |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, title in KINDS.items():
         if some := [record for record in records if record["kind"] == kind]:
@@ -213,8 +234,9 @@ def row(title: str, some: Sequence[Mapping[str, Any]]) -> str:
     """Returns the row of some trials."""
     wrong = Counter(record["wrong"] for record in some if record["wrong"])
     other = sum(number for word, number in wrong.items() if "other " in word)
+    faults = sum(NUM_FAULTS.get(record["kind"], 1) for record in some)
     cells = [
-        len(some), wrong["hung"], other, wrong.total() - wrong["hung"] - other,
+        len(some), faults, wrong["hung"], other, wrong.total() - wrong["hung"] - other,
         f"{max(record.get('difference', 0) for record in some):.1g}",
     ]  # fmt: skip
     return f"| {title} | {' | '.join(map(str, cells))} |"
