@@ -297,7 +297,9 @@ def allocation(tmp_path):
 
 def test_allocation_of_slurm_is_used_through_srun(tnt_jax, script, tmp_path, allocation):
     path = script("import os, socket; print(os.environ['TNT_NUM_PROCESSES'], socket.gethostname())")
-    launcher = tnt_jax("--no-gpu", "--output-on-all-devices", path, environ=allocation, cwd=tmp_path)
+    launcher = tnt_jax(
+        "--no-gpu", "--output-on-all-devices", path, environ=allocation, cwd=tmp_path
+    )
     code, out, err = finish(launcher)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
@@ -316,7 +318,10 @@ def test_scaling_is_measured_in_an_allocation_of_slurm(tnt_jax, script, tmp_path
     code, _, err = finish(launcher, timeout=200)
     assert code == 0, err
     runs = json.loads((folder / "scaling.json").read_text())["runs"]
-    assert [(run["ranks"], run["hosts"], run["processes"]) for run in runs] == [(1, 1, 1), (2, 2, 2)]
+    assert [(run["ranks"], run["hosts"], run["processes"]) for run in runs] == [
+        (1, 1, 1),
+        (2, 2, 2),
+    ]
 
 
 def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
