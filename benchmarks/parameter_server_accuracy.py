@@ -67,11 +67,15 @@ def images(args):
     def make(seed):
         model = tnt.Model(tnt.models.resnet20(num_classes=10), seed=seed)
         loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
-        optimizer = tnt.optimizers.SGD(0.05, momentum=0.5)
+        rate = tnt.schedules.CosineDecay(
+            0.0, decay_steps=steps - steps // 10, warmup_target=0.1, warmup_steps=steps // 10
+        )
+        optimizer = tnt.optimizers.SGD(rate, momentum=0.5)
         model.compile(optimizer, loss=loss, metrics=["accuracy"])
         return model
 
     train, test = split("train", args.train_images), split("t10k", args.test_images)
+    steps = args.image_epochs * -(-len(train[1]) // 64)
     return train, test, make, {"batch_size": 64, "epochs": args.image_epochs}
 
 
