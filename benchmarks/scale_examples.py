@@ -29,7 +29,7 @@ SCRIPTS = {
     "data.data_dir={data}/fashion_mnist data.n_train=2560 data.n_valid=128 training.n_epochs=4",
     "Transformer": "transformer.py --data_dir {data}/tatoeba_ende --model_dir {folder} "
     "--param_set tiny --width 128 --filter_dim 512 --num_layers 3 --vocab_size 4000 "
-    "--max_length 32 --batch_size 1024 --num_sentences 12000 --train_epochs 4 "
+    "--max_length 32 --batch_size 1024 --num_sentences 4000 --train_epochs 4 --max_words 2 "
     "--no-enable_checkpointing",
 }
 RATE = re.compile(r"^Epoch \d+/\d+ - .* - ([\d,]+) examples/s", re.MULTILINE)
