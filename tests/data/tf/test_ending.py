@@ -1,6 +1,11 @@
 """The end of a pass does not wait for the end of its pipeline, and the pipeline does end."""
 
+import os
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -66,11 +71,33 @@ def test_an_error_comes_through(stream):
         list(elements_of(stream))
 
 
-def test_without_threads_the_caller_waits(stream, monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread at interpreter shutdown")
+LEFT_TO_THE_INTERPRETER = """
+from test_ending import Stream
+from tnt_jax.data.tf.ending import elements_of
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+stream = Stream()
+stream.may_end.set()
+elements = elements_of(stream)
+print(next(elements))
+{when}
+"""
+
+
+@pytest.mark.parametrize("when", ["", "import atexit; atexit.register(elements.close)"])
+def test_a_pass_that_ends_with_the_interpreter_does_not_hold_it_up(when):
+    script = LEFT_TO_THE_INTERPRETER.format(when=when)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n", "")
+
+
+def test_without_threads_the_caller_waits(stream, monkeypatch):
+    def refuse(self, function):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     stream.may_end.set()
     assert list(elements_of(stream)) == [0, 1, 2]
     assert stream.has_ended.is_set()
