@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.data.agreement import reader_stopped
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.reader_threads import start_reader
 from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.runtime import Runtime
 
@@ -89,7 +90,7 @@ class Feed:
 
     def __enter__(self) -> "Feed":
         if self._threaded:
-            threading.Thread(target=self._work, name="tnt_jax-feed", daemon=True).start()
+            start_reader(self._work, "feed", self._stopped)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tnt_jax.data.lockstep import describe
+from tnt_jax.data.reader_threads import start_reader
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import collectives, runtime, stall
@@ -108,8 +109,7 @@ def _read_beside(
         finally:
             readers.discard(threading.get_ident())
 
-    # The interpreter does not wait for it, as for no thread that reads.
-    threading.Thread(target=read, name="tnt_jax-first-batch", daemon=True).start()
+    start_reader(read, "first-batch", threading.Event())
     meanwhile(stream, announced)
     return reading
 
