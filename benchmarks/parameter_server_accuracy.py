@@ -8,7 +8,8 @@ workers. Each run is repeated with several seeds.
     benchmarks/results/parameter_server_accuracy.json
 
 DATA holds the folders `sms_spam` (SMSSpamCollection) and `fashion_mnist` (the four IDX files).
-`--only text` leaves out the images, which take half an hour a seed on two cores; `--train-images` takes fewer.
+`--only text` leaves out the images, which take half an hour a seed on two cores; `--train-images`
+takes fewer.
 """
 
 import argparse
