@@ -31,6 +31,14 @@ def test_values_come_back_as_they_were():
             np.testing.assert_equal(block.read(written, copy=copy), value)
 
 
+def test_an_array_may_need_several_writes(monkeypatch):
+    write_all = os.pwrite  # Linux writes 2 GB at most.
+    monkeypatch.setattr(os, "pwrite", lambda file, raw, at: write_all(file, raw[:10], at))
+    block = shared_blocks.Block()
+    written = shared_blocks.write(block.path, numbers(7, 9))
+    np.testing.assert_array_equal(block.read(written, copy=True), numbers(7, 9))
+
+
 def test_copies_and_they_alone_outlive_the_next_value():
     block = shared_blocks.Block()
     first, second = numbers(1000), numbers(1000) + 1
