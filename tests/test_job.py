@@ -27,6 +27,7 @@ OF_THE_PROCESS = {
     "adapters.replacing._lock",
     "cluster.ray._address",
     "data.fetch._recipe_of_worker",
+    "data.reader_threads._running",
     "distributed.rendezvous._is_ending",
     "distributed.rendezvous._waiting_threads",
     "keras_compat.known_names.table",

@@ -96,7 +96,9 @@ def test_job_that_fails_at_once_uses_up_its_restarts_and_says_little(script, tmp
         "launcher = pathlib.Path(f'/proc/{os.getppid()}/stat').read_text().split()[3]\n"
         "num_open = len(os.listdir(f'/proc/{launcher}/fd'))\n"
         "print('start', restart, os.environ['TNT_JOB_ID'], num_open, flush=True)\n"
-        "if rank == 0: time.sleep(30)\n"
+        "told = pathlib.Path(__file__).with_name(f'told{restart}')\n"
+        "if rank == 0: told.touch(); time.sleep(30)\n"
+        "while not told.exists(): time.sleep(0.01)\n"
         "print('the cause', restart, file=sys.stderr); sys.exit(3 + restart)"
     )
     started = time.monotonic()
