@@ -69,9 +69,9 @@ def images(args):
         model = tnt.Model(tnt.models.resnet20(num_classes=10), seed=seed)
         loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
         rate = tnt.schedules.CosineDecay(
-            0.0, decay_steps=steps - steps // 10, warmup_target=0.1, warmup_steps=steps // 10
+            0.0, decay_steps=steps - steps // 10, warmup_target=1e-3, warmup_steps=steps // 10
         )
-        model.compile(tnt.optimizers.SGD(rate), loss=loss, metrics=["accuracy"])
+        model.compile(tnt.optimizers.Adam(rate), loss=loss, metrics=["accuracy"])
         return model
 
     train, test = split("train", args.train_images), split("t10k", args.test_images)

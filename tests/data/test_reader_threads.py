@@ -39,7 +39,12 @@ def run(script):
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("held = feed; 1 / 0", 1)]
+    ("end", "code"),
+    [
+        pytest.param("", 0, marks=pytest.mark.long),
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.long),
+        ("held = feed; 1 / 0", 1),
+    ],
 )
 def test_a_thread_that_puts_batches_on_the_devices_does_not_abort_the_process(end, code):
     ended, _ = run(SCRIPT.format(end=end))
@@ -48,6 +53,7 @@ def test_a_thread_that_puts_batches_on_the_devices_does_not_abort_the_process(en
     assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
 
 
+@pytest.mark.long
 def test_a_loop_that_was_left_open_ends_as_well():
     # The interpreter closes it, after the thread has been told.
     script = SCRIPT.replace("with Feed", "feed = Feed").replace(" as feed:", ".__enter__()\nif 1:")

@@ -162,6 +162,7 @@ def test_sharded_gradients_are_reduce_scattered():
     assert "stablehlo.reduce_scatter" in text
 
 
+@pytest.mark.long
 def test_sharded_state_accumulates_parts_of_gradients():
     make = lambda: tnt.optimizers.Adam(0.01, gradient_accumulation_steps=2)  # noqa: E731
     plain, history = train(make())

@@ -54,7 +54,8 @@ def keras_net():
     return net
 
 
-@pytest.mark.parametrize("make", [NnxNet, pytest.param(keras_net, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [NnxNet, keras_net])
 def test_a_model_that_holds_its_variables(make):
     def run():
         # 22 examples in batches of 11 rows on 4 virtual ranks: every batch is padded.

@@ -89,6 +89,7 @@ def test_a_pipeline_equals_one_device(kind, num_data, num_stages, microbatches, 
     )
 
 
+@pytest.mark.long
 def test_without_stages_the_forward_pass_stays():
     adapter = ADAPTERS["decoder"]()
     apply = pipelined(adapter.apply, Pipeline("layers", microbatches=2))

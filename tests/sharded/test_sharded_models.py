@@ -63,6 +63,7 @@ def test_an_nnx_module_equals_one_device(use_ranks):
     assert model.module.first.kernel[...].shape == (WIDTH, 64)
 
 
+@pytest.mark.long  # As NNX, which holds its variables, too.
 def test_a_keras_model_equals_one_device(use_ranks):
     model = compare(use_ranks, of_keras, {"data": 2, "fsdp": 2}, lambda: "adam")
     assert is_cut(model, "fsdp")

@@ -74,7 +74,7 @@ def count(jaxpr, name):
     return sum(equation.primitive.name == name for equation in jaxpr.eqns)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 def test_gradients_stay_the_same_bit_by_bit(dtype):
     function, variables = differentiated(Residual(), dtype)
     run = jax.jit(
