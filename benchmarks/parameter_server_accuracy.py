@@ -69,9 +69,12 @@ def images(args):
         model = tnt.Model(tnt.models.resnet20(num_classes=10), seed=seed)
         loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
         rate = tnt.schedules.CosineDecay(
-            0.0, decay_steps=steps - steps // 10, warmup_target=1e-3, warmup_steps=steps // 10
+            0.0,
+            decay_steps=steps - steps // 10,
+            warmup_target=args.image_rate,
+            warmup_steps=steps // 10,
         )
-        model.compile(tnt.optimizers.Adam(rate), loss=loss, metrics=["accuracy"])
+        model.compile(tnt.optimizers.SGD(rate), loss=loss, metrics=["accuracy"])
         return model
 
     train, test = split("train", args.train_images), split("t10k", args.test_images)
@@ -116,6 +119,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--text-epochs", type=int, default=4)
     parser.add_argument("--image-epochs", type=int, default=4)
+    parser.add_argument("--image-rate", type=float, default=0.03, help="highest learning rate")
     parser.add_argument("--train-images", type=int, default=60_000)
     parser.add_argument("--test-images", type=int, default=10_000)
     parser.add_argument("--output", type=Path)

@@ -58,6 +58,24 @@ def without_dead_code(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
+def needed_operands(traced: Any, results: Any) -> Any:
+    """Returns which operands of a traced function some of its results are computed from.
+
+    Args:
+        traced: The value of `jitted.trace(...)`.
+        results: For each leaf of the results, whether it is one of them.
+
+    Returns:
+        The positional arguments, with True or False in the place of each leaf.
+    """
+    # Private. Checked with JAX 0.10.2. No public function tells.
+    from jax._src.interpreters import partial_eval
+
+    _, needed = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, list(jax.tree.leaves(results)))
+    positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
+    return positional
+
+
 # Equations that run another program once, on their operands.
 _CALLS = (
     "jit",

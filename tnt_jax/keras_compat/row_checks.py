@@ -76,10 +76,8 @@ def problem_of_rows(
     if not num_rows:
         return None
     training = _program(trainer, batch, per_row, num_rows, train=True)
-    if not training.communicates:
-        problem = _problem(training, what, sizes)
-        if problem is None or not training.has_statistics():
-            return problem
+    if not training.communicates and not training.has_statistics:
+        return _problem(training, what, sizes)
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
 
@@ -115,6 +113,7 @@ class _Program:
 
     Attributes:
         communicates: Whether it communicates with other ranks; it cannot be run then.
+        has_statistics: Whether the model state afterwards depends on the rows.
         tolerance: Difference that rounding can explain, relative to the largest value.
     """
 
@@ -136,29 +135,25 @@ class _Program:
         traced = self._trace(np.arange(num_rows))
         self.communicates = _jax.communicates(traced)
         self.tolerance = _HALF_TOLERANCE if _jax.computes_in_half(traced) else _TOLERANCE
-        self._compiled = None if self.communicates else traced.lower().compile()
-        self._states: list[Any] = []
+        values, model_state = traced.out_info
+        is_state = (
+            jax.tree.map(lambda _: False, values), jax.tree.map(lambda _: True, model_state)
+        )  # fmt: skip
+        *_, needed, _ = _jax.needed_operands(traced, is_state)
+        self.has_statistics = any(jax.tree.leaves(needed))
+        self._traced, self._compiled = traced, None
 
     def run(self, rows: np.ndarray, first_row: int = 0) -> Any:
         """Returns the values of rows of the batch that start at `first_row`, `num_rows` of them."""
-        assert self._compiled is not None
-        values, model_state = self._compiled(*self._variables, self._take(rows), first_row)
-        self._states.append(jax.tree.map(np.asarray, model_state))
+        if self._compiled is None:
+            self._compiled = _compiled(self._traced)
+        values, _ = self._compiled(*self._variables, self._take(rows), first_row)
         return jax.tree.map(np.asarray, values)
 
     def run_alone(self, rows: np.ndarray, first_row: int) -> Any:
         """Returns values of rows of the batch, in a program for their number."""
-        compiled = self._trace(rows).lower().compile()
+        compiled = _compiled(self._trace(rows))
         return jax.tree.map(np.asarray, compiled(*self._variables, self._take(rows), first_row)[0])
-
-    def has_statistics(self) -> bool:
-        """Returns whether the model state depended on the rows in the calls of `run`."""
-        first, *others = [jax.tree.leaves(state) for state in self._states]
-        return any(
-            not np.array_equal(x, y, equal_nan=True)
-            for other in others
-            for x, y in zip(first, other, strict=True)
-        )
 
     def _trace(self, rows: np.ndarray) -> Any:
         def run(
@@ -173,6 +168,10 @@ class _Program:
 
     def _take(self, rows: np.ndarray) -> Batch:
         return jax.tree.map(lambda x: np.asarray(x)[rows], self._batch)
+
+
+def _compiled(traced: Any) -> Any:
+    return traced.lower().compile(_jax.options_of_one_run())
 
 
 def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
