@@ -255,6 +255,8 @@ class _Starts:
         """Returns what is recorded of the trial."""
         told = [path.read_text() for path in sorted(self.folder.glob("refused-*"))]
         texts = {text.partition(" ")[2] for text in told}
+        last = "".join(line for _, line in self._lines)[-600:]
+        checkout = f"{Path(__file__).parents[1]}{os.sep}"
         epochs = _json_lines(self.folder / "epochs")
         begun = [float(path.read_text()) for path in self.folder.glob("begun-*")]
         noticed = [float(text.split()[0]) for text in told]
@@ -267,7 +269,7 @@ class _Starts:
             refused=all(self._codes[-1])
             if self._is_by_hand
             else len(told) == self._num_processes and len(texts) == 1,
-            told=next(iter(texts), "".join(line for _, line in self._lines)[-600:])[:600],
+            told=next(iter(texts), last).replace(checkout, "")[:600],
             named=self._names(texts),
             codes=self._codes,
             hung=self._hung,
