@@ -283,7 +283,7 @@ def test_the_table_holds_no_module_and_nothing_that_reads_or_writes():
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("number", long_but_last(1000, 100))
+@pytest.mark.parametrize("number", long_but_last(1000, 40))
 def test_hostile_descriptions_do_nothing(number):
     script = Path(__file__).parents[1] / "helpers" / "hostile_descriptions.py"
     done = subprocess.run(

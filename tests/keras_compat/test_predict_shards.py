@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from boards import Boards
+from long_params import long_but_last
 from processes import SCRIPTS, launch
 
 from tnt_jax.data.layout import RankSlice
@@ -23,7 +24,7 @@ def expected(num_processes):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "num_processes",
-    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)],
+    long_but_last(2, 4, 3),
 )
 def test_predictions_of_unequal_shards_are_their_rows_shard_after_shard(num_processes, tmp_path):
     result = launch(num_processes, SCRIPTS / "predict_shards.py", tmp_path)

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from keras_beside import Net, compile_linen, data
+from long_params import long_but_last
 from saved_runs import WithState, assert_equal_weights, fit, make_model
 
 import tnt_jax as tnt
@@ -318,7 +319,7 @@ WRITER = """
 
 
 @pytest.mark.parametrize("name", ["run", "run.weights.h5", "run.safetensors"])
-@pytest.mark.parametrize("wait_s", [0.0, 0.007])
+@pytest.mark.parametrize("wait_s", long_but_last(0.0, 0.007))
 def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_copy(tmp_path, name, wait_s):
     path = tmp_path / name
     process = subprocess.Popen(

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hosts import HOSTS, SSH_ARGS, SSH_CONFIG, cut, finish, mend, needs_cuts, needs_hosts
 from processes import SCRIPTS
@@ -331,22 +330,3 @@ def test_doctor_measures_every_pair_of_hosts(run, hostfile, tmp_path):
     links = json.loads(out)["links"]
     assert len(links) == (len(HOSTS) * (len(HOSTS) - 1) // 2 if len(HOSTS) <= 4 else len(HOSTS))
     assert all(link["from"] != link["to"] and link["bandwidth_mb_per_s"] > 0 for link in links)
-
-
-def test_training_over_hosts_equals_one_process(multihost, script):
-    path = script((SCRIPTS / "train_on_hosts.py").read_text())
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
-    environ.pop("XLA_FLAGS", None)
-    alone = subprocess.run(
-        [sys.executable, path], env=environ, capture_output=True, text=True, timeout=120
-    )
-    assert alone.returncode == 0, alone.stderr
-    _, *expected = json.loads(alone.stdout.splitlines()[-1])
-    for hosts in (HOSTS[:2], HOSTS):
-        code, out, err = finish(multihost(path, hosts=hosts), timeout=120)
-        assert code == 0, err
-        size, history, predictions = json.loads(out.splitlines()[-1])
-        assert size == len(hosts)
-        for name, values in expected[0].items():
-            np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(predictions, expected[1], rtol=1e-5, atol=1e-5)

@@ -79,7 +79,7 @@ def updated(served, params, state, grads):
         (optax.sgd(0.1, momentum=0.9), 0),
         (DECAYED, 0),
         (optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(0.1, 10)), 0),
-        (CLIPPED, 1),
+        pytest.param(CLIPPED, 1, marks=pytest.mark.long),
         (optax.chain(optax.clip_by_global_norm(1.0), CLIPPED), 2),
     ],
     ids=["momentum", "adamw with a mask", "schedule", "decay and norm", "two norms"],

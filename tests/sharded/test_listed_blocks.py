@@ -71,7 +71,8 @@ def long(*values):
         # A rank has 4 rows of a batch, in 3 micro-batches of 2, and 3 of the last one.
         long("nnx", {"data": 2, "stage": 2}, "1f1b", 0.3),
         long("linen", {"data": 2, "stage": 2}, "1f1b", 0.3),
-        ("linen", {"stage": 2}, "1f1b", 0.3),
+        long("linen", {"stage": 2}, "1f1b", 0.3),
+        ("wide", {"stage": 2}, "1f1b", 0.3),
         long("linen", {"data": 2, "stage": 4}, "gpipe", 0.3),
         long("linen", {"stage": 2}, "gpipe", 0.0),
         long("wide", {"data": 2, "stage": 2, "fsdp": 2}, "1f1b", 0.3),

@@ -23,7 +23,9 @@ AUTOTUNE = tf.data.AUTOTUNE
 
 @pytest.mark.parametrize("make", [
     lambda: Dataset.range(30).shuffle(30, seed=5).batch(8),
-    lambda: Dataset.range(30).shuffle(30, seed=5).repeat(2).batch(8),
+    pytest.param(
+        lambda: Dataset.range(30).shuffle(30, seed=5).repeat(2).batch(8), marks=pytest.mark.long
+    ),
     lambda: Dataset.range(30).shuffle(30, seed=5, reshuffle_each_iteration=False).batch(8),
     lambda: Dataset.range(30).map(abs).cache().shuffle(30, seed=5).batch(8),
 ])  # fmt: skip
