@@ -14,6 +14,7 @@ from long_params import long_but_last
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
+from tnt_jax.keras_compat import row_checks
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype(np.float32)
@@ -75,6 +76,13 @@ def batch_norm_after_centring(module, x, train):
     return batch_norm(module, x - x.mean(0), train)
 
 
+def centred_beside_a_counter(module, x, train):
+    calls = module.variable("counts", "calls", lambda: jnp.zeros(()))
+    if train:
+        calls.value += 1
+    return centred_in_training(module, x, train)
+
+
 def synchronised(module, x, train):
     return nn.BatchNorm(use_running_average=not train, axis_name="data")(x)
 
@@ -109,6 +117,10 @@ def for_eight_rows(module, x, train):
     return x.reshape(8, 6) if len(x) > 1 else x
 
 
+def batch_norm_and_noise(module, x, train):
+    return batch_norm(module, noise(module, x, train), train)
+
+
 def make(change, **fields):
     model = tnt.Model(Module(change, **fields))
     model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -123,6 +135,7 @@ def make(change, **fields):
         (centred_in_training, COMPARES),
         (reversed_rows, COMPARES),
         (batch_norm_after_centring, COMPARES),
+        (centred_beside_a_counter, COMPARES),
         (constant_noise, PLACE),
         (constant_noise_in_training, PLACE),
         (key_for_each_row, PLACE),
@@ -170,6 +183,25 @@ class Centred(nnx.Module):
     def __call__(self, x):
         x = x - x.mean(0) if self.centres else x
         return self.linear(self.dropout(self.norm(x)))
+
+
+def draws_numbers(traced):
+    return "random_bits" in str(traced.jaxpr)
+
+
+@pytest.mark.parametrize(("change", "train"), [(batch_norm_and_noise, False), (dropout, True)])
+def test_one_program_is_compiled_for_the_check(change, train, use_ranks, monkeypatch):
+    use_ranks(1)
+    compile_it, compiled = row_checks._compiled, []
+
+    def noted(traced):
+        compiled.append(traced)
+        return compile_it(traced)
+
+    monkeypatch.setattr(row_checks, "_compiled", noted)
+    make(change).fit(X, Y, batch_size=16, verbose=0)
+    # Batch statistics are those of evaluation; random numbers are drawn in training alone.
+    assert [draws_numbers(traced) for traced in compiled] == [train]
 
 
 def test_an_nnx_module_that_compares_rows_is_refused_and_one_with_statistics_is_not(use_ranks):

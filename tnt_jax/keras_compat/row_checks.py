@@ -53,9 +53,9 @@ def problem_of_rows(
     """Returns what is wrong if values of a row depend on other rows or on its position, or None.
 
     A function that communicates with other ranks itself is not checked; if it does so in training
-    only, as synchronised BatchNorm does, evaluation is checked. Batch statistics, such as
-    BatchNorm's, are allowed: they change the model state, and the step warns of them. A sharded
-    model with parameters of more than 1 GiB is not checked.
+    only, as synchronised BatchNorm does, evaluation is checked. So it is with batch statistics,
+    such as BatchNorm's, which are allowed: they change the model state, and the step warns of
+    them. A sharded model with parameters of more than 1 GiB is not checked.
 
     Args:
         trainer: Trainer of the model, which is built.
