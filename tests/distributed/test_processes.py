@@ -235,7 +235,9 @@ def test_a_killed_process_ends_the_others_without_the_launcher(tmp_path):
         for process in started:
             process.kill()
     assert started[0].returncode != 0
-    assert "lost a neighbour in the ring of 2" in errors
+    # Either is seen first: that the connection ends, or that the process does.
+    told = ("lost a neighbour in the ring of 2", "Process 1 has ended without leaving the job")
+    assert any(text in errors for text in told), errors
 
 
 @pytest.mark.slow
