@@ -51,8 +51,8 @@ def run(tnt_jax):
 def script(tmp_path):
     """Writes a script and returns its path."""
 
-    def write(text):
-        path = tmp_path / "script.py"
+    def write(text, name="script.py"):
+        path = tmp_path / name
         path.write_text(text)
         return path
 

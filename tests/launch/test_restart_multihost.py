@@ -31,7 +31,7 @@ def test_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_returns(
     options = ["--max-restarts", 3, "--min-hosts", len(left), "--output-on-all-devices"]
     # The host does not answer at all, and ssh need not wait for it for ten seconds.
     ssh_args = f"{SSH_ARGS} -o ConnectTimeout=3"
-    launcher = multihost(*options, script(WAITING), ssh_args=ssh_args)
+    launcher = multihost(*options, script(WAITING, "waiting.py"), ssh_args=ssh_args)
     everyone = len(HOSTS)
     assert read_attempt(launcher, everyone) == [("0", str(everyone), host) for host in HOSTS]
     cut(HOSTS[1])
@@ -50,7 +50,7 @@ def test_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_returns(
     assert f"Without {HOSTS[1]}: " in err
     assert f"Restart 1 starts on {', '.join(left)}." in err
     assert f"Restart 2 starts on {', '.join(HOSTS)}." in err
-    assert processes_on_hosts("script-") == []
+    assert processes_on_hosts("waiting-") == []
 
 
 def test_host_that_cannot_be_reached_is_left_out_at_the_first_start(multihost, script):
