@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 from boards import Boards
-from long_params import long_but_last
 from processes import SCRIPTS, launch
 
 from tnt_jax.data.layout import RankSlice
@@ -24,7 +23,11 @@ def expected(num_processes):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "num_processes",
-    long_but_last(2, 4, 3),
+    [
+        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
 )
 def test_predictions_of_unequal_shards_are_their_rows_shard_after_shard(num_processes, tmp_path):
     result = launch(num_processes, SCRIPTS / "predict_shards.py", tmp_path)

@@ -89,7 +89,7 @@ def test_a_pipeline_equals_one_device(kind, num_data, num_stages, microbatches, 
     )
 
 
-@pytest.mark.long
+@pytest.mark.long  # Two programs; what has stages is tested above.
 def test_without_stages_the_forward_pass_stays():
     adapter = ADAPTERS["decoder"]()
     apply = pipelined(adapter.apply, Pipeline("layers", microbatches=2))

@@ -52,10 +52,7 @@ def is_collective(equation: Any) -> bool:
 
 def without_dead_code(jaxpr: Any) -> Any:
     """Returns a program without the equations that its results and effects do not need."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves them out.
-    from jax._src.interpreters import partial_eval
-
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return _eliminated(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def needed_operands(traced: Any, results: Any) -> Any:
@@ -68,12 +65,17 @@ def needed_operands(traced: Any, results: Any) -> Any:
     Returns:
         The positional arguments, with True or False in the place of each leaf.
     """
-    # Private. Checked with JAX 0.10.2. No public function tells.
-    from jax._src.interpreters import partial_eval
-
-    _, needed = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, list(jax.tree.leaves(results)))
+    _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
     positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
     return positional
+
+
+def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
+    """Returns a program for some of its results alone, and which operands it needs for them."""
+    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves equations out.
+    from jax._src.interpreters import partial_eval
+
+    return partial_eval.dce_jaxpr(jaxpr, results)
 
 
 # Equations that run another program once, on their operands.

@@ -76,7 +76,7 @@ def problem_of_rows(
     if not num_rows:
         return None
     training = _program(trainer, batch, per_row, num_rows, train=True)
-    if not training.communicates and not training.has_statistics:
+    if not training.communicates and not training.has_statistics():
         return _problem(training, what, sizes)
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
@@ -113,7 +113,6 @@ class _Program:
 
     Attributes:
         communicates: Whether it communicates with other ranks; it cannot be run then.
-        has_statistics: Whether the model state afterwards depends on the rows.
         tolerance: Difference that rounding can explain, relative to the largest value.
     """
 
@@ -135,12 +134,6 @@ class _Program:
         traced = self._trace(np.arange(num_rows))
         self.communicates = _jax.communicates(traced)
         self.tolerance = _HALF_TOLERANCE if _jax.computes_in_half(traced) else _TOLERANCE
-        values, model_state = traced.out_info
-        is_state = (
-            jax.tree.map(lambda _: False, values), jax.tree.map(lambda _: True, model_state)
-        )  # fmt: skip
-        *_, needed, _ = _jax.needed_operands(traced, is_state)
-        self.has_statistics = any(jax.tree.leaves(needed))
         self._traced, self._compiled = traced, None
 
     def run(self, rows: np.ndarray, first_row: int = 0) -> Any:
@@ -154,6 +147,16 @@ class _Program:
         """Returns values of rows of the batch, in a program for their number."""
         compiled = _compiled(self._trace(rows))
         return jax.tree.map(np.asarray, compiled(*self._variables, self._take(rows), first_row)[0])
+
+    def has_statistics(self) -> bool:
+        """Returns whether the model state afterwards depends on the rows."""
+        values, model_state = self._traced.out_info
+        others, states = (
+            jax.tree.map(lambda _: False, values),
+            jax.tree.map(lambda _: True, model_state),
+        )
+        *_, batch, _ = _jax.needed_operands(self._traced, (others, states))
+        return any(jax.tree.leaves(batch))
 
     def _trace(self, rows: np.ndarray) -> Any:
         def run(
