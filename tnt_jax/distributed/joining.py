@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,9 @@ _HOST_KEY = "tnt_jax/host"
 _GRACE_S = 30
 # A process may read and prepare its data for long before it needs the others.
 _FIRST_MEETING_S = 3600
+# The longest time in which a process asks often whether the coordinator listens. After it, the second
+# that JAX's client waits between two questions is short.
+_ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
 
 
 def join_job() -> Settings:
@@ -82,6 +86,8 @@ def _join(job: Job, settings: Settings) -> None:
         jax.config.update("jax_enable_preemption_service", False)
     timeout_s = _first_meeting_s(job, settings)
     with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
+        if job.process_id > 0:
+            await_listener(job.coordinator_address)
         jax.distributed.initialize(
             coordinator_address=job.coordinator_address,
             num_processes=job.num_processes,
@@ -96,6 +102,24 @@ def _join(job: Job, settings: Settings) -> None:
         )
     os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
     _take_part(job, settings)
+
+
+def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
+    """Waits while `host:port` refuses connections, as long as `most_s` seconds.
+
+    A coordinator does so until its process has come so far. JAX's client, once it was refused, asks
+    again after a second. What is wrong with an address is left to JAX.
+    """
+    host, _, port = address.rpartition(":")
+    began_at = time.monotonic()
+    while (waited_s := time.monotonic() - began_at) < most_s:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(max(_SHORTEST_TICK_S, _LATER * waited_s))
+        except (OSError, ValueError):
+            return
 
 
 def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> None:
