@@ -39,8 +39,6 @@ class Builder:
         """Returns what is wrong with the structure of inputs, or None.
 
         If the signature does not tell, the model is built for the inputs as a test.
-
-        If the signature does not tell, the model is built for the inputs as a test.
         """
         module = self._core.module
         structure = jax.tree.structure(inputs)
