@@ -27,8 +27,8 @@ _HOST_KEY = "tnt_jax/host"
 _GRACE_S = 30
 # A process may read and prepare its data for long before it needs the others.
 _FIRST_MEETING_S = 3600
-# The longest time in which a process asks often whether the coordinator listens. After it, the second
-# that JAX's client waits between two questions is short.
+# The longest time in which a process asks often whether the coordinator listens. After it, the
+# second that JAX's client waits between two questions is short.
 _ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
 
 
