@@ -12,6 +12,7 @@ because sums are rounded otherwise then. Faults:
     fewer       the same without another node: one worker goes on, of `num_workers=(1, 2)`
     more        a node is added: two workers go on, where one was
     four        four workers are killed or raise an exception, one after the other
+    ten         ten workers are killed, raise an exception, or lose their node, likewise
 
 Each trial adds a line to the record; those that are in it are not run again, so that a series can
 be interrupted and continued. The exit code is 1 if a trial that was run went wrong:
@@ -47,8 +48,10 @@ KINDS = {
     "fewer": "a node is killed: two workers, then one",
     "more": "a node is added: one worker, then two",
     "four": "workers are killed or raise, four times",
+    "ten": "workers or nodes are killed, or workers raise, ten times",
 }
-NUM_FAULTS = {"four": 4}
+# Trials with several faults: their number, and what they are drawn from.
+SERIES = {"four": (4, ("worker", "exception")), "ten": (10, ("worker", "exception", "node"))}
 MARKS = ("<!-- ray faults: begin -->", "<!-- ray faults: end -->")
 
 
@@ -67,9 +70,13 @@ def main() -> None:
         text = table(read_records(args.table))
         return insert(text, args.into, MARKS) if args.into else print(text)
     left, num_wrong = list(trials_left(args)), 0
-    while left:
-        left, is_wrong = run_series(left, args)
-        num_wrong += is_wrong
+    with tempfile.TemporaryDirectory() as programs:
+        # Nodes and workers inherit it: a worker that is started again compiles nothing.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        while left:
+            left, is_wrong = run_series(left, args)
+            num_wrong += is_wrong
     if num_wrong:
         sys.exit(f"{num_wrong} trial(s) went wrong.")
     return None
@@ -85,9 +92,10 @@ def trials_left(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 continue
             draw = random.Random(f"{args.seed} {kind} {number}")
             trial = {"seed": args.seed, "kind": kind, "number": number}
-            if kind == "four":
-                steps = sorted(draw.sample(range(1, ray_runs.EPOCHS * ray_runs.STEPS), 4))
-                kinds = [draw.choice(("worker", "exception")) for _ in steps]
+            if kind in SERIES:
+                count, choices = SERIES[kind]
+                steps = sorted(draw.sample(range(1, ray_runs.EPOCHS * ray_runs.STEPS), count))
+                kinds = [draw.choice(choices) for _ in steps]
                 ranks = [draw.randrange(2) for _ in steps]
                 yield {**trial, "step": steps, "rank": ranks, "faults": kinds}
                 continue
@@ -145,11 +153,16 @@ def run_trial(
     kind, nodes = trial["kind"], 1 if trial["kind"] == "more" else 2
     restore_nodes(cluster, nodes)
     faults = faults_of(trial)
-    change = (lambda: cluster.add_node(**ray_runs.NODE)) if kind in ("node", "more") else None
     is_elastic = kind in ("fewer", "more")
+    changes = [
+        (lambda: cluster.add_node(**ray_runs.NODE))
+        if kind == "more" or (fault["kind"] == "node" and not is_elastic)
+        else None
+        for fault in faults
+    ]
     try:
         found, sizes = run_in(
-            folder, faults, [change] * len(faults), hang_s=args.hang * len(faults),
+            folder, faults, changes, hang_s=args.hang * len(faults),
             failures=len(faults), workers=(1, 2) if is_elastic else 2,
         )  # fmt: skip
     except TimeoutError:
@@ -175,7 +188,7 @@ def run_trial(
 
 def faults_of(trial: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the faults of a trial as `ray_runs` names them."""
-    if trial["kind"] == "four":
+    if trial["kind"] in SERIES:
         columns = zip(trial["faults"], trial["step"], trial["rank"], strict=True)
         return [{"kind": kind, "step": step, "rank": rank} for kind, step, rank in columns]
     names = {"fewer": "node", "more": "pause", "stuck": "pause"}
@@ -234,7 +247,7 @@ def row(title: str, some: Sequence[Mapping[str, Any]]) -> str:
     """Returns the row of some trials."""
     wrong = Counter(record["wrong"] for record in some if record["wrong"])
     other = sum(number for word, number in wrong.items() if "other " in word)
-    faults = sum(NUM_FAULTS.get(record["kind"], 1) for record in some)
+    faults = sum(SERIES.get(record["kind"], (1,))[0] for record in some)
     cells = [
         len(some), faults, wrong["hung"], other, wrong.total() - wrong["hung"] - other,
         f"{max(record.get('difference', 0) for record in some):.1g}",
