@@ -4,7 +4,8 @@ Each contender trains one step of the same network from a standing start, in one
 several, each bound to a core in turn. It starts `--starts` times with one folder for compiled
 programs: the first start is cold, the others find what was kept. PyTorch compiles nothing; of the
 processes of Keras, JAX keeps the programs of the first alone. Contenders take turns, so that a
-disturbance of the machine hits all alike.
+disturbance of the machine hits all alike. The modules of the checkout are compiled to bytecode
+before, as those of packages are at their installation.
 
     python benchmarks/first_step.py --output benchmarks/results/first_step.json
 
@@ -12,6 +13,7 @@ disturbance of the machine hits all alike.
 """
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -126,6 +128,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     args = parse_arguments()
     contenders = installed(args.contenders)
+    compileall.compile_dir(Path(__file__).parents[1] / "tnt_jax", quiet=1)
     rows = []
     for model in args.models:
         for processes in args.processes:

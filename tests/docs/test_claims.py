@@ -18,8 +18,8 @@ def rows_below(text, heading):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()[2:]]
 
 
-def scaling():
-    return json.loads((RESULTS / "scaling.json").read_text())["efficiencies"]
+def scaling(file="scaling"):
+    return json.loads((RESULTS / f"{file}.json").read_text())["efficiencies"]
 
 
 def shown(seconds):
@@ -58,6 +58,49 @@ def test_the_notebooks_table_of_scaling_holds_the_measured_times():
     }
     rows = {tuple(row[:3]): tuple(row[3:]) for row in rows_below(NOTEBOOK, "## Scaling")}
     assert rows == measured
+
+
+def test_the_notebooks_table_with_torch_compile_holds_the_measured_times():
+    measured = [
+        [
+            line["model"],
+            line["contender"],
+            *map(shown, line["weak_s"]),
+            f"{line['weak']:.2f}",
+            shown(line["strong_s"][0]),
+            f"{line['strong']:.2f}",
+        ]
+        for line in scaling("scaling_torch_compile")
+    ]
+    assert rows_below(NOTEBOOK, "### With `torch.compile`") == measured
+
+
+def test_the_notebooks_table_of_first_steps_holds_the_measured_seconds():
+    networks = {"mlp": "MLP", "resnet20": "ResNet-20"}
+    contenders = [
+        "tnt_jax", "tnt_jax, joined XLA sums", "PyTorch DDP", "Keras 3 DataParallel",
+    ]  # fmt: skip
+    expected = {}
+    for file in ("first_step", "first_step_8"):
+        for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]:
+            cold, *kept = (start["total"] for start in row["starts"])
+            cells = expected.setdefault((networks[row["model"]], str(row["processes"])), [""] * 4)
+            cells[contenders.index(row["contender"])] = f"{cold:.1f}, {statistics.median(kept):.1f}"
+    found = {tuple(row[:2]): row[2:] for row in rows_below(NOTEBOOK, "training step (`bench")}
+    assert found == expected
+
+
+def test_the_notebooks_table_of_ray_holds_the_measured_times():
+    def shown(values):
+        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+    rounds = json.loads((RESULTS / "ray_steps.json").read_text())["rounds"]
+    measured = [
+        [name, *(shown([each[what] for each in found]) for what in ("start_s", "step_ms"))]
+        for name, found in rounds.items()
+    ]
+    rows = rows_below(NOTEBOOK, "## Jobs in Ray")
+    assert [[row[0].replace("`", ""), *row[1:]] for row in rows] == measured
 
 
 def test_the_notebooks_table_of_fit_holds_the_measured_medians():
