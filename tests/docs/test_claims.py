@@ -90,16 +90,23 @@ def test_the_notebooks_table_of_first_steps_holds_the_measured_seconds():
     assert found == expected
 
 
-def test_the_notebooks_table_of_ray_holds_the_measured_times():
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("ray_steps", "## Jobs in Ray"),
+        ("ray_steps_epyc", "On two cores of an AMD EPYC it is otherwise"),
+    ],
+)
+def test_the_notebooks_tables_of_ray_hold_the_measured_times(file, text):
     def shown(values):
         return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
-    rounds = json.loads((RESULTS / "ray_steps.json").read_text())["rounds"]
+    rounds = json.loads((RESULTS / f"{file}.json").read_text())["rounds"]
     measured = [
         [name, *(shown([each[what] for each in found]) for what in ("start_s", "step_ms"))]
         for name, found in rounds.items()
     ]
-    rows = rows_below(NOTEBOOK, "## Jobs in Ray")
+    rows = rows_below(NOTEBOOK, text)
     assert [[row[0].replace("`", ""), *row[1:]] for row in rows] == measured
 
 
