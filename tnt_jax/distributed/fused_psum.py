@@ -38,16 +38,17 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = N
 
 
 def join_small_ones(
-    arrays: Sequence[Any],
+    arrays: Sequence[Any], *, limit: int = _SMALL_BYTES
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Joins arrays below 1 MiB that have the same dtype; returns the list and its inverse.
+    """Joins small arrays that have the same dtype; returns the list and its inverse.
 
     Args:
         arrays: Arrays and plain numbers.
+        limit: Bytes from which an array is not small.
     """
     # Joined with parameters of stages, those of all stages would seem to differ between stages.
     on_stages = [_jax.STAGE_AXIS in _jax.varying_axes(x) for x in arrays]
-    groups_of_indices = groups_of_small(arrays, _SMALL_BYTES, kinds=on_stages)
+    groups_of_indices = groups_of_small(arrays, limit, kinds=on_stages)
     groups = [[arrays[index] for index in indices] for indices in groups_of_indices]
 
     def take_apart(joined: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,10 @@ from tnt_jax.settings import Settings
 
 _CPU_BUCKET_BYTES = 2 * 2**20  # Measured, see benchmarks/README.md.
 
+# Bytes from which the ring takes an array as it is. XLA computes small arrays within the loop that
+# joins them, for each vector of the result: joined with large ones, they cost more than the copy.
+_SMALL_IN_RING = 2**16
+
 Threshold = int | Literal["xla"]
 
 
@@ -254,7 +258,10 @@ def _sum_by_ring(
         for bucket in plan([leaves[i] for i in order], reduction.threshold)
     ]
     # For small arrays, a copy costs less than an array of its own in a callback.
-    joined = [join_small_ones([_widen(leaves[index]) for index in bucket]) for bucket in buckets]
+    joined = [
+        join_small_ones([_widen(leaves[index]) for index in bucket], limit=_SMALL_IN_RING)
+        for bucket in buckets
+    ]
     totals = cpu_ring.sum_in_background(
         cpu_ring.connect(),
         [arrays for arrays, _ in joined],
