@@ -39,4 +39,6 @@ def test_it_does_not_wait_for_ever(unheard):
 
 @pytest.mark.parametrize("address", ["nobody.invalid:1", "127.0.0.1", "127.0.0.1:-1", "[::1]"])
 def test_what_is_wrong_with_an_address_is_left_to_jax(address):
-    await_listener(address, most_s=60)
+    waiting = started(address, most_s=60)
+    waiting.join(20)
+    assert not waiting.is_alive()
