@@ -5,6 +5,7 @@
 import re
 from dataclasses import replace
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -89,6 +90,16 @@ def test_half_precision_is_summed_in_single_precision(by_ring):
     ]
     assert calls
     assert not any("bf16" in call for call in calls)
+
+
+def test_only_small_arrays_are_joined(by_ring):
+    by_ring()
+    model = tnt.Model(nn.Sequential([nn.Dense(128), nn.Dense(10)]))
+    model.compile("sgd", loss="mse")
+    text = model.lowered_text(np.zeros((8, 128), "f4"), np.zeros((8, 10), "f4"), 8)
+    calls = [line for line in text.splitlines() if _CALL in line]
+    # The other kernel, two biases and two sums of the loss; a kernel of 64 KiB.
+    assert any("tensor<1420xf32>, tensor<128x128xf32>" in call for call in calls), calls
 
 
 @pytest.mark.parametrize("every", [None, 2])
