@@ -1,10 +1,8 @@
 """What Ray costs: start-up and step time of a job in Ray Train and under `tnt-jax --ray`.
 
-Beside them, in the same rounds, the same job under the plain launcher, and in Ray Train with the
-variables that the launcher sets: huge pages, threads, and the folder of compiled programs. A job
-has two CPU processes on this machine and trains a network for handwritten digits (784-256-10) on
-random data. The cluster is up before, and the jobs come one after another, in an order that changes
-from round to round.
+Beside them, in the same rounds, the same job under the plain launcher. A job has two CPU processes
+on this machine and trains a network for handwritten digits (784-256-10) on random data. The cluster
+is up before, and the jobs come one after another, in an order that changes from round to round.
 
     python benchmarks/ray_steps.py --output benchmarks/results/ray_steps.json
 """
@@ -22,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 PROCESSES, EPOCHS, STEPS, BATCH = 2, 8, 400, 64
-PLACES = ("tnt-jax", "tnt-jax --ray", "Ray Train", "Ray Train, variables")
+PLACES = ("tnt-jax", "tnt-jax --ray", "Ray Train")
 
 
 def train(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -81,25 +79,15 @@ def run_launcher(*options: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_ray_train(variables: dict[str, str]) -> dict[str, Any]:
+def run_ray_train() -> dict[str, Any]:
     """Runs the job in a `JaxTrainer`, by a driver of its own, as a user does."""
-    command = [sys.executable, __file__, "--drive", json.dumps(variables)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--drive"], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def variables_of_launcher() -> dict[str, str]:
-    """Returns what the launcher sets for a process of the job and Ray does not."""
-    code = "import json, os; print(json.dumps(dict(os.environ)))"
-    command = [sys.executable, "-m", "tnt_jax.launch", "-n", str(PROCESSES), "--no-gpu"]
-    command += ["--python-interpreter", "", "--", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    names = ("GLIBC_TUNABLES", "PJRT_NPROC", "JAX_COMPILATION_CACHE_DIR")
-    return {name: found[name] for name in names}
-
-
-def drive(variables: dict[str, str]) -> None:
+def drive() -> None:
     """Is the driver of a `JaxTrainer`, and prints what the first worker returns."""
     import tempfile
 
@@ -107,8 +95,7 @@ def drive(variables: dict[str, str]) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxTrainer
 
-    environment = {"env_vars": variables}
-    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, runtime_env=environment)
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
     with tempfile.TemporaryDirectory() as storage:
         result = JaxTrainer(
             train,
@@ -119,16 +106,11 @@ def drive(variables: dict[str, str]) -> None:
     print(json.dumps(result.return_value))
 
 
-def run_in(place: str, variables: dict[str, str]) -> dict[str, float]:
-    """Runs the job; returns the seconds to its first step, and the median of a step.
-
-    Args:
-        place: One of `PLACES`.
-        variables: What the launcher sets.
-    """
+def run_in(place: str) -> dict[str, float]:
+    """Runs the job; returns the seconds to its first step, and the median of a step."""
     began_at = time.time()
-    if place.startswith("Ray Train"):
-        found = run_ray_train(variables if "variables" in place else {})
+    if place == "Ray Train":
+        found = run_ray_train()
     else:
         found = run_launcher(*place.split()[1:])
     return {
@@ -152,24 +134,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--drive", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         found = train({})
         if found is not None:
             print(json.dumps(found))
         return
-    if given.drive is not None:
-        drive(given.drive)
+    if given.drive:
+        drive()
         return
-    variables = variables_of_launcher()
     rounds: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
     with ray_cluster_of() as cluster:
         os.environ["RAY_ADDRESS"] = cluster.address
         for number in range(given.rounds):
             shift = number % len(PLACES)
             for place in (*PLACES[shift:], *PLACES[:shift]):
-                rounds[place].append(run_in(place, variables))
+                rounds[place].append(run_in(place))
                 print(place, rounds[place][-1], flush=True)
     for what, unit in (
         ("start_s", "s to the first step"),
@@ -177,7 +158,7 @@ def main() -> None:
         ("job_s", "s"),
     ):
         for place in PLACES:
-            print(f"{place:20} {summary([each[what] for each in rounds[place]])} {unit}")
+            print(f"{place:14} {summary([each[what] for each in rounds[place]])} {unit}")
     if given.output:
         about = {
             "command": " ".join(["python", *sys.argv]),
