@@ -1,10 +1,13 @@
 """What Ray costs: start-up and step time of a job in Ray Train and under `tnt-jax --ray`.
 
 Beside them, in the same rounds, the same job under the plain launcher. A job has two CPU processes
-on this machine and trains a network for handwritten digits (784-256-10) on random data. The cluster
-is up before, and the jobs come one after another, in an order that changes from round to round.
+on this machine and trains a network on random data: one for handwritten digits (784-256-10), or
+ResNet-20, whose steps are longer. The cluster is up before, and the jobs come one after another, in
+an order that changes from round to round.
 
     python benchmarks/ray_steps.py --output benchmarks/results/ray_steps.json
+    python benchmarks/ray_steps.py --network resnet20 \
+        --output benchmarks/results/ray_steps_resnet20.json
 """
 
 import argparse
@@ -19,19 +22,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
-PROCESSES, EPOCHS, STEPS, BATCH = 2, 8, 400, 64
+PROCESSES = 2
+# Rows of a global batch, steps of an epoch, and epochs.
+NETWORKS = {"mlp": (64, 400, 8), "resnet20": (32, 30, 6)}
 PLACES = ("tnt-jax", "tnt-jax --ray", "Ray Train")
 
 
 def train(config: dict[str, Any]) -> dict[str, Any] | None:
     """Trains as one process of a job; returns, on the first, when the first step ended.
 
-    With it come the seconds of a step in each epoch but the first, which compiles.
+    With it come the seconds of a step in each epoch but the first.
+
+    Args:
+        config: The name of the network, as `network`.
     """
     import flax.linen as nn
     import numpy as np
 
     import tnt_jax as tnt
+    from tnt_jax.models.resnet_cifar import resnet20
 
     class Net(nn.Module):
         @nn.compact
@@ -51,43 +60,48 @@ def train(config: dict[str, Any]) -> dict[str, Any] | None:
             self.moments.append(time.time())
 
     numbers = np.random.default_rng(0)
-    x = numbers.normal(size=(STEPS * BATCH, 784)).astype("f4")
+    batch, steps, epochs = NETWORKS[config["network"]]
+    is_mlp = config["network"] == "mlp"
+    shape = (784,) if is_mlp else (32, 32, 3)
+    x = numbers.normal(size=(steps * batch, *shape)).astype("f4")
     y = numbers.integers(10, size=len(x))
-    model = tnt.Model(Net())
+    model = tnt.Model(Net() if is_mlp else resnet20())
     loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss=loss)
-    model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+    model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
     first_step_at = time.time()
     clock = Clock()
-    model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[clock])
+    model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, callbacks=[clock])
     assert tnt.get_size() == PROCESSES
     if not tnt.is_master_rank():
         return None
     spans = zip(clock.moments[2::2], clock.moments[3::2], strict=True)
     return {
         "first_step_at": first_step_at,
-        "step_s": [(end - start) / STEPS for start, end in spans],
+        "step_s": [(end - start) / steps for start, end in spans],
     }
 
 
-def run_launcher(*options: str) -> dict[str, Any]:
+def run_launcher(network: str, *options: str) -> dict[str, Any]:
     """Runs the job under the launcher."""
     command = [sys.executable, "-m", "tnt_jax.launch", *options, "-n", str(PROCESSES), "--no-gpu"]
     done = subprocess.run(
-        [*command, "--", __file__, "--work"], capture_output=True, text=True, check=True
-    )
+        [*command, "--", __file__, "--work", "--network", network],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_ray_train() -> dict[str, Any]:
+def run_ray_train(network: str) -> dict[str, Any]:
     """Runs the job in a `JaxTrainer`, by a driver of its own, as a user does."""
     done = subprocess.run(
-        [sys.executable, __file__, "--drive"], capture_output=True, text=True, check=True
-    )
+        [sys.executable, __file__, "--drive", "--network", network],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def drive() -> None:
+def drive(network: str) -> None:
     """Is the driver of a `JaxTrainer`, and prints what the first worker returns."""
     import tempfile
 
@@ -99,20 +113,20 @@ def drive() -> None:
     with tempfile.TemporaryDirectory() as storage:
         result = JaxTrainer(
             train,
-            train_loop_config={},
+            train_loop_config={"network": network},
             scaling_config=ScalingConfig(num_workers=PROCESSES),
             run_config=RunConfig(storage_path=storage),
         ).fit()
     print(json.dumps(result.return_value))
 
 
-def run_in(place: str) -> dict[str, float]:
+def run_in(place: str, network: str) -> dict[str, float]:
     """Runs the job; returns the seconds to its first step, and the median of a step."""
     began_at = time.time()
     if place == "Ray Train":
-        found = run_ray_train()
+        found = run_ray_train(network)
     else:
-        found = run_launcher(*place.split()[1:])
+        found = run_launcher(network, *place.split()[1:])
     return {
         "start_s": found["first_step_at"] - began_at,
         "step_ms": 1e3 * statistics.median(found["step_s"]),
@@ -131,18 +145,19 @@ def main() -> None:
     from ray_clusters import ray_cluster_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--network", choices=NETWORKS, default="mlp", help="(default: mlp)")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
-        found = train({})
+        found = train({"network": given.network})
         if found is not None:
             print(json.dumps(found))
         return
     if given.drive:
-        drive()
+        drive(given.network)
         return
     rounds: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
     with ray_cluster_of() as cluster:
@@ -150,7 +165,7 @@ def main() -> None:
         for number in range(given.rounds):
             shift = number % len(PLACES)
             for place in (*PLACES[shift:], *PLACES[:shift]):
-                rounds[place].append(run_in(place))
+                rounds[place].append(run_in(place, given.network))
                 print(place, rounds[place][-1], flush=True)
     for what, unit in (
         ("start_s", "s to the first step"),

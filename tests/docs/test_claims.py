@@ -26,6 +26,10 @@ def shown(seconds):
     return f"{seconds * 1e3:.1f}"
 
 
+def median_and_range(values):
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 @pytest.mark.parametrize(
     ("row", "model"), [(0, "mlp"), (1, "transformer_tiny"), (2, "resnet20")], ids=str
 )
@@ -93,21 +97,36 @@ def test_the_notebooks_table_of_first_steps_holds_the_measured_seconds():
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("ray_steps", "## Jobs in Ray"),
-        ("ray_steps_epyc", "On two cores of an AMD EPYC it is otherwise"),
+        ("ray_steps_resnet20", "## Jobs in Ray"),
+        ("ray_steps", "An MLP of 784-256-10, batches of 64"),
     ],
 )
 def test_the_notebooks_tables_of_ray_hold_the_measured_times(file, text):
-    def shown(values):
-        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
     rounds = json.loads((RESULTS / f"{file}.json").read_text())["rounds"]
     measured = [
-        [name, *(shown([each[what] for each in found]) for what in ("start_s", "step_ms"))]
+        [
+            name,
+            *(median_and_range([each[what] for each in found]) for what in ("start_s", "step_ms")),
+        ]
         for name, found in rounds.items()
     ]
     rows = rows_below(NOTEBOOK, text)
     assert [[row[0].replace("`", ""), *row[1:]] for row in rows] == measured
+
+
+def test_the_notebooks_table_of_joined_arrays_holds_the_measured_times():
+    limits = {"nothing": 0, "arrays below 64 KiB": 2**16, "arrays below 1 MiB": 2**20}
+    times = {
+        (row["limit"], row["thread"]): median_and_range(row["step_ms"])
+        for row in json.loads((RESULTS / "ring_joins.json").read_text())["rows"]
+    }
+    rows = rows_below(NOTEBOOK, "## Arrays that the ring joins")
+    found = {
+        (limits[name], thread): cell
+        for name, *cells in rows
+        for thread, cell in zip(("main thread", "another thread"), cells, strict=True)
+    }
+    assert found == times
 
 
 def test_the_notebooks_table_of_fit_holds_the_measured_medians():
