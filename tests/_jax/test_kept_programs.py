@@ -2,6 +2,10 @@
 
 import gc
 import logging
+import os
+import subprocess
+import sys
+import threading
 from collections import Counter
 
 import jax
@@ -15,6 +19,7 @@ from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
+from tnt_jax._jax.kept_programs import _turn
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
 SETTINGS = {
@@ -202,11 +207,11 @@ def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):
     assert list(tmp_path.glob("*-calls-cache")) == []
 
 
-def start(folder, cache):
+def start(folder, cache, num_processes=2):
     """Returns the lines that each process of a job wrote."""
     folder.mkdir()
     done = launch(
-        2, SCRIPTS / "train_kept.py", folder, JAX_COMPILATION_CACHE_DIR=str(cache),
+        num_processes, SCRIPTS / "train_kept.py", folder, JAX_COMPILATION_CACHE_DIR=str(cache),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
     )  # fmt: skip
@@ -226,3 +231,84 @@ def test_the_second_start_of_a_job_compiles_nothing_and_gives_the_same_bits(tmp_
         assert int(found) < int(asked) == int(asked_again)
         assert found_again == asked_again
         assert bits_again == bits
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) > 3, reason="as many processes are too many for a test")
+def test_processes_that_outnumber_cores_compile_each_program_once(tmp_path):
+    lines = start(tmp_path / "out", tmp_path / "cache", num_processes=(os.cpu_count() or 1) + 1)
+    kept = list((tmp_path / "cache").iterdir())
+    assert all(file.name.endswith(("-cache", "-atime")) for file in kept)
+    programs = [file for file in kept if file.name.endswith("-cache")]
+    assert sum(int(asked) - int(found) for asked, found, *_ in lines) == len(programs)
+    assert len({tuple(bits) for _, _, *bits in lines}) == 1
+
+
+class Folder:
+    def __init__(self, path):
+        self._path = path
+
+
+@pytest.fixture
+def enter(tmp_path):
+    """Returns a function that takes a turn in a thread, and an event that this sets."""
+
+    def enter():
+        inside, leave = threading.Event(), threading.Event()
+
+        def run():
+            with _turn(Folder(tmp_path), "turn"):
+                inside.set()
+                leave.wait(60)
+
+        leavers.append(leave)
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return inside, leave
+
+    threads, leavers = [], []
+    yield enter
+    for leave in leavers:
+        leave.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_others_come_in_together_when_the_first_has_left(enter, tmp_path):
+    first, leave = enter()
+    assert first.wait(60)
+    second, third = enter()[0], enter()[0]
+    assert not second.wait(0.3)
+    assert not third.is_set()
+    leave.set()
+    assert second.wait(60)
+    assert third.wait(60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_dies_keeps_nobody_out(enter, tmp_path):
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "turn")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        inside, _ = enter()
+        assert not inside.wait(0.3)
+        holder.kill()
+        assert inside.wait(60)
+
+
+def test_an_error_leaves_no_lock(tmp_path):
+    with pytest.raises(KeyError), _turn(Folder(tmp_path), "turn"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["missing", "file"])
+def test_where_nothing_can_be_locked_all_come_in(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with _turn(Folder(tmp_path / path), "turn"), _turn(Folder(tmp_path / path), "turn"):
+        assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -2,28 +2,34 @@
 
 JAX's compilation cache leaves out two kinds of programs: those that call Python, as sums by the
 ring do, and those of all processes but the first. On other devices the processes share what the
-first one writes; on CPUs each has a key of its own, because the key contains the devices of the
-process. Here every process keeps what it compiles, in JAX's own cache with JAX's own keys, limits
-and format.
+first one writes; on CPUs JAX gives each of them keys of its own, because a key contains the
+devices of the process. Here the processes share their programs, in JAX's own cache with its limits
+and its format, under keys without devices. Where processes outnumber cores, one of them compiles a
+program that several need, and the others wait for it.
 
 A program holds no pointer to a function, only its place among the functions that it calls (seen in
 JAX 0.10.0 and 0.10.2; no program that holds another address is found again, as the key contains the
-whole program). It is loaded with the functions of the process that asks for it, which has lowered
-the same text, so each function is called where the compiler would have called it.
+whole program). It is loaded with the functions and the devices of the process that asks for it,
+which has lowered the same text, so each function is called where the compiler would have called it.
 """
 
+import fcntl
+import hashlib
 import inspect
+import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import jax
+import jaxlib
 
 # Private. Checked with JAX 0.10.0 and 0.10.2. No setting has processes other than the first write,
 # and no public function loads a program that calls Python.
-from jax._src import compilation_cache, compiler
+from jax._src import cache_key, compilation_cache, compiler
 from jax._src.lru_cache import _CACHE_SUFFIX
 
 from tnt_jax.job import Slot
@@ -33,6 +39,9 @@ _PARAMETERS = (
     "backend", "computation", "devices", "compile_options", "host_callbacks",
     "executable_devices", "pgle_profiler",
 )  # fmt: skip
+_HASHES = ("_hash_computation", "_hash_serialized_compile_options", "_hash_platform",
+           "_hash_xla_flags", "get_flag_prefixes", "custom_hook")  # fmt: skip
+_EVENTS = "/jax/compilation_cache/"
 
 
 def _restore(compile_before: Callable | None) -> None:
@@ -43,21 +52,30 @@ def _restore(compile_before: Callable | None) -> None:
 _compile_before = Slot[Callable | None](lambda: None, close=_restore)
 
 
-def keep_programs_of_each_process() -> None:
+def keep_programs_of_each_process(processor: str = "", *, turns: str | None = None) -> None:
     """Has this process keep all programs that it compiles for CPUs, until its job ends.
 
     Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
     nothing is kept. A version of JAX whose compiler is called in another way is left alone.
+
+    Args:
+        processor: What processors must have in common that run the same programs.
+        turns: A file name that only the processes of this job on this machine use, if one of them
+            shall compile a program for all; None if each compiles for itself.
     """
     before = compiler.compile_or_get_cached
-    is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS
+    is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS and all(
+        hasattr(cache_key, name) for name in _HASHES
+    )
     if is_known and _compile_before.get() is None:
         _compile_before.set(before)
-        compiler.compile_or_get_cached = partial(_find_or_compile, before)
+        compiler.compile_or_get_cached = partial(_find_or_compile, before, processor, turns)
 
 
 def _find_or_compile(
     compile_before: Callable,
+    processor: str,
+    turns: str | None,
     backend: Any,
     computation: Any,
     devices: Any,
@@ -66,42 +84,92 @@ def _find_or_compile(
     executable_devices: Any,
     pgle_profiler: Any = None,
 ) -> Any:
-    """Stands for JAX's function of the same parameters after the first."""
+    """Stands for JAX's function of the same parameters after the third."""
 
     def compile_it() -> Any:
-        return compile_before(
-            backend, computation, devices, compile_options, host_callbacks, executable_devices,
-            pgle_profiler,
-        )  # fmt: skip
+        return compiler.backend_compile_and_load(
+            backend, computation, executable_devices, compile_options, host_callbacks
+        )
 
     def load(serialized: bytes) -> Any:
         return backend.deserialize_executable(
             serialized, executable_devices, compile_options, host_callbacks
         )
 
-    is_left_out = _is_left_out_by_jax(backend, host_callbacks)
-    cache = _open_cache(backend) if is_left_out else None
+    cache = _open_cache(backend) if _is_to_be_kept(backend) else None
     if cache is None:
-        return compile_it()
-    key = compiler._get_cache_key(compile_options, backend, computation, devices)
-    if key is None:
-        return compile_it()
+        return compile_before(
+            backend, computation, devices, compile_options, host_callbacks, executable_devices,
+            pgle_profiler,
+        )  # fmt: skip
+    key = _key_of(computation, compile_options, backend, processor)
     # JAX looks for all programs, also for those that it does not keep, and would load this one
     # without its functions.
     key += "-calls" if host_callbacks else ""
-    return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
+    jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
+    program = _find(cache, key, load)
+    if program is None and turns is not None:
+        with _turn(cache, f"{key}.{turns}"):
+            program = _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
+    return program or _compile_and_keep(cache, key, compile_it)
 
 
-def _is_left_out_by_jax(backend: Any, host_callbacks: Sequence[Callable]) -> bool:
-    """Returns whether JAX would not keep a program, although it is to be kept."""
+def _is_to_be_kept(backend: Any) -> bool:
     config: Any = jax.config
     return (
         backend.platform == "cpu"
-        and (len(host_callbacks) > 0 or backend.process_index() != 0)
         and compilation_cache.is_persistent_cache_enabled()
         # Then a process may wait for what another one compiles.
         and not config.jax_share_binary_between_hosts
+        # JAX's function writes the text.
+        and not config.read("jax_dump_ir_to")
     )
+
+
+def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str) -> str:
+    """Returns a key like those of JAX, but the same for all processes of a job."""
+    found = hashlib.sha256()
+    cache_key._hash_computation(found, computation, cache_key.IgnoreCallbacks.NO)
+    cache_key._hash_serialized_compile_options(found, compile_options, strip_device_assignment=True)
+    cache_key._hash_platform(found, backend)
+    cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
+    # The compression depends on what is installed.
+    compression = compilation_cache.compress_executable(b"").hex()
+    found.update(
+        f"{jaxlib.__version__} {compression} {processor} {cache_key.custom_hook()}".encode()
+    )
+    name = str(computation.operation.attributes["sym_name"]).strip('"')
+    return f"{name}-{found.hexdigest()}"
+
+
+@contextmanager
+def _turn(cache: Any, name: str) -> Iterator[None]:
+    """Lets one process in, and when it has left all that came meanwhile.
+
+    The kernel opens the lock of a process that dies. Where files cannot be locked, all come in.
+    """
+    path, file, is_first = cache._path / name, None, False
+    with suppress(OSError, TypeError):  # The folder may be one of a web service.
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        is_first = _lock_first(file)
+    try:
+        yield
+    finally:
+        if is_first:
+            path.unlink(missing_ok=True)
+        if file is not None:
+            os.close(file)
+
+
+def _lock_first(file: int) -> bool:
+    """Locks a file and returns True, or waits until another process has done so and closed it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return False
+    return True
 
 
 def _open_cache(backend: Any) -> Any:
@@ -149,7 +217,7 @@ def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> An
         )
         if len(entry) >= config.jax_persistent_cache_min_entry_size_bytes:
             _write(cache, key, entry)
-            jax.monitoring.record_event("/jax/compilation_cache/cache_misses")
+            jax.monitoring.record_event(_EVENTS + "cache_misses")
     except Exception as error:
         _report(f"The program {key} cannot be kept", error)
     return program
@@ -189,8 +257,8 @@ def _report(what: str, error: Exception) -> None:
 
 def _record_hit(compile_s: float, took_s: float) -> None:
     """Counts a program that was found as JAX counts its own."""
-    events = "/jax/compilation_cache/"
-    jax.monitoring.record_event(events + "compile_requests_use_cache")
-    jax.monitoring.record_event(events + "cache_hits")
-    jax.monitoring.record_event_duration_secs(events + "compile_time_saved_sec", compile_s - took_s)
-    jax.monitoring.record_event_duration_secs(events + "cache_retrieval_time_sec", took_s)
+    jax.monitoring.record_event(_EVENTS + "cache_hits")
+    jax.monitoring.record_event_duration_secs(
+        _EVENTS + "compile_time_saved_sec", compile_s - took_s
+    )
+    jax.monitoring.record_event_duration_secs(_EVENTS + "cache_retrieval_time_sec", took_s)

@@ -3,6 +3,7 @@
 It also checks that the job's hosts can reach one another. It opens no device.
 """
 
+import hashlib
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.cluster.devices import cpu_kind
 from tnt_jax.cluster.machine import machine_id
 from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
 from tnt_jax.distributed import exits
@@ -44,10 +46,11 @@ def join_job() -> Settings:
     settings = read_settings()
     _make_threads_for_virtual_devices()
     job = detect_job(os.environ)
+    turns = None
     if job is not None and job.num_processes > 1:
-        _join(job, settings)
+        turns = _join(job, settings)
     if _jax.is_distributed():
-        _jax.keep_programs_of_each_process()
+        _jax.keep_programs_of_each_process(cpu_kind(), turns=turns)
     return settings
 
 
@@ -71,13 +74,17 @@ def _make_threads_for_virtual_devices() -> None:
         )  # fmt: skip
 
 
-def _join(job: Job, settings: Settings) -> None:
-    """Connects to the job's coordinator and checks that its hosts can reach one another."""
+def _join(job: Job, settings: Settings) -> str | None:
+    """Connects to the job's coordinator and checks that its hosts can reach one another.
+
+    Returns a name that the job's processes on this machine share if they are more than its cores;
+    None otherwise.
+    """
     if _jax.is_distributed():
         if job.source == RAY_TRAIN:
             # Ray has connected this process, and disconnects it.
-            _take_part(job, settings, disconnects=False)
-        return
+            return _take_part(job, settings, disconnects=False)
+        return None
     member = f"{job.coordinator_address} {job.process_id}"
     _check_that_it_can_join(job, member)
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
@@ -101,7 +108,7 @@ def _join(job: Job, settings: Settings) -> None:
             shutdown_timeout_seconds=0,
         )
     os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
-    _take_part(job, settings)
+    return _take_part(job, settings)
 
 
 def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
@@ -122,13 +129,22 @@ def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
             return
 
 
-def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> None:
-    """Makes this process, which JAX has connected, one that the others know and that knows them."""
+def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str | None:
+    """Makes this process, which JAX has connected, one that the others know and that knows them.
+
+    Returns what `_join` returns.
+    """
     exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
-    _check_host_names(job, timeout_s=_first_meeting_s(job, settings))
+    here = machine_id("net")
+    hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
+    _check_host_names(set(hosts))
     exits.watch()
     if job.source == RAY_TRAIN:
         exits.leave_after(threading.current_thread(), "the end of its training function")
+    if sum(machine == here for machine, _, _ in hosts) <= (os.cpu_count() or 1):
+        return None
+    name = f"{here} {job.coordinator_address}"
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _first_meeting_s(job: Job, settings: Settings) -> int:
@@ -210,22 +226,25 @@ def _missing_processes(job: Job, timeout_s: int) -> str:
     )
 
 
-def _check_host_names(job: Job, *, timeout_s: int) -> None:
-    """Raises the same error on every process if host names resolve to loopback addresses."""
-    # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x
-    # is out of the others' reach.
+def _hosts_of_processes(job: Job, here: str, *, timeout_s: int) -> list[tuple[str, str, str]]:
+    """Returns, for each process of the job, its machine, and the machine's name and address."""
     client = _jax.coordination_client()
     client.key_value_set(
         f"{_HOST_KEY}/{job.process_id}",
-        f"{machine_id('net')} {socket.gethostname()} {own_address() or 'unresolved'}",
+        f"{here} {socket.gethostname()} {own_address() or 'unresolved'}",
     )
     keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
-    hosts = sorted(
-        {tuple(client.blocking_key_value_get(key, timeout_s * 1000).split(" ")) for key in keys}
-    )
+    found = [client.blocking_key_value_get(key, timeout_s * 1000).split(" ") for key in keys]
+    return [(machine, name, address) for machine, name, address in found]
+
+
+def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
+    """Raises the same error on every process if host names resolve to loopback addresses."""
+    # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x
+    # is out of the others' reach.
     looped = [
         f"{name} ({address})"
-        for _, name, address in hosts
+        for _, name, address in sorted(hosts)
         if address.startswith("127.") or address == "::1"
     ]
     if len({machine for machine, _, _ in hosts}) > 1 and looped and _cpu_collectives_are_needed():
