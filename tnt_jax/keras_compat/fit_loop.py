@@ -39,6 +39,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import device_feed
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
+from tnt_jax.train.garbage import collected_later
 from tnt_jax.train.trainer import Trainer
 
 # With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
@@ -92,6 +93,7 @@ class FitLoop:
         with ending_on_request(callbacks.unwrapped) as self._points:
             yield
 
+    @collected_later()
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
         self._core.require_trainable()
