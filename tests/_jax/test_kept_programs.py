@@ -258,7 +258,7 @@ def enter(tmp_path):
         inside, leave = threading.Event(), threading.Event()
 
         def run():
-            with _turn(Folder(tmp_path), "turn"):
+            with _turn(Folder(tmp_path), "key", "job"):
                 inside.set()
                 leave.wait(60)
 
@@ -292,7 +292,7 @@ def test_a_process_that_dies_keeps_nobody_out(enter, tmp_path):
         "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
         "print('locked', flush=True); time.sleep(600)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "turn")]
+    command = [sys.executable, "-c", code, str(tmp_path / "key.job.turn")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         inside, _ = enter()
@@ -301,8 +301,17 @@ def test_a_process_that_dies_keeps_nobody_out(enter, tmp_path):
         assert inside.wait(60)
 
 
+def test_locks_of_jobs_that_were_killed_are_removed(tmp_path):
+    others = [tmp_path / "key.other.turn", tmp_path / "key-cache", tmp_path / "key2.other.turn"]
+    for file in others:
+        file.touch()
+    with _turn(Folder(tmp_path), "key", "job"):
+        assert (tmp_path / "key.job.turn").exists()
+    assert sorted(tmp_path.iterdir()) == sorted(others[1:])
+
+
 def test_an_error_leaves_no_lock(tmp_path):
-    with pytest.raises(KeyError), _turn(Folder(tmp_path), "turn"):
+    with pytest.raises(KeyError), _turn(Folder(tmp_path), "key", "job"):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -310,5 +319,5 @@ def test_an_error_leaves_no_lock(tmp_path):
 @pytest.mark.parametrize("path", ["missing", "file"])
 def test_where_nothing_can_be_locked_all_come_in(tmp_path, path):
     (tmp_path / "file").write_text("")
-    with _turn(Folder(tmp_path / path), "turn"), _turn(Folder(tmp_path / path), "turn"):
+    with _turn(Folder(tmp_path / path), "key", "job"), _turn(Folder(tmp_path / path), "key", "job"):
         assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -25,11 +25,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jaxlib
 
 # Private. Checked with JAX 0.10.0 and 0.10.2. No setting has processes other than the first write,
 # and no public function loads a program that calls Python.
 from jax._src import cache_key, compilation_cache, compiler
+from jax._src.lib import version_str
 from jax._src.lru_cache import _CACHE_SUFFIX
 
 from tnt_jax.job import Slot
@@ -39,8 +39,10 @@ _PARAMETERS = (
     "backend", "computation", "devices", "compile_options", "host_callbacks",
     "executable_devices", "pgle_profiler",
 )  # fmt: skip
-_HASHES = ("_hash_computation", "_hash_serialized_compile_options", "_hash_platform",
-           "_hash_xla_flags", "get_flag_prefixes", "custom_hook")  # fmt: skip
+_PARTS_OF_KEYS = (
+    "_hash_computation", "_hash_serialized_compile_options", "_hash_platform", "_hash_xla_flags",
+    "get_flag_prefixes", "custom_hook",
+)  # fmt: skip
 _EVENTS = "/jax/compilation_cache/"
 
 
@@ -60,12 +62,12 @@ def keep_programs_of_each_process(processor: str = "", *, turns: str | None = No
 
     Args:
         processor: What processors must have in common that run the same programs.
-        turns: A file name that only the processes of this job on this machine use, if one of them
+        turns: A name that only the processes of this job on this machine use, if one of them
             shall compile a program for all; None if each compiles for itself.
     """
     before = compiler.compile_or_get_cached
     is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS and all(
-        hasattr(cache_key, name) for name in _HASHES
+        hasattr(cache_key, name) for name in _PARTS_OF_KEYS
     )
     if is_known and _compile_before.get() is None:
         _compile_before.set(before)
@@ -109,7 +111,7 @@ def _find_or_compile(
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)
     if program is None and turns is not None:
-        with _turn(cache, f"{key}.{turns}"):
+        with _turn(cache, key, turns):
             program = _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
     return program or _compile_and_keep(cache, key, compile_it)
 
@@ -135,28 +137,29 @@ def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str
     cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
     # The compression depends on what is installed.
     compression = compilation_cache.compress_executable(b"").hex()
-    found.update(
-        f"{jaxlib.__version__} {compression} {processor} {cache_key.custom_hook()}".encode()
-    )
+    found.update(f"{version_str} {compression} {processor} {cache_key.custom_hook()}".encode())
     name = str(computation.operation.attributes["sym_name"]).strip('"')
     return f"{name}-{found.hexdigest()}"
 
 
 @contextmanager
-def _turn(cache: Any, name: str) -> Iterator[None]:
+def _turn(cache: Any, key: str, name: str) -> Iterator[None]:
     """Lets one process in, and when it has left all that came meanwhile.
 
     The kernel opens the lock of a process that dies. Where files cannot be locked, all come in.
     """
-    path, file, is_first = cache._path / name, None, False
+    file, is_first = None, False
     with suppress(OSError, TypeError):  # The folder may be one of a web service.
+        path = cache._path / f"{key}.{name}.turn"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         is_first = _lock_first(file)
     try:
         yield
     finally:
         if is_first:
-            path.unlink(missing_ok=True)
+            # Those of jobs that were killed, too.
+            for path in cache._path.glob(f"{key}.*.turn"):
+                path.unlink(missing_ok=True)
         if file is not None:
             os.close(file)
 
