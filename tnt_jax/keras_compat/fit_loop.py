@@ -93,28 +93,28 @@ class FitLoop:
         with ending_on_request(callbacks.unwrapped) as self._points:
             yield
 
-    @collected_later()
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
-        self._core.require_trainable()
-        compare_starts("Model.fit", self._core, data, arguments)
-        data, arguments = carry_out_split(data, arguments)
-        weighting = class_weighting(arguments.class_weight)
-        stream, first = self._intake.open(
-            "Model.fit", data, epoch=arguments.initial_epoch,
-            steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
-            validates=arguments.validation_data is not None,
-            validation_freq=arguments.validation_freq,
-            checkpoint_directory=arguments.checkpoint_directory,
-            meanwhile=self._beside_first_batch(arguments, weighting),
-        )  # fmt: skip
-        self._preparation.prepare(first, weighting)
-        self._preparation.choose_mesh(first, weighting)
-        plan = Plan(stream, first, weighting, None, arguments)
-        if self.compiles_ahead and arguments.has_epochs:
-            self._preparation.compile_ahead(stream, first, plan.unpack)
-        self._preparation.check_rows(first, weighting)
-        return plan
+        with collected_later():
+            self._core.require_trainable()
+            compare_starts("Model.fit", self._core, data, arguments)
+            data, arguments = carry_out_split(data, arguments)
+            weighting = class_weighting(arguments.class_weight)
+            stream, first = self._intake.open(
+                "Model.fit", data, epoch=arguments.initial_epoch,
+                steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+                validates=arguments.validation_data is not None,
+                validation_freq=arguments.validation_freq,
+                checkpoint_directory=arguments.checkpoint_directory,
+                meanwhile=self._beside_first_batch(arguments, weighting),
+            )  # fmt: skip
+            self._preparation.prepare(first, weighting)
+            self._preparation.choose_mesh(first, weighting)
+            plan = Plan(stream, first, weighting, None, arguments)
+            if self.compiles_ahead and arguments.has_epochs:
+                self._preparation.compile_ahead(stream, first, plan.unpack)
+            self._preparation.check_rows(first, weighting)
+            return plan
 
     def _beside_first_batch(
         self, arguments: FitArguments, weighting: Weighting | None

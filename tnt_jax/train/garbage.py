@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """Keeps the collector of garbage in cycles off within the block or the decorated function."""
+    """Keeps the collector of garbage in cycles off within the block."""
     was_on = gc.isenabled()
     gc.disable()
     try:
