@@ -39,7 +39,6 @@ from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import device_feed
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
-from tnt_jax.train.garbage import collected_later
 from tnt_jax.train.trainer import Trainer
 
 # With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
@@ -95,26 +94,25 @@ class FitLoop:
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
-        with collected_later():
-            self._core.require_trainable()
-            compare_starts("Model.fit", self._core, data, arguments)
-            data, arguments = carry_out_split(data, arguments)
-            weighting = class_weighting(arguments.class_weight)
-            stream, first = self._intake.open(
-                "Model.fit", data, epoch=arguments.initial_epoch,
-                steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
-                validates=arguments.validation_data is not None,
-                validation_freq=arguments.validation_freq,
-                checkpoint_directory=arguments.checkpoint_directory,
-                meanwhile=self._beside_first_batch(arguments, weighting),
-            )  # fmt: skip
-            self._preparation.prepare(first, weighting)
-            self._preparation.choose_mesh(first, weighting)
-            plan = Plan(stream, first, weighting, None, arguments)
-            if self.compiles_ahead and arguments.has_epochs:
-                self._preparation.compile_ahead(stream, first, plan.unpack)
-            self._preparation.check_rows(first, weighting)
-            return plan
+        self._core.require_trainable()
+        compare_starts("Model.fit", self._core, data, arguments)
+        data, arguments = carry_out_split(data, arguments)
+        weighting = class_weighting(arguments.class_weight)
+        stream, first = self._intake.open(
+            "Model.fit", data, epoch=arguments.initial_epoch,
+            steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+            validates=arguments.validation_data is not None,
+            validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
+            meanwhile=self._beside_first_batch(arguments, weighting),
+        )  # fmt: skip
+        self._preparation.prepare(first, weighting)
+        self._preparation.choose_mesh(first, weighting)
+        plan = Plan(stream, first, weighting, None, arguments)
+        if self.compiles_ahead and arguments.has_epochs:
+            self._preparation.compile_ahead(stream, first, plan.unpack)
+        self._preparation.check_rows(first, weighting)
+        return plan
 
     def _beside_first_batch(
         self, arguments: FitArguments, weighting: Weighting | None

@@ -30,6 +30,7 @@ from tnt_jax.keras_compat.state_variable import StateVariable
 from tnt_jax.keras_compat.views import view
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.sharded import Pipeline, Remat, Rule
+from tnt_jax.train.garbage import collected_later
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -246,7 +247,9 @@ class Model:
         )  # fmt: skip
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         with self._fit_loop.ending_on_request(calls):
-            return self._fit_loop.fit(self._fit_loop.prepare(data, arguments), calls)
+            with collected_later():
+                plan = self._fit_loop.prepare(data, arguments)
+            return self._fit_loop.fit(plan, calls)
 
     @called("Model.evaluate")
     def evaluate(

@@ -1,7 +1,6 @@
 """Leaves garbage in cycles for later while models are traced.
 
-Tracing makes hundreds of thousands of objects that stay, and Python's collector looks through all
-of them again and again. Of the time to the first step of ResNet-20 it took a tenth.
+Tracing makes many objects that stay, and Python's collector looks through them again and again.
 """
 
 import gc
