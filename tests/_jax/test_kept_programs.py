@@ -41,7 +41,7 @@ def use_folder():
             before.setdefault(name, getattr(jax.config, name))
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        _jax.keep_programs_of_each_process()
+        _jax.keep_programs_of_each_process("")
 
     tnt.shutdown()
     yield use
@@ -93,7 +93,7 @@ def test_programs_that_are_alike_call_their_own_functions(use_folder, counts, tm
     use_folder(tmp_path)
     first, result = run(2)
     assert counts["cache_hits"] == 0
-    (file,) = tmp_path.glob("jit_call-*-calls-cache")
+    (file,) = tmp_path.glob("jit_call-*-cache")
     second, other = run(3)
     assert counts["cache_hits"] == 1
     gc.collect()
@@ -112,6 +112,15 @@ def test_a_program_that_was_found_gives_the_bits_of_a_compiled_one(use_folder, c
     _, found = run(2)
     assert counts["cache_hits"] == 1
     np.testing.assert_array_equal(found, compiled)
+
+
+def test_devices_share_a_program(use_folder, counts, tmp_path):
+    use_folder(tmp_path)
+    found = [jax.jit(jnp.tan)(jax.device_put(X, device)) for device in jax.devices()[:2]]
+    assert counts["cache_hits"] == 1
+    assert [x.device for x in found] == jax.devices()[:2]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert len(list(tmp_path.glob("jit_tan-*-cache"))) == 1
 
 
 def test_an_exception_in_a_program_that_was_found_is_named(use_folder, counts, tmp_path):
@@ -139,7 +148,7 @@ def test_an_exception_in_a_program_that_was_found_is_named(use_folder, counts, t
 def test_a_file_that_cannot_be_read_is_replaced(use_folder, counts, tmp_path, caplog, damage):
     use_folder(tmp_path)
     run(2)
-    (file,) = tmp_path.glob("*-calls-cache")
+    (file,) = tmp_path.glob("jit_call-*-cache")
     damage(file)
     with caplog.at_level(logging.WARNING, "tnt_jax"):
         _, result = run(2)
@@ -157,7 +166,7 @@ def test_a_file_that_cannot_be_read_is_replaced(use_folder, counts, tmp_path, ca
 def test_jax_can_be_asked_to_raise_the_error_instead(use_folder, tmp_path):
     use_folder(tmp_path, jax_raise_persistent_cache_errors=True)
     run(2)
-    (file,) = tmp_path.glob("*-calls-cache")
+    (file,) = tmp_path.glob("jit_call-*-cache")
     file.write_text("A note of somebody else.")
     with pytest.raises(Exception, match=r"(?i)zstd|zlib|header|frame"):
         run(2)
@@ -185,7 +194,7 @@ def test_programs_run_although_their_folder_cannot_be_used(use_folder, tmp_path,
 def test_nothing_is_kept_against_the_settings_of_jax(use_folder, tmp_path, settings):
     use_folder(tmp_path, **settings)
     run(2)
-    assert list(tmp_path.glob("*-calls-cache")) == []
+    assert list(tmp_path.glob("jit_call-*-cache")) == []
 
 
 def test_the_least_recently_used_programs_make_room(use_folder, counts, tmp_path):
@@ -204,7 +213,7 @@ def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):
     use_folder(tmp_path)
     tnt.shutdown()
     run(2)
-    assert list(tmp_path.glob("*-calls-cache")) == []
+    assert list(tmp_path.glob("jit_call-*-cache")) == []
 
 
 def start(folder, cache, num_processes=2):
@@ -223,7 +232,7 @@ def start(folder, cache, num_processes=2):
 @pytest.mark.slow
 def test_the_second_start_of_a_job_compiles_nothing_and_gives_the_same_bits(tmp_path):
     first, second = (start(tmp_path / name, tmp_path / "cache") for name in ("first", "second"))
-    assert len(list((tmp_path / "cache").glob("*-calls-cache"))) >= 2
+    assert len(list((tmp_path / "cache").glob("jit_step-*-cache"))) >= 2
     assert list((tmp_path / "cache").glob("*.unfinished")) == []
     for (asked, found, *bits), (asked_again, found_again, *bits_again) in zip(
         first, second, strict=True
@@ -294,10 +303,12 @@ def test_a_process_that_dies_keeps_nobody_out(enter, tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "key.job.turn")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        inside, _ = enter()
-        assert not inside.wait(0.3)
-        holder.kill()
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            inside, _ = enter()
+            assert not inside.wait(0.3)
+        finally:
+            holder.kill()
         assert inside.wait(60)
 
 

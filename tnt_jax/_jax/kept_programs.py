@@ -54,7 +54,7 @@ def _restore(compile_before: Callable | None) -> None:
 _compile_before = Slot[Callable | None](lambda: None, close=_restore)
 
 
-def keep_programs_of_each_process(processor: str = "", *, turns: str | None = None) -> None:
+def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -> None:
     """Has this process keep all programs that it compiles for CPUs, until its job ends.
 
     Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
@@ -105,14 +105,11 @@ def _find_or_compile(
             pgle_profiler,
         )  # fmt: skip
     key = _key_of(computation, compile_options, backend, processor)
-    # JAX looks for all programs, also for those that it does not keep, and would load this one
-    # without its functions.
-    key += "-calls" if host_callbacks else ""
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)
     if program is None and turns is not None:
         with _turn(cache, key, turns):
-            program = _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
+            return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
     return program or _compile_and_keep(cache, key, compile_it)
 
 
@@ -129,7 +126,10 @@ def _is_to_be_kept(backend: Any) -> bool:
 
 
 def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str) -> str:
-    """Returns a key like those of JAX, but the same for all processes of a job."""
+    """Returns a key like those of JAX, but the same for all processes of a job.
+
+    It is none of JAX's, which would load a program without the functions that it calls.
+    """
     found = hashlib.sha256()
     cache_key._hash_computation(found, computation, cache_key.IgnoreCallbacks.NO)
     cache_key._hash_serialized_compile_options(found, compile_options, strip_device_assignment=True)
@@ -157,9 +157,10 @@ def _turn(cache: Any, key: str, name: str) -> Iterator[None]:
         yield
     finally:
         if is_first:
-            # Those of jobs that were killed, too.
-            for path in cache._path.glob(f"{key}.*.turn"):
-                path.unlink(missing_ok=True)
+            # Those of jobs that were killed, too. They may belong to other users.
+            with suppress(OSError):
+                for path in cache._path.glob(f"{key}.*.turn"):
+                    path.unlink(missing_ok=True)
         if file is not None:
             os.close(file)
 

@@ -141,10 +141,9 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
     exits.watch()
     if job.source == RAY_TRAIN:
         exits.leave_after(threading.current_thread(), "the end of its training function")
-    if sum(machine == here for machine, _, _ in hosts) <= (os.cpu_count() or 1):
-        return None
-    name = f"{here} {job.coordinator_address}"
-    return hashlib.sha256(name.encode()).hexdigest()[:16]
+    num_here = sum(machine == here for machine, _, _ in hosts)
+    name = hashlib.sha256(f"{here} {job.coordinator_address}".encode()).hexdigest()[:16]
+    return name if num_here > (os.cpu_count() or 1) else None
 
 
 def _first_meeting_s(job: Job, settings: Settings) -> int:
