@@ -29,10 +29,14 @@ def work(limit: int, thread: str) -> None:
 
     reduction._SMALL_IN_RING = limit
     found = []
-    running = threading.Thread(target=lambda: found.append(train({"network": "mlp"})))
+
+    def run() -> None:
+        found.append(train({"network": "mlp"}))
+
     if thread == THREADS[0]:
-        running.run()
+        run()
     else:
+        running = threading.Thread(target=run)
         running.start()
         running.join()
     if found[0] is not None:

@@ -90,7 +90,10 @@ def test_the_notebooks_table_of_first_steps_holds_the_measured_seconds():
             cold, *kept = (start["total"] for start in row["starts"])
             cells = expected.setdefault((networks[row["model"]], str(row["processes"])), [""] * 4)
             cells[contenders.index(row["contender"])] = f"{cold:.1f}, {statistics.median(kept):.1f}"
-    found = {tuple(row[:2]): row[2:] for row in rows_below(NOTEBOOK, "training step (`bench")}
+    found = {
+        tuple(row[:2]): row[2:]
+        for row in rows_below(NOTEBOOK, "Seconds from the start of the processes")
+    }
     assert found == expected
 
 
