@@ -89,6 +89,9 @@ class LinearAdapter:
     def initializer(self, inputs, *, seed):
         return None
 
+    def fresh_variables(self, inputs, *, seed):
+        return None
+
     def attach(self, inputs):
         self.attached.append(inputs)
 

@@ -25,6 +25,20 @@ class Variables(NamedTuple):
     model_state: Any
 
 
+class FreshVariables(NamedTuple):
+    """A program that makes the variables of a model.
+
+    Attributes:
+        traced: The program, as `jitted.trace(...)` returns it.
+        arguments: What it is called with.
+        finish: From its results, or descriptions of them, to the variables.
+    """
+
+    traced: Any
+    arguments: tuple[Any, ...]
+    finish: Callable[[Any], Variables]
+
+
 class Applied(NamedTuple):
     """The result of a forward pass.
 
@@ -64,6 +78,13 @@ class Adapter(Protocol):
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns a function that JAX can trace, and that returns what `init` does.
+
+        It is None if the variables exist already.
+        """
+        ...
+
+    def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
+        """Returns the program whose results are what `init` returns.
 
         It is None if the variables exist already.
         """

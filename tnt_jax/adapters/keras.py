@@ -108,6 +108,9 @@ class KerasAdapter:
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns None: the model holds its variables already."""
 
+    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
+        """Returns None: the model holds its variables already."""
+
     def attach(self, inputs: Any) -> None:
         """Builds the model if necessary, and examines its metrics and losses."""
         if inputs is None:

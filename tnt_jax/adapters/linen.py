@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import Applied, CallStyle, Variables
+from tnt_jax.adapters.base import Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_varying_loops
@@ -52,14 +52,21 @@ class LinenAdapter:
         """
         if self._given is not None:
             return self._separated(self._given)
-        options = _jax.options_of_one_run()
-        return self._separated(self._fresh(inputs, seed, compiler_options=options))
+        return self._fresh(inputs, seed, compiler_options=_jax.options_of_one_run())
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns what makes fresh variables; None if variables were given."""
         if self._given is not None:
             return None
-        return lambda: self._separated(self._fresh(inputs, seed))
+        return lambda: self._fresh(inputs, seed)
+
+    def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
+        """Returns the program that makes fresh variables; None if variables were given."""
+        if self._given is not None:
+            return None
+        make, arguments = self._maker(inputs, seed, compiler_options=_jax.options_of_one_run())
+        with explained(self.name, inputs, train=False):
+            return FreshVariables(make.trace(*arguments), arguments, self._separated)
 
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
@@ -127,17 +134,22 @@ class LinenAdapter:
         """Returns variables in the form that `module.apply` takes."""
         return {"params": variables.params, **variables.model_state}
 
-    def _fresh(
+    def _fresh(self, inputs: Any, seed: int, **options: Any) -> Variables:
+        make, arguments = self._maker(inputs, seed, **options)
+        with explained(self.name, inputs, train=False):
+            return self._separated(make(*arguments))
+
+    def _maker(
         self, inputs: Any, seed: int, *, compiler_options: dict[str, Any] | None = None
-    ) -> Mapping[str, Any]:
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the jitted function that makes fresh variables, and its arguments."""
         row = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
-        with explained(self.name, inputs, train=False):
-            make = jax.jit(
-                lambda key, args: self.module.init(key, *args, **kwargs),
-                compiler_options=compiler_options,
-            )
-            return make(jax.random.key(seed), args)
+        make = jax.jit(
+            lambda key, args: self.module.init(key, *args, **kwargs),
+            compiler_options=compiler_options,
+        )
+        return make, (jax.random.key(seed), args)
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         return Variables(variables.get("params", {}), self._without_params(variables))

@@ -67,6 +67,9 @@ class NnxAdapter:
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns None: the model holds its variables already."""
 
+    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
+        """Returns None: the model holds its variables already."""
+
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 

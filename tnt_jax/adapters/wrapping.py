@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from tnt_jax.adapters.base import Adapter, Applied, Variables
+from tnt_jax.adapters.base import Adapter, Applied, FreshVariables, Variables
 
 
 class WrappingAdapter:
@@ -48,6 +48,13 @@ class WrappingAdapter:
         """Returns what makes the variables that `init` returns, or None."""
         make = self.inner.initializer(inputs, seed=seed)
         return None if make is None else lambda: self.outer(make())
+
+    def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
+        """Returns the program that makes the variables that `init` returns, or None."""
+        fresh = self.inner.fresh_variables(inputs, seed=seed)
+        if fresh is None:
+            return None
+        return fresh._replace(finish=lambda results: self.outer(fresh.finish(results)))
 
     def attach(self, inputs: Any) -> None:
         """Prepares to compute with variables of another model."""

@@ -34,6 +34,7 @@ class Builder:
         )
         sample = jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs
         self._core.trainer.build(sample)
+        self._core.trainer.require_state()  # Errors of the program that makes variables come here.
 
     def problem_of_inputs(self, inputs: Any) -> ValueError | None:
         """Returns what is wrong with the structure of inputs, or None.
@@ -69,7 +70,7 @@ class Builder:
         """
         check_batch(batch)
         trainer = self._core.trainer
-        was_built = trainer.state is not None
+        was_built = trainer.is_built
         if (problem := self.problem_of_inputs(batch.inputs)) is not None:
             raise problem
         trainer.build(batch.inputs)

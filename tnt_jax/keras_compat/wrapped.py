@@ -49,8 +49,9 @@ def take_over_changes(trainer: Trainer, inputs: Any) -> None:
         inputs: Inputs of the data at hand.
     """
     adapter = trainer.adapter
-    state = trainer.state
-    if not adapter.holds_variables or trainer.owner is not None or state is None:
+    if not adapter.holds_variables or trainer.owner is not None:
+        return
+    if (state := trainer.state) is None:
         return
     if not collectives.broadcast(np.int8(adapter.has_changed())):
         return

@@ -178,11 +178,11 @@ class ServedTrainer(Trainer):
         assert state is not None
         arguments = (state.params, state.model_state, batch)
         if self._counts is None:
-            assert self._parts is not None
+            parts = self._programs().parts
             mesh = self.runtime.mesh
-            self._counts = make_counts(self._parts, mesh)
-            if isinstance(self._parts, StepParts) and exchanges_rows(
-                self._parts.apply, mesh, state, batch.inputs
+            self._counts = make_counts(parts, mesh)
+            if isinstance(parts, StepParts) and exchanges_rows(
+                parts.apply, mesh, state, batch.inputs
             ):
                 raise ValueError(
                     f"The model {self.adapter.name!r} communicates over the axis 'data' in "

@@ -257,6 +257,26 @@ class Steps(Protocol):
         """Returns the state before the first update, on the devices."""
         ...
 
+    def describe_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState | None:
+        """Returns descriptions of the arrays that `create_state` returns, with their shardings.
+
+        It is None if they are known only once the variables are there.
+
+        Args:
+            variables: Descriptions of the variables.
+            optimizer: As for `create_state`.
+            seed: As for `create_state`.
+            accumulation_steps: As for `create_state`.
+        """
+        ...
+
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a copy of a state of host or device arrays on the devices."""
         ...

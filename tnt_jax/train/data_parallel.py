@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,6 +114,21 @@ class DataParallelSteps:
         if self.reduction.keeps_residual:
             check_uncompressed(state.opt_state)
         return self.put_state(state)
+
+    def describe_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState | None:
+        """Returns descriptions of a new state; None if ranks keep parts of it."""
+        if self.reduction.shard_optimizer_state or self.reduction.keeps_residual:
+            return None
+        rows = self._mesh.size if accumulation_steps > 1 else 0
+        create = partial(create_state, optimizer=optimizer, seed=seed, accumulating_ranks=rows)
+        return self.place(jax.eval_shape(create, *variables))
 
     def place(self, state: TrainState) -> TrainState:
         """Returns descriptions of a state's arrays, with their shardings on the devices.

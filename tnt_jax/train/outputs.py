@@ -36,10 +36,10 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
     The second tree holds `"sigmoid"`, `"softmax"` or `""`.
 
     Args:
-        trainer: Trainer with variables.
+        trainer: Trainer that was built.
         batch: Batch of this process's rows.
     """
-    state = trainer.require_state()
+    state = trainer.described()
     # Steps that run one by one have several programs, none of which says it alone.
     is_one = trainer.steps.fused is not None
     fast = (

@@ -4,7 +4,7 @@
 of batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,18 +15,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tnt_jax import _jax
-from tnt_jax.adapters.base import Adapter, Variables
+from tnt_jax.adapters.base import Adapter, FreshVariables, Variables
 from tnt_jax.data.feed import make_put
 from tnt_jax.distributed import collectives, stall
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead
+from tnt_jax.train.coming import ComingState
+from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
-from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.execution import DeviceBatches, InFlight
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState, moved
 
 
@@ -61,19 +60,12 @@ class Trainer:
         self.adapter = adapter
         self.owner = owner
         self._state: TrainState | None = None
+        self._coming: ComingState | None = None
         self._seed = seed
         self._use(runtime, steps)
         self._optimizer: optax.GradientTransformation | None = None
         self._accumulation_steps = 1
-        self._parts: Parts | None = None
-        self._watch: NumberWatch | None = None
-        self._train_step: Callable | None = None
-        # Several steps as one program, made when the first such batch comes.
-        self._make_train_steps: Callable[[], Callable] | None = None
-        self._train_steps: Callable | None = None
-        self._eval_step: Callable | None = None
-        self._eval_steps: Callable | None = None
-        self._zeros: dict[Any, Any] = {}
+        self._compiled: CompiledSteps | None = None
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
@@ -100,18 +92,32 @@ class Trainer:
     @property
     def state(self) -> TrainState | None:
         """Everything that training changes; None before `build`."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self._create_state(coming.variables())
         return self._state if self.owner is None else self.owner.state
 
     @state.setter
     def state(self, state: TrainState | None) -> None:
         """Replaces everything that training changes."""
         assert self.owner is None, "The state belongs to the owner."
-        self._state = state
+        self._state, self._coming = state, None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there are variables, or they are being computed."""
+        return self._coming is not None or self.state is not None
+
+    def described(self) -> TrainState:
+        """Returns the state, or descriptions of its arrays while variables are being computed."""
+        described = None if self._coming is None else self._coming.described
+        return self._built() if described is None else described
 
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs like `inputs`, if there are none.
 
-        Every process gets the values of process 0.
+        Every process gets the values of process 0. A process that is alone begins to compute them
+        in a thread, and whoever asks for the state waits for them.
         """
         if self.owner is not None:
             if self.state is None:
@@ -120,9 +126,13 @@ class Trainer:
                     "it first."
                 )
             self.adapter.attach(inputs)
-        elif self.state is None:
+        elif not self.is_built:
             make = self.adapter.initializer(inputs, seed=self._seed)
             variables = None if make is None else self.steps.make_variables(make)
+            if variables is None and (fresh := self._fresh_in_thread(inputs)) is not None:
+                self._coming = ComingState(fresh)
+                self._describe()
+                return
             if variables is None:
                 held = self.adapter.init(inputs, seed=self._seed)
                 variables = Variables(*collectives.broadcast(tuple(held)))
@@ -168,16 +178,10 @@ class Trainer:
             accumulation_steps: Steps whose mean gradient makes one update.
             on_nan: What follows a step that is not finite; None to take it.
         """
-        self._parts = parts
-        self._watch = NumberWatch(on_nan, parts, self.runtime.mesh) if on_nan else None
-        self._zeros = {}
-        self._train_steps = None
-        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
-        self._train_step = self.steps.train(parts, optimizer, **options)
-        self._eval_step = self.steps.evaluate(parts)
-        if (fused := self.steps.fused) is not None:
-            self._make_train_steps = partial(fused.train, parts, optimizer, **options)
-            self._eval_steps = fused.evaluate(self._eval_step)
+        self._compiled = CompiledSteps(
+            self.runtime, self.steps, parts, optimizer,
+            accumulation_steps=accumulation_steps, on_nan=on_nan,
+        )  # fmt: skip
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 
     def use_optimizer(
@@ -192,7 +196,9 @@ class Trainer:
         if optimizer is self._optimizer and accumulation_steps == self._accumulation_steps:
             return
         self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
-        if self.state is not None and self.owner is None:
+        if self._coming is not None:
+            self._describe()
+        elif self.state is not None and self.owner is None:
             is_cut = any(not x.is_fully_replicated for x in jax.tree.leaves(self.state.params))
             held = Variables(self.state.params, self.state.model_state)
             self._create_state(held if is_cut else self.variables())
@@ -204,11 +210,8 @@ class Trainer:
             leaves: Leaves of sums that `train_epoch` returned, on the host.
             batch: Batch of this process's rows.
         """
-        sums = self._zero_sums(DeviceBatches(self.put(batch), 0))
-        first = len(leaves) - len(jax.tree.leaves(sums))  # 1 if `on_nan` was set, else 0.
-        sums = jax.tree.structure(sums).unflatten(leaves[first:])
-        sums = _jax.replicate(sums, self.runtime.mesh)
-        return self._watch.restored(sums, leaves[0]) if first and self._watch else sums
+        group = DeviceBatches(self.put(batch), 0)
+        return self._programs().host_sums(leaves, group, self._built())
 
     def set_state(self, state: TrainState) -> None:
         """Puts a state of host or device arrays on every device."""
@@ -266,16 +269,16 @@ class Trainer:
             first_index: Number of the first step in the epoch.
             sums: Sums of the steps before.
         """
-        assert self._train_step is not None, "compile() comes first."
+        compiled = self._programs()
         running = InFlight(is_alone=self._is_alone)
-        index, watch = first_index, self._watch
+        index, watch = first_index, compiled.watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
             hooks.on_batch_begin(index)
             self.ahead.wait()
-            sums = self._zero_sums(group) if sums is None else sums
+            sums = compiled.zero_sums(group, self._built()) if sums is None else sums
             sums = sums if watch is None else watch.before(index, self._built(), sums)
-            step = self._program(group, sums)
+            step = compiled.training(group, self._built(), sums)
             # Read here, because a callback may have replaced the state.
             self.state, sums = step(self._built(), sums, group.batch)
             running.add(sums["loss"][1])
@@ -290,8 +293,8 @@ class Trainer:
 
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one runs or has run, before a save."""
-        if self._watch is not None:
-            self._watch.settle_before_saving(self._built())
+        if self._compiled is not None and self._compiled.watch is not None:
+            self._compiled.watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
         """Raises on every process unless all have ended the epoch after `num_steps` steps."""
@@ -299,16 +302,14 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
-        assert self._eval_step is not None, "compile() comes first."
-        state = self._built()
+        compiled, state = self._programs(), self._built()
         running = InFlight(is_alone=self._is_alone)
         sums, index = None, 0
         for group in batches:
             hooks.on_batch_begin(index)
             self.evaluation_ahead.wait()
-            sums = self._zero_sums(group) if sums is None else sums
-            step = self._eval_step if group.num_steps == 1 else self._eval_steps
-            assert step is not None
+            sums = compiled.zero_sums(group, state) if sums is None else sums
+            step = compiled.evaluation(group)
             sums = step(state.params, state.model_state, sums, group.batch)
             running.add(sums["loss"][1])
             index += group.num_steps
@@ -345,35 +346,21 @@ class Trainer:
             lambda *pieces: np.concatenate(pieces), *chain.from_iterable(parts.values())
         )
 
-    def _program(self, group: DeviceBatches, sums: Any) -> Callable:
-        """Returns what runs the steps of a group of batches."""
-        assert self._train_step is not None, "compile() comes first."
-        if group.num_steps == 1:
-            return self._train_step
-        if self._train_steps is None:
-            assert self._make_train_steps is not None
-            self._train_steps = execution.fused_unless_slow(
-                self._make_train_steps(), self._train_step,
-                self._built(), sums, group.batch, platform=self.runtime.platform,
-            )  # fmt: skip
-        return self._train_steps
-
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
         return self.lower(DeviceBatches(self.put(batch), 0))
 
     def lower(self, group: DeviceBatches) -> Any:
         """Returns the same for the steps of a group of batches; None if they run one by one."""
-        sums = self._zero_sums(group)
-        sums = sums if self._watch is None else self._watch.with_counts(sums)
-        lower = getattr(self._program(group, sums), "lower", None)
-        return None if lower is None else lower(self._built(), sums, group.batch)
+        return self._programs().lower(group, self.described())
 
     def lower_evaluation(self, group: DeviceBatches) -> Any:
         """Returns the lowered program that evaluates a group of batches; None if it is not one."""
-        step = self._eval_step if group.num_steps == 1 else self._eval_steps
-        lower, held, sums = getattr(step, "lower", None), self._built(), self._zero_sums(group)
-        return None if lower is None else lower(held.params, held.model_state, sums, group.batch)
+        return self._programs().lower_evaluation(group, self.described())
+
+    def _programs(self) -> CompiledSteps:
+        assert self._compiled is not None, "compile() comes first."
+        return self._compiled
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."
@@ -384,16 +371,22 @@ class Trainer:
         return np.asarray(x if x.is_fully_addressable else self._replicated(x))
 
     def _create_state(self, variables: Variables) -> None:
-        optimizer = self._optimizer or optax.identity()
-        self.state = self.steps.create_state(
-            variables, optimizer, seed=self._seed, accumulation_steps=self._accumulation_steps
-        )
+        self.state = self.steps.create_state(variables, **self._of_state())
 
-    def _zero_sums(self, group: DeviceBatches) -> Any:
-        assert self._parts is not None
-        batch = execution.described_batch(group)
-        signature = tuple(jax.tree.leaves(batch))
-        if signature not in self._zeros:
-            zeros = zero_sums(self._parts, self._built(), batch, self.runtime.mesh)
-            self._zeros[signature] = _jax.replicate(zeros, self.runtime.mesh)
-        return self._zeros[signature]
+    def _describe(self) -> None:
+        assert self._coming is not None
+        self._coming.describe(partial(self.steps.describe_state, **self._of_state()))
+
+    def _of_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self._optimizer or optax.identity(),
+            "seed": self._seed,
+            "accumulation_steps": self._accumulation_steps,
+        }
+
+    def _fresh_in_thread(self, inputs: Any) -> FreshVariables | None:
+        """Returns what makes fresh variables; None where nothing is compiled ahead beside it."""
+        is_traced = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        if jax.process_count() > 1 or self.steps.fused is None or not is_traced:
+            return None
+        return self.adapter.fresh_variables(inputs, seed=self._seed)

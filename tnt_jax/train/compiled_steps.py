@@ -1,0 +1,119 @@
+"""The programs of a trainer: steps of training and evaluation, and what they add to."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.train import execution
+from tnt_jax.train.contracts import Parts, Steps
+from tnt_jax.train.epoch_sums import zero_sums
+from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.number_watch import NumberWatch
+from tnt_jax.train.state import TrainState
+
+
+class CompiledSteps:
+    """Steps for one choice of parts and optimizer; each is compiled when it is first called.
+
+    A state that is only traced may be a description.
+
+    Args:
+        runtime: Mesh to train on.
+        steps: How steps are compiled.
+        parts: Forward pass, loss and metrics.
+        optimizer: Optax transformation.
+        accumulation_steps: Steps whose mean gradient makes one update.
+        on_nan: What follows a step that is not finite; None to take it.
+
+    Attributes:
+        parts: As given.
+        watch: What looks for numbers that are not finite; None to look for none.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        steps: Steps,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None,
+    ) -> None:
+        self.parts = parts
+        self.watch = NumberWatch(on_nan, parts, runtime.mesh) if on_nan else None
+        self._runtime = runtime
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        self._train_step = steps.train(parts, optimizer, **options)
+        self._eval_step = steps.evaluate(parts)
+        # Several steps as one program, made when the first such batch comes.
+        self._make_train_steps: Callable[[], Callable] | None = None
+        self._train_steps: Callable | None = None
+        self._eval_steps: Callable | None = None
+        if (fused := steps.fused) is not None:
+            self._make_train_steps = partial(fused.train, parts, optimizer, **options)
+            self._eval_steps = fused.evaluate(self._eval_step)
+        self._zeros: dict[Any, Any] = {}
+
+    def training(self, group: DeviceBatches, state: TrainState, sums: Any) -> Callable:
+        """Returns what runs the steps of a group of batches: `(state, sums, batch) -> ...`."""
+        if group.num_steps == 1:
+            return self._train_step
+        if self._train_steps is None:
+            assert self._make_train_steps is not None
+            self._train_steps = execution.fused_unless_slow(
+                self._make_train_steps(), self._train_step,
+                state, sums, group.batch, platform=self._runtime.platform,
+            )  # fmt: skip
+        return self._train_steps
+
+    def evaluation(self, group: DeviceBatches) -> Callable:
+        """Returns what evaluates a group: `(params, model_state, sums, batch) -> sums`."""
+        step = self._eval_step if group.num_steps == 1 else self._eval_steps
+        assert step is not None
+        return step
+
+    def lower(self, group: DeviceBatches, state: TrainState) -> Any:
+        """Returns the lowered program of a group, or `Programs`; None if steps run one by one."""
+        sums = self.zero_sums(group, state)
+        sums = sums if self.watch is None else self.watch.with_counts(sums)
+        lower = getattr(self.training(group, state, sums), "lower", None)
+        return None if lower is None else lower(state, sums, group.batch)
+
+    def lower_evaluation(self, group: DeviceBatches, state: TrainState) -> Any:
+        """Returns the lowered program that evaluates a group of batches; None if it is not one."""
+        lower, sums = getattr(self.evaluation(group), "lower", None), self.zero_sums(group, state)
+        return None if lower is None else lower(state.params, state.model_state, sums, group.batch)
+
+    def zero_sums(self, group: DeviceBatches, state: TrainState) -> Any:
+        """Returns the sums of an epoch before its first batch, on the devices."""
+        batch = execution.described_batch(group)
+        signature = tuple(jax.tree.leaves(batch))
+        mesh = self._runtime.mesh
+        if signature not in self._zeros:
+            zeros = zero_sums(self.parts, state, batch, mesh)
+            self._zeros[signature] = _jax.replicate(zeros, mesh)
+        return self._zeros[signature]
+
+    def host_sums(
+        self, leaves: Sequence[np.ndarray], group: DeviceBatches, state: TrainState
+    ) -> Any:
+        """Returns sums of an epoch with given leaves, on the devices.
+
+        Args:
+            leaves: Leaves of sums that steps returned, on the host.
+            group: Batches like those of the epoch.
+            state: The training state.
+        """
+        sums = self.zero_sums(group, state)
+        first = len(leaves) - len(jax.tree.leaves(sums))  # 1 if `on_nan` was set, else 0.
+        sums = jax.tree.structure(sums).unflatten(leaves[first:])
+        sums = _jax.replicate(sums, self._runtime.mesh)
+        return self.watch.restored(sums, leaves[0]) if first and self.watch else sums
