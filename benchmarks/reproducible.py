@@ -92,10 +92,12 @@ def prepare(module, data, *, reproducible):
         EpochStream(model._intake.source(DataArguments(*data, batch_size=rows))).peek(0)
     )
     batch = trainer.put(host_batch)
-    sums = trainer._zero_sums(DeviceBatches(batch, 0))
+    group, programs = DeviceBatches(batch, 0), trainer.programs
+    sums = programs.zero_sums(group, trainer.state)
+    train = programs.training(group, trainer.state, sums)
 
     def step():
-        trainer.state, _ = trainer._train_step(trainer.state, sums, batch)
+        trainer.state, _ = train(trainer.state, sums, batch)
         jax.block_until_ready(trainer.state)
 
     compiled = trainer.lower_train_step(host_batch).compile()
@@ -104,10 +106,10 @@ def prepare(module, data, *, reproducible):
         if reproducible
         else planned(compiled, with_arguments=True)
     )
-    return step, lambda: time_stages(trainer, sums, batch), memory
+    return step, lambda: time_stages(trainer, train, sums, batch), memory
 
 
-def time_stages(trainer, sums, batch):
+def time_stages(trainer, step, sums, batch):
     """Returns the milliseconds, wall and processor, of each stage of a reproducible step that waits
     for the stage before.
     """
@@ -128,7 +130,7 @@ def time_stages(trainer, sums, batch):
             sums = add(sums)
         return sums
 
-    step, ranks = trainer._train_step, trainer.steps.ranks
+    ranks = trainer.steps.ranks
     adds, ranks._add_ranks = ranks._add_ranks, []
     measured, *others = timed("chunks", step.sum_batch, _model(trainer.state), batch)
     ranks._add_ranks = adds

@@ -15,13 +15,13 @@ def test_setting_the_learning_rate_compiles_nothing():
     model.optimizer.learning_rate = 0.02
     fit(model)
     assert model.optimizer.learning_rate == pytest.approx(0.02)
-    compiled = model._trainer._train_step._cache_size()
+    compiled = model._trainer.programs._train_step._cache_size()
     model.optimizer.learning_rate = 0.0
     before = model.get_weights()
     fit(model, epochs=1)
     model.optimizer.learning_rate = np.float32(0.01)
     fit(model, epochs=1)
-    assert model._trainer._train_step._cache_size() == compiled
+    assert model._trainer.programs._train_step._cache_size() == compiled
     assert before is not None
 
     scheduled = make_model(

@@ -87,9 +87,9 @@ def test_servers_make_the_step_of_the_trainer(one_rank):
     for server, push in zip(servers, pushes, strict=True):
         assert server.update(0, None, True, push) == 1
     core.trainer.set_state(state)
-    trained, _ = core.trainer._train_step(
-        core.trainer.state, core.trainer._zero_sums(group_of(batch)), batch
-    )
+    state, programs, group = core.trainer.state, core.trainer.programs, group_of(batch)
+    sums = programs.zero_sums(group, state)
+    trained, _ = programs.training(group, state, sums)(state, sums, batch)
     plan = servers[0]._layout.optimizer.plan
     arrays = plan.unpacked([server.pull()[1] for server in servers])
     for array, leaf in zip(arrays, jax.tree.leaves(trained.params), strict=True):

@@ -10,7 +10,6 @@ from training import assert_close, crossentropy, fit, train_accumulating
 
 import tnt_jax as tnt
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.execution import DeviceBatches
 
 
 @pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
@@ -54,10 +53,7 @@ def test_gradients_are_exchanged_in_the_branch_that_updates_only(use_ranks):
     trainer = model._trainer
     model.compile(tnt.optimizers.SGD(0.1, gradient_accumulation_steps=4), loss=crossentropy())
     model.fit(x, y, batch_size=8, verbose=0)
-    group = DeviceBatches(trainer.put(Batch(x, y)), 8)
-    text = trainer._train_step.lower(
-        trainer.state, trainer._zero_sums(group), group.batch
-    ).as_text()
+    text = trainer.lower_train_step(Batch(x, y)).as_text()
     outside, _, inside = text.partition("stablehlo.case")
     num_params = len(jax.tree.leaves(model.variables["params"]))
     # Outside are the loss of the batch and its one term.

@@ -109,7 +109,7 @@ def test_convolutions_on_a_cpu_run_step_by_step(use_ranks, caplog, monkeypatch):
         len({id(record) for record in caplog.records if "Steps run one by one" in record.message})
         == 1
     )
-    assert not hasattr(model._trainer._train_steps, "lower"), (
+    assert not hasattr(model._trainer.programs._train_steps, "lower"), (
         "No program of several steps is compiled."
     )
     jax.tree.map(np.testing.assert_array_equal, model.variables, expected.variables)

@@ -178,7 +178,7 @@ class ServedTrainer(Trainer):
         assert state is not None
         arguments = (state.params, state.model_state, batch)
         if self._counts is None:
-            parts = self._programs().parts
+            parts = self.programs.parts
             mesh = self.runtime.mesh
             self._counts = make_counts(parts, mesh)
             if isinstance(parts, StepParts) and exchanges_rows(

@@ -211,7 +211,7 @@ class Trainer:
             batch: Batch of this process's rows.
         """
         group = DeviceBatches(self.put(batch), 0)
-        return self._programs().host_sums(leaves, group, self._built())
+        return self.programs.host_sums(leaves, group, self._built())
 
     def set_state(self, state: TrainState) -> None:
         """Puts a state of host or device arrays on every device."""
@@ -269,7 +269,7 @@ class Trainer:
             first_index: Number of the first step in the epoch.
             sums: Sums of the steps before.
         """
-        compiled = self._programs()
+        compiled = self.programs
         running = InFlight(is_alone=self._is_alone)
         index, watch = first_index, compiled.watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
@@ -302,7 +302,7 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
-        compiled, state = self._programs(), self._built()
+        compiled, state = self.programs, self._built()
         running = InFlight(is_alone=self._is_alone)
         sums, index = None, 0
         for group in batches:
@@ -352,13 +352,15 @@ class Trainer:
 
     def lower(self, group: DeviceBatches) -> Any:
         """Returns the same for the steps of a group of batches; None if they run one by one."""
-        return self._programs().lower(group, self.described())
+        return self.programs.lower(group, self.described())
 
     def lower_evaluation(self, group: DeviceBatches) -> Any:
         """Returns the lowered program that evaluates a group of batches; None if it is not one."""
-        return self._programs().lower_evaluation(group, self.described())
+        return self.programs.lower_evaluation(group, self.described())
 
-    def _programs(self) -> CompiledSteps:
+    @property
+    def programs(self) -> CompiledSteps:
+        """The steps of training and evaluation that `compile` has chosen."""
         assert self._compiled is not None, "compile() comes first."
         return self._compiled
 
