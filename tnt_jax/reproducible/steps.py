@@ -45,7 +45,7 @@ from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
 from tnt_jax.train.epoch_sums import add_sums, num_local_rows
 from tnt_jax.train.finite import OnNaN, is_finite_step, take_or_leave
 from tnt_jax.train.loss_scale import loss_scale
-from tnt_jax.train.state import TrainState, create_state
+from tnt_jax.train.state import TrainState, create_state, started_at_once
 
 
 class ReproducibleSteps:
@@ -121,8 +121,9 @@ class ReproducibleSteps:
         Sums of whole batches are accumulated, the same on every rank.
         """
         num_sums = 1 if accumulation_steps > 1 else 0
+        started = started_at_once(optimizer)
         return self.put_state(
-            create_state(*variables, optimizer, seed=seed, accumulating_ranks=num_sums)
+            create_state(*variables, started, seed=seed, accumulating_ranks=num_sums)
         )
 
     def put_state(self, state: TrainState) -> TrainState:

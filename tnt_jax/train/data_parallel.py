@@ -25,7 +25,7 @@ from tnt_jax.train.sharded_step import (
     make_sharded_train_step,
     make_sharded_train_steps,
 )
-from tnt_jax.train.state import TrainState, create_state
+from tnt_jax.train.state import TrainState, create_state, started_at_once
 from tnt_jax.train.step import make_eval_step, make_predict_step, make_train_step, make_train_steps
 
 
@@ -106,7 +106,7 @@ class DataParallelSteps:
         rows = 1 if self.reduction.shard_optimizer_state else self._mesh.size
         state = create_state(
             *variables,
-            optimizer,
+            started_at_once(optimizer),
             seed=seed,
             accumulating_ranks=rows if accumulation_steps > 1 else 0,
             compressing_ranks=self._mesh.size if self.reduction.keeps_residual else 0,

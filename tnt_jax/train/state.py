@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tnt_jax import _jax
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -76,6 +78,24 @@ def create_state(
         accumulated=rows(accumulating_ranks),
         residual=rows(compressing_ranks),
     )
+
+
+def started_at_once(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns a transformation whose `init` runs as one program, if JAX can trace it.
+
+    Run operation by operation, it is several times slower at first: every shape has a program.
+    """
+
+    def init(params: Any) -> Any:
+        start = jax.jit(optimizer.init, compiler_options=_jax.options_of_one_run())
+        try:
+            jax.eval_shape(start, params)
+        except Exception:
+            # It needs the values, or raises its error again.
+            return optimizer.init(params)
+        return start(params)
+
+    return optax.GradientTransformation(init, optimizer.update)
 
 
 def moved(state: TrainState, places: TrainState) -> TrainState:
