@@ -15,7 +15,9 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
+from tnt_jax.adapters.initializer_shapes import InitializerShapes
 from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.replacing import replaced
 
 # Values that a module sows here are added to the training loss.
 _LOSSES = "losses"
@@ -41,6 +43,7 @@ class LinenAdapter:
         self.name = module.name or type(module).__name__
         self._given = variables
         self._style = CallStyle.of(module.__call__)
+        self._shapes = InitializerShapes()
 
     def sample_inputs(self) -> None:
         """Returns None: a Linen module does not know its inputs."""
@@ -91,12 +94,13 @@ class LinenAdapter:
             if key is None or not train
             else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
         )
+        known_shapes = replaced(jax, {"eval_shape": self._shapes.eval_shape})
         if not train:
-            with explained(self.name, inputs, train=False):
+            with explained(self.name, inputs, train=False), known_shapes:
                 return Applied(
                     self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0
                 )
-        with nn.intercept_methods(statistics_without_padding(mask)):
+        with nn.intercept_methods(statistics_without_padding(mask)), known_shapes:
             outputs, changed = self.module.apply(
                 variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs
             )
