@@ -9,7 +9,7 @@ from long_params import long_but_last
 
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.train.data_parallel import DataParallelSteps
-from tnt_jax.train.state import create_state
+from tnt_jax.train.state import create_state, started_at_once
 
 
 def make_state(optimizer=None, **ranks):
@@ -80,3 +80,53 @@ def test_with_a_sharded_optimizer_each_rank_holds_a_part_of_its_state(use_ranks,
     held = [shard.data.size for shard in state.opt_state[0].mu["w"].addressable_shards]
     assert held == [48 // num_ranks] * num_ranks
     assert {shard.data.size for shard in state.params["w"].addressable_shards} == {48}
+
+
+def reading(params):
+    """An `init` that needs the values of parameters."""
+    return {"sum": np.float32(float(params["w"].sum())), "like": jax.tree.map(np.copy, params)}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.1),
+        optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
+        optax.contrib.schedule_free_sgd(0.1),
+        optax.GradientTransformation(reading, optax.sgd(0.1).update),
+        optax.identity(),
+    ],
+)
+def test_an_optimizer_that_starts_at_once_has_the_state_of_its_own_init(optimizer):
+    expected = optimizer.init(parameters())
+    found = started_at_once(optimizer).init(parameters())
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+
+
+def test_an_optimizer_starts_by_one_program():
+    programs = []
+
+    def note(event, seconds, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(about.get("fun_name"))
+
+    params = {str(n): np.zeros((n, 3), np.float32) for n in range(40, 60)}
+    optimizer = started_at_once(optax.adam(0.1))
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        optimizer.init(params)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(programs) == 1
+
+
+def test_an_error_of_an_init_is_its_own():
+    def init(params):
+        raise KeyError("no such parameter")
+
+    optimizer = started_at_once(optax.GradientTransformation(init, optax.sgd(0.1).update))
+    with pytest.raises(KeyError, match="no such parameter"):
+        optimizer.init(parameters())
