@@ -140,13 +140,11 @@ class _Program:
         """Returns the values of rows of the batch that start at `first_row`, `num_rows` of them."""
         if self._compiled is None:
             self._compiled = _compiled(self._traced)
-        values, _ = self._compiled(*self._variables, self._take(rows), first_row)
-        return jax.tree.map(np.asarray, values)
+        return self._values(self._compiled, rows, first_row)
 
     def run_alone(self, rows: np.ndarray, first_row: int) -> Any:
         """Returns values of rows of the batch, in a program for their number."""
-        compiled = _compiled(self._trace(rows))
-        return jax.tree.map(np.asarray, compiled(*self._variables, self._take(rows), first_row)[0])
+        return self._values(_compiled(self._trace(rows)), rows, first_row)
 
     def has_statistics(self) -> bool:
         """Returns whether the model state afterwards depends on the rows."""
@@ -157,6 +155,10 @@ class _Program:
         )
         *_, batch, _ = _jax.needed_operands(self._traced, (others, states))
         return any(jax.tree.leaves(batch))
+
+    def _values(self, compiled: Any, rows: np.ndarray, first_row: int) -> Any:
+        values, _ = compiled(*self._variables, self._take(rows), first_row)
+        return jax.tree.map(np.asarray, _jax.finished(values))
 
     def _trace(self, rows: np.ndarray) -> Any:
         def run(

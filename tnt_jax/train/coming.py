@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import FreshVariables, Variables
 from tnt_jax.distributed import stall, timeline
 from tnt_jax.job import Slot
@@ -68,4 +69,4 @@ class ComingState:
 
 def _run(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
     with timeline.span("make the variables", "compile"):
-        return lowered.compile()(*arguments)
+        return _jax.finished(lowered.compile()(*arguments))

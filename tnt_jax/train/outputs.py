@@ -63,7 +63,9 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
         batch: Batch of this process's rows.
     """
     state = trainer.require_state()
-    outputs = trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs))
+    outputs = _jax.finished(
+        trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs))
+    )
     return jax.tree.map(
         lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs
     )

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, FreshVariables, Variables
 from tnt_jax.data.feed import make_put
 from tnt_jax.distributed import collectives, stall
@@ -134,7 +135,7 @@ class Trainer:
                 self._describe()
                 return
             if variables is None:
-                held = self.adapter.init(inputs, seed=self._seed)
+                held = _jax.finished(self.adapter.init(inputs, seed=self._seed))
                 variables = Variables(*collectives.broadcast(tuple(held)))
             self._create_state(variables)
 
@@ -370,7 +371,7 @@ class Trainer:
 
     def _fetch(self, x: jax.Array) -> np.ndarray:
         """Returns a whole array that is sharded by row, on every process."""
-        return np.asarray(x if x.is_fully_addressable else self._replicated(x))
+        return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
 
     def _create_state(self, variables: Variables) -> None:
         self.state = self.steps.create_state(variables, **self._of_state())
