@@ -178,7 +178,7 @@ def test_process_0_ends_after_the_others_have_read_that_they_are_disconnected(tm
 )
 def test_a_process_that_needs_no_other_goes_on_to_its_own_end(tmp_path, what, who, codes):
     results = run(tmp_path, 2, what, "after", who)
-    assert [code for code, _, _ in results] == codes
+    assert [code for code, _, _ in results] == codes, results
     for process, (code, output, _) in enumerate(results):
         assert "ERROR" not in output
         assert (f"process {process} ends well" in output) == (code == 0)

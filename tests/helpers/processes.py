@@ -1,6 +1,8 @@
 """Starts scripts in processes of their own, through the launcher or alone."""
 
+import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -36,6 +38,12 @@ def launch(num_processes, *words, command="run", flags=(), timeout_s=240, **extr
 
 
 def free_address():
-    """Returns an address at which a job's coordinator can listen."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """Returns an address at which a job's coordinator can listen.
+
+    Linux gives no connection a port below 32768, and Ray's workers take none above 19999. A port
+    that the system chose may be taken again before the job listens, when other tests open many.
+    """
+    while True:
+        port = secrets.randbelow(12_000) + 20_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
