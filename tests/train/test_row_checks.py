@@ -204,6 +204,22 @@ def test_one_program_is_compiled_for_the_check(change, train, use_ranks, monkeyp
     assert [draws_numbers(traced) for traced in compiled] == [train]
 
 
+@pytest.mark.parametrize(
+    ("change", "traced"), [(batch_norm, [False]), (synchronised, [False]), (dropout, [True])]
+)
+def test_the_step_tells_whether_there_are_statistics(change, traced, use_ranks, monkeypatch):
+    use_ranks(2)
+    program, found = row_checks._program, []
+
+    def noted(*args, train):
+        found.append(train)
+        return program(*args, train=train)
+
+    monkeypatch.setattr(row_checks, "_program", noted)
+    make(change).fit(X, Y, batch_size=16, verbose=0)
+    assert found == traced
+
+
 def test_an_nnx_module_that_compares_rows_is_refused_and_one_with_statistics_is_not(use_ranks):
     use_ranks(2)
     loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -21,6 +21,7 @@ from tnt_jax.distributed.random_rows import row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
+from tnt_jax.train.step import has_statistics
 from tnt_jax.train.trainer import Trainer
 
 # Maps parameters, model state, rows, key and the train flag to values `[rows, ...]` and the model
@@ -75,9 +76,11 @@ def problem_of_rows(
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
     if not num_rows:
         return None
-    training = _program(trainer, batch, per_row, num_rows, train=True)
-    if not training.communicates and not training.has_statistics():
-        return _problem(training, what, sizes)
+    # A step that was traced before has told; else the training pass is traced to see.
+    if not has_statistics(trainer.programs.parts):
+        training = _program(trainer, batch, per_row, num_rows, train=True)
+        if not training.communicates and not training.has_statistics():
+            return _problem(training, what, sizes)
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
 
