@@ -2,6 +2,8 @@
 happens meanwhile.
 """
 
+import json
+import re
 import signal
 import threading
 
@@ -11,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.train import ahead, coming
-from tnt_jax.train.trainer import Trainer
+from tnt_jax.train import ahead, coming, trainer
 
 X = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
 Y = X.sum(1).reshape(-1, 1)
@@ -51,7 +53,7 @@ def at_once(monkeypatch):
 
     def run(function):
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_fresh_in_thread", lambda self, inputs: None)
+            patch.setattr(trainer, "coming_state", lambda *arguments, **options: None)
             return function()
 
     return run
@@ -135,13 +137,14 @@ def test_variables_wait_for_nobody_who_only_asks_whether_there_are_any(use_ranks
         return run(*arguments)
 
     monkeypatch.setattr(coming, "_run", run_late)
-    trainer = make_model()._core.trainer
-    assert not trainer.is_built
-    trainer.build(X)
-    assert trainer.is_built
-    described = jax.tree.map(lambda x: (x.shape, x.dtype), trainer.described().params)
+    its_trainer = make_model()._core.trainer
+    assert not its_trainer.is_built
+    its_trainer.build(X)
+    assert its_trainer.is_built
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), its_trainer.described().params)
     may_run.set()
-    assert described == jax.tree.map(lambda x: (x.shape, x.dtype), trainer.require_state().params)
+    state = its_trainer.require_state()
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype), state.params)
 
 
 def test_an_error_of_the_thread_is_raised_once_and_the_model_can_be_built_again(
@@ -216,3 +219,22 @@ def test_without_compilation_nothing_is_made_in_a_thread(use_ranks, makers):
         model.build((None, 5))
     assert jnp.isfinite(model.get_weights()[0]).all()
     assert not makers
+
+
+@pytest.mark.multiprocess
+def test_process_0_makes_the_variables_of_all_and_its_errors_are_theirs(tmp_path):
+    for num_processes in (1, 2):
+        (folder := tmp_path / str(num_processes)).mkdir()
+        done = launch(num_processes, SCRIPTS / "make_variables.py", folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (alone,) = [json.loads(file.read_text()) for file in (tmp_path / "1").iterdir()]
+    first, second = [json.loads((tmp_path / "2" / f"process{i}").read_text()) for i in (0, 1)]
+    assert (first["of build"], first["of fit"]) == (1, 2) == (alone["of build"], alone["of fit"])
+    assert (second["of build"], second["of fit"]) == (0, 0)
+    assert first["built"] == second["built"] == alone["built"]
+    assert first["trained"] == second["trained"] == first["after errors"] == second["after errors"]
+    for name in ("error", "error of build"):
+        assert first[name] == "MemoryError: no memory for the variables"
+        assert re.match(r"RuntimeError: .*0.*no memory for the variables", second[name])
+    assert all("targets" in found["refused"] for found in (alone, first, second))
+    assert not first["is built"]

@@ -98,19 +98,20 @@ class FitLoop:
         compare_starts("Model.fit", self._core, data, arguments)
         data, arguments = carry_out_split(data, arguments)
         weighting = class_weighting(arguments.class_weight)
-        stream, first = self._intake.open(
-            "Model.fit", data, epoch=arguments.initial_epoch,
-            steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
-            validates=arguments.validation_data is not None,
-            validation_freq=arguments.validation_freq,
-            checkpoint_directory=arguments.checkpoint_directory,
-            meanwhile=self._beside_first_batch(arguments, weighting),
-        )  # fmt: skip
-        self._preparation.prepare(first, weighting)
-        self._preparation.choose_mesh(first, weighting)
-        plan = Plan(stream, first, weighting, None, arguments)
-        if self.compiles_ahead and arguments.has_epochs:
-            self._preparation.compile_ahead(stream, first, plan.unpack)
+        with self._core.trainer.building_meanwhile():
+            stream, first = self._intake.open(
+                "Model.fit", data, epoch=arguments.initial_epoch,
+                steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+                validates=arguments.validation_data is not None,
+                validation_freq=arguments.validation_freq,
+                checkpoint_directory=arguments.checkpoint_directory,
+                meanwhile=self._beside_first_batch(arguments, weighting),
+            )  # fmt: skip
+            self._preparation.prepare(first, weighting)
+            self._preparation.choose_mesh(first, weighting)
+            plan = Plan(stream, first, weighting, None, arguments)
+            if self.compiles_ahead and arguments.has_epochs:
+                self._preparation.compile_ahead(stream, first, plan.unpack)
         self._preparation.check_rows(first, weighting)
         return plan
 

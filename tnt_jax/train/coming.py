@@ -1,6 +1,6 @@
-"""A training state whose fresh variables a thread still computes.
+"""A training state whose fresh variables a thread of process 0 still computes.
 
-    coming = ComingState(adapter.fresh_variables(inputs, seed=seed))
+    coming = coming_state(adapter, inputs, seed=seed)
     ...  # The model is traced, and its step is lowered, with descriptions of the state.
     variables = coming.variables()
 
@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import FreshVariables, Variables
-from tnt_jax.distributed import stall, timeline
+from tnt_jax.adapters.base import Adapter, FreshVariables, Variables
+from tnt_jax.distributed import collectives, stall, timeline
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.state import TrainState
@@ -28,8 +29,19 @@ _thread = Slot(
 )
 
 
+def coming_state(adapter: Adapter, inputs: Any, *, seed: int) -> "ComingState | None":
+    """Returns the state of a model whose fresh variables are made in a thread from here on.
+
+    It is None for a model that holds variables, and where JAX compiles nothing.
+    """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    fresh = adapter.fresh_variables(inputs, seed=seed)
+    return None if fresh is None else ComingState(fresh)
+
+
 class ComingState:
-    """The state of a model whose variables are being computed.
+    """The state of a model whose variables are being computed, by process 0 for all.
 
     Args:
         fresh: The program that makes them.
@@ -43,7 +55,11 @@ class ComingState:
         self.described: TrainState | None = None
         self._finish = fresh.finish
         self._shapes: Variables = jax.eval_shape(fresh.finish, fresh.traced.out_info)
-        self._running = _thread.get().submit(_run, fresh.traced.lower(), fresh.arguments)
+        self._running = (
+            _thread.get().submit(_run, fresh.traced.lower(), fresh.arguments)
+            if jax.process_index() == 0
+            else None
+        )
 
     def describe(self, describe: Callable[[Variables], TrainState | None]) -> None:
         """Sets `described` to the result of a function of descriptions of the variables.
@@ -58,13 +74,23 @@ class ComingState:
             self.described = None
 
     def variables(self) -> Variables:
-        """Returns the variables, once they are computed.
+        """Returns the variables, once they are computed; all processes must ask.
 
         Raises:
-            Exception: What the compiler or the program raised.
+            Exception: What the compiler or the program raised on process 0; the other processes
+                raise a RuntimeError that quotes it.
         """
         with stall.in_phase("compile", spent="compiling"):
+            held = collectives.call_on_all_processes(self._held)
+            if jax.process_count() == 1:
+                return held
+            return Variables(*collectives.broadcast(tuple(held)))
+
+    def _held(self) -> Variables:
+        """Returns the variables; on processes that did not make them zeros in their place."""
+        if self._running is not None:
             return self._finish(self._running.result())
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
 
 
 def _run(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:

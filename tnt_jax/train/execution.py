@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -216,9 +217,30 @@ def signature(item: HostBatch) -> Any:
     )
 
 
-def rows_of_steps(outputs: Any, rows: slice, num_steps: int) -> list[Any]:
-    """Returns some rows of each step of host outputs `[steps, rows, ...]`."""
-    return [jax.tree.map(lambda x, step=step: x[step, rows], outputs) for step in range(num_steps)]
+class RowsInOrder:
+    """Collects the real rows of outputs, shard after shard."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[Any]] = {}
+
+    def add(self, outputs: Any, group: DeviceBatches) -> None:
+        """Adds the rows of a group of batches, whose host outputs are `[steps, rows, ...]`."""
+        for shard, rows in enumerate(group.real_rows):
+            self._pieces.setdefault(shard, []).extend(
+                jax.tree.map(lambda x, at=(step, rows): x[at], outputs)
+                for step in range(group.num_steps)
+            )
+
+    def joined(self) -> Any:
+        """Returns all rows, as host arrays `[examples, ...]`.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        if not self._pieces:
+            raise ValueError("The dataset is empty: at least one example is needed.")
+        pieces = chain.from_iterable(self._pieces.values())
+        return jax.tree.map(lambda *pieces: np.concatenate(pieces), *pieces)
 
 
 def described_batch(group: DeviceBatches) -> Any:

@@ -4,10 +4,10 @@
 of batches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -16,13 +16,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import Adapter, FreshVariables, Variables
+from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import make_put
 from tnt_jax.distributed import collectives, stall
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead
-from tnt_jax.train.coming import ComingState
+from tnt_jax.train.coming import ComingState, coming_state
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight
@@ -62,6 +62,7 @@ class Trainer:
         self.owner = owner
         self._state: TrainState | None = None
         self._coming: ComingState | None = None
+        self._goes_on = False
         self._seed = seed
         self._use(runtime, steps)
         self._optimizer: optax.GradientTransformation | None = None
@@ -117,8 +118,9 @@ class Trainer:
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs like `inputs`, if there are none.
 
-        Every process gets the values of process 0. A process that is alone begins to compute them
-        in a thread, and whoever asks for the state waits for them.
+        Every process gets the values of process 0, which computes them in a thread. A process that
+        is alone, and all within `building_meanwhile`, go on: whoever asks for the state waits for
+        the values.
         """
         if self.owner is not None:
             if self.state is None:
@@ -130,14 +132,28 @@ class Trainer:
         elif not self.is_built:
             make = self.adapter.initializer(inputs, seed=self._seed)
             variables = None if make is None else self.steps.make_variables(make)
-            if variables is None and (fresh := self._fresh_in_thread(inputs)) is not None:
-                self._coming = ComingState(fresh)
-                self._describe()
-                return
-            if variables is None:
-                held = _jax.finished(self.adapter.init(inputs, seed=self._seed))
-                variables = Variables(*collectives.broadcast(tuple(held)))
-            self._create_state(variables)
+            if variables is None and self.steps.fused is not None:
+                self._coming = coming_state(self.adapter, inputs, seed=self._seed)
+            if self._coming is None:
+                self._create_state(variables or self._initial(inputs))
+            elif self._goes_on or jax.process_count() == 1:
+                self._describe(self._coming)
+            else:
+                self.require_state()
+
+    @contextmanager
+    def building_meanwhile(self) -> Iterator[None]:
+        """Lets `build` return before the variables are there; after the block they are.
+
+        All processes must ask for the state in it at the same place. An error that ends the block
+        drops variables that nobody has asked for, so that no process waits for another.
+        """
+        self._goes_on = True
+        try:
+            yield
+            _ = self.state
+        finally:
+            self._coming, self._goes_on = None, False
 
     def require_state(self) -> TrainState:
         """Returns the state, of a model that was built or can build itself.
@@ -198,7 +214,7 @@ class Trainer:
             return
         self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
         if self._coming is not None:
-            self._describe()
+            self._describe(self._coming)
         elif self.state is not None and self.owner is None:
             is_cut = any(not x.is_fully_replicated for x in jax.tree.leaves(self.state.params))
             held = Variables(self.state.params, self.state.model_state)
@@ -322,9 +338,7 @@ class Trainer:
 
         They are those of the real rows in order, shard after shard.
         """
-        state = self._built()
-        parts: dict[int, list[Any]] = {}
-        index = 0
+        state, rows, index = self._built(), execution.RowsInOrder(), 0
         for group in batches:
             hooks.on_batch_begin(index)
             if group.num_steps == 1:
@@ -336,16 +350,10 @@ class Trainer:
                 )
                 outputs = self._predict_steps(state.params, state.model_state, group.batch.inputs)
                 outputs = jax.tree.map(self._fetch, outputs)
-            for shard, rows in enumerate(group.real_rows):
-                pieces = execution.rows_of_steps(outputs, rows, group.num_steps)
-                parts.setdefault(shard, []).extend(pieces)
+            rows.add(outputs, group)
             index += group.num_steps
             hooks.on_batch_end(index - 1, None, group.num_rows)
-        if not parts:
-            raise ValueError("The dataset is empty: at least one example is needed.")
-        return jax.tree.map(
-            lambda *pieces: np.concatenate(pieces), *chain.from_iterable(parts.values())
-        )
+        return rows.joined()
 
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
@@ -370,15 +378,17 @@ class Trainer:
         return self.state
 
     def _fetch(self, x: jax.Array) -> np.ndarray:
-        """Returns a whole array that is sharded by row, on every process."""
         return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
+
+    def _initial(self, inputs: Any) -> Variables:
+        held = self.adapter.init(inputs, seed=self._seed)
+        return Variables(*collectives.broadcast(tuple(_jax.finished(held))))
 
     def _create_state(self, variables: Variables) -> None:
         self.state = self.steps.create_state(variables, **self._of_state())
 
-    def _describe(self) -> None:
-        assert self._coming is not None
-        self._coming.describe(partial(self.steps.describe_state, **self._of_state()))
+    def _describe(self, coming: ComingState) -> None:
+        coming.describe(partial(self.steps.describe_state, **self._of_state()))
 
     def _of_state(self) -> dict[str, Any]:
         return {
@@ -386,10 +396,3 @@ class Trainer:
             "seed": self._seed,
             "accumulation_steps": self._accumulation_steps,
         }
-
-    def _fresh_in_thread(self, inputs: Any) -> FreshVariables | None:
-        """Returns what makes fresh variables; None where nothing is compiled ahead beside it."""
-        is_traced = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        if jax.process_count() > 1 or self.steps.fused is None or not is_traced:
-            return None
-        return self.adapter.fresh_variables(inputs, seed=self._seed)
