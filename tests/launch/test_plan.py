@@ -68,6 +68,7 @@ def test_cpu_process_in_full():
             "OMP_NUM_THREADS": "8",
             "TF_NUM_INTRAOP_THREADS": "8",
             "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
             "PJRT_NPROC": "8",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             "JAX_PLATFORMS": "cpu",
@@ -106,6 +107,7 @@ def test_gpu_processes_on_two_hosts_in_full():
         "OMP_NUM_THREADS": "4",
         "TF_NUM_INTRAOP_THREADS": "4",
         "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "JAX_LOCAL_DEVICE_IDS": "1",
         "TNT_LAUNCHED_AT": "12.500",
         "TNT_JOB_ID": "train-1",
@@ -220,6 +222,7 @@ def test_what_the_user_set_is_left_alone():
     environ = {
         "OMP_NUM_THREADS": "3",
         "JAX_COMPILATION_CACHE_DIR": "/cache",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "2",
         "TNT_LOG_LEVEL": "INFO",
         "PJRT_NPROC": "9",
     }
@@ -255,7 +258,7 @@ def test_library_options_become_variables():
             "TNT_FUSION_THRESHOLD": "0",
         }.items()
     )
-    assert "JAX_COMPILATION_CACHE_DIR" not in environment
+    assert not [name for name in environment if "CACHE" in name]
 
 
 def test_coordinator_is_exempt_from_proxies():
@@ -355,6 +358,7 @@ def test_task_of_a_cluster_gets_its_place_and_devices():
         "OMP_NUM_THREADS": "8",
         "TF_NUM_INTRAOP_THREADS": "8",
         "JAX_COMPILATION_CACHE_DIR": "/home/ada/.cache/tnt_jax/compilation-0a1b2c3d",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "JAX_LOCAL_DEVICE_IDS": "2,3",
         "TNT_COORDINATOR_ADDRESS": "n1:1",
         "TNT_NUM_PROCESSES": "4",

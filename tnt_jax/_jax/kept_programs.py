@@ -4,8 +4,8 @@ JAX's compilation cache leaves out two kinds of programs: those that call Python
 ring do, and those of all processes but the first. On other devices the processes share what the
 first one writes; on CPUs JAX gives each of them keys of its own, because a key contains the
 devices of the process. Here the processes share their programs, in JAX's own cache with its limits
-and its format, under keys without devices. Where processes outnumber cores, one of them compiles a
-program that several need, and the others wait for it.
+and its format, under keys without devices. One process of a machine compiles a program that several
+of them need, and the others wait for it.
 
 A program holds no pointer to a function, only its place among the functions that it calls (seen in
 JAX 0.10.0 and 0.10.2; no program that holds another address is found again, as the key contains the
@@ -43,6 +43,8 @@ _PARTS_OF_KEYS = (
     "_hash_computation", "_hash_serialized_compile_options", "_hash_platform", "_hash_xla_flags",
     "get_flag_prefixes", "custom_hook",
 )  # fmt: skip
+# Programs that are compiled in less time are not worth waiting for.
+_SHORT_S = 0.1
 _EVENTS = "/jax/compilation_cache/"
 
 
@@ -62,8 +64,8 @@ def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -
 
     Args:
         processor: What processors must have in common that run the same programs.
-        turns: A name that only the processes of this job on this machine use, if one of them
-            shall compile a program for all; None if each compiles for itself.
+        turns: A name that only the processes of this job on this machine use, of which one then
+            compiles a program for all; None if each compiles for itself.
     """
     before = compiler.compile_or_get_cached
     is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS and all(
@@ -107,7 +109,7 @@ def _find_or_compile(
     key = _key_of(computation, compile_options, backend, processor)
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)
-    if program is None and turns is not None:
+    if program is None and turns is not None and _nearly_all_are_kept():
         with _turn(cache, key, turns):
             return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
     return program or _compile_and_keep(cache, key, compile_it)
@@ -123,6 +125,12 @@ def _is_to_be_kept(backend: Any) -> bool:
         # JAX's function writes the text.
         and not config.read("jax_dump_ir_to")
     )
+
+
+def _nearly_all_are_kept() -> bool:
+    """Returns whether a process that waits for a program finds it, unless it is a short one."""
+    config: Any = jax.config
+    return config.jax_persistent_cache_min_compile_time_secs <= _SHORT_S
 
 
 def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str) -> str:

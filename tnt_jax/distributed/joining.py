@@ -77,8 +77,7 @@ def _make_threads_for_virtual_devices() -> None:
 def _join(job: Job, settings: Settings) -> str | None:
     """Connects to the job's coordinator and checks that its hosts can reach one another.
 
-    Returns a name that the job's processes on this machine share if they are more than its cores;
-    None otherwise.
+    Returns a name that the job's processes on this machine share; None if there is only one.
     """
     if _jax.is_distributed():
         if job.source == RAY_TRAIN:
@@ -143,7 +142,7 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
         exits.leave_after(threading.current_thread(), "the end of its training function")
     num_here = sum(machine == here for machine, _, _ in hosts)
     name = hashlib.sha256(f"{here} {job.coordinator_address}".encode()).hexdigest()[:16]
-    return name if num_here > (os.cpu_count() or 1) else None
+    return name if num_here > 1 else None
 
 
 def _first_meeting_s(job: Job, settings: Settings) -> int:

@@ -179,7 +179,9 @@ def _cache(facts: Facts, options: Options) -> dict[str, str]:
     return {
         "JAX_COMPILATION_CACHE_DIR": os.path.join(
             facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}"
-        )
+        ),
+        # A model has many programs that take less than the second from which JAX keeps them.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
 
 
