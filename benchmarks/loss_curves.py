@@ -67,12 +67,14 @@ def train(num_devices: int) -> dict[str, list[float]]:
 def draw(logs: dict[int, dict[str, list[float]]], path: str) -> None:
     """Draws the losses of all runs over one another."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for (num_devices, run), width in zip(logs.items(), (6, 1.8), strict=True):
         name = f"{num_devices} device{'s' * (num_devices > 1)}"
         for key, data, colour in (("loss", "training", "C0"), ("val_loss", "test", "C1")):
             axis.plot(
+                range(1, len(run[key]) + 1),
                 run[key],
                 linewidth=width,
                 color=colour if num_devices == 1 else "black",
@@ -82,6 +84,7 @@ def draw(logs: dict[int, dict[str, list[float]]], path: str) -> None:
             )
     title = "The same training on 1 and 8 devices"
     axis.set(xlabel="epoch", ylabel="loss", yscale="log", title=title)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend()
     figure.savefig(path, dpi=120)
 
