@@ -2,10 +2,10 @@
 
 Each contender trains one step of the same network from a standing start, in one process or in
 several, each bound to a core in turn. It starts `--starts` times with one folder for compiled
-programs: the first start is cold, the others find what was kept. PyTorch compiles nothing; of the
-processes of Keras, JAX keeps the programs of the first alone. Contenders take turns, so that a
-disturbance of the machine hits all alike. The modules of the checkout are compiled to bytecode
-before, as those of packages are at their installation.
+programs: the first start is cold, the others find what was kept. PyTorch compiles nothing without
+`torch.compile`; of the processes of Keras, JAX keeps the programs of the first alone. Contenders
+take turns, so that a disturbance of the machine hits all alike. The modules of the checkout are
+compiled to bytecode before, as those of packages are at their installation.
 
     python benchmarks/first_step.py --output benchmarks/results/first_step.json
 
@@ -54,6 +54,7 @@ def start_once(args: argparse.Namespace, task: dict[str, Any], cache: str) -> di
     for process in range(task["processes"]):
         more = {
             **environment_of(args.platform, task, process, addresses),
+            "TORCHINDUCTOR_CACHE_DIR": cache,
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -19,12 +19,13 @@ IMPORTS = {
     "tnt_jax": ("jax", "flax.linen", "optax", "tnt_jax"),
     "tnt_jax, joined XLA sums": ("jax", "flax.linen", "optax", "tnt_jax"),
     "PyTorch DDP": ("torch",),
+    "PyTorch DDP, torch.compile": ("torch",),
     "Keras 3 DataParallel": ("jax", "keras"),
 }
 
 
 def find_devices(contender: str) -> None:
-    if contender == "PyTorch DDP":
+    if contender.startswith("PyTorch"):
         import torch
 
         if torch.cuda.is_available():

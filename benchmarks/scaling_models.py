@@ -114,6 +114,21 @@ def make_torch(model: str, image_channels: int) -> Any:
     """Returns a PyTorch module that takes images `[rows, channels, height, width]`, or sources and
     targets.
     """
+    from torch import nn
+
+    class Network(nn.Module):
+        # Within DistributedDataParallel, torch.compile leaves an nn.Sequential as it is.
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = _torch_layers(model, image_channels)
+
+        def forward(self, *inputs: Any) -> Any:
+            return self.body(*inputs)
+
+    return Network()
+
+
+def _torch_layers(model: str, image_channels: int) -> Any:
     import torch
     from torch import nn
 
