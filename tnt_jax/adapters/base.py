@@ -30,12 +30,12 @@ class FreshVariables(NamedTuple):
 
     Attributes:
         traced: The program, as `jitted.trace(...)` returns it.
-        arguments: What it is called with.
+        arguments: Returns what it is called with.
         finish: From its results, or descriptions of them, to the variables.
     """
 
     traced: Any
-    arguments: tuple[Any, ...]
+    arguments: Callable[[], tuple[Any, ...]]
     finish: Callable[[Any], Variables]
 
 

@@ -4,6 +4,7 @@ All collections and random streams are supported, and batch statistics leave out
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -67,9 +68,11 @@ class LinenAdapter:
         """Returns the program that makes fresh variables; None if variables were given."""
         if self._given is not None:
             return None
-        make, arguments = self._maker(inputs, seed, compiler_options=_jax.options_of_one_run())
+        make, args = self._maker(inputs, compiler_options=_jax.options_of_one_run())
+        key = partial(jax.random.key, seed)  # A program of its own.
         with explained(self.name, inputs, train=False):
-            return FreshVariables(make.trace(*arguments), arguments, self._separated)
+            traced = make.trace(jax.eval_shape(key), args)
+        return FreshVariables(traced, lambda: (key(), args), self._separated)
 
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
@@ -139,21 +142,21 @@ class LinenAdapter:
         return {"params": variables.params, **variables.model_state}
 
     def _fresh(self, inputs: Any, seed: int, **options: Any) -> Variables:
-        make, arguments = self._maker(inputs, seed, **options)
+        make, args = self._maker(inputs, **options)
         with explained(self.name, inputs, train=False):
-            return self._separated(make(*arguments))
+            return self._separated(make(jax.random.key(seed), args))
 
     def _maker(
-        self, inputs: Any, seed: int, *, compiler_options: dict[str, Any] | None = None
+        self, inputs: Any, *, compiler_options: dict[str, Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the jitted function that makes fresh variables, and its arguments."""
+        """Returns the jitted function of a key and a row that makes fresh variables, and a row."""
         row = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
         make = jax.jit(
             lambda key, args: self.module.init(key, *args, **kwargs),
             compiler_options=compiler_options,
         )
-        return make, (jax.random.key(seed), args)
+        return make, args
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         return Variables(variables.get("params", {}), self._without_params(variables))

@@ -93,6 +93,6 @@ class ComingState:
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
 
 
-def _run(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+def _run(lowered: jax.stages.Lowered, arguments: Callable[[], tuple[Any, ...]]) -> Any:
     with timeline.span("make the variables", "compile"):
-        return _jax.finished(lowered.compile()(*arguments))
+        return _jax.finished(lowered.compile()(*arguments()))
