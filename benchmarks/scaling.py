@@ -272,7 +272,7 @@ def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[d
         line = {key: row[key] for key in ("model", "data", "contender", "kind", "ranks")} | {
             "reason": row.get("reason")
         }
-        line |= {"weak_s": weak, "strong_s": strong}
+        line |= {"fewest": first, "weak_s": weak, "strong_s": strong}
         line["weak"] = weak[0] / weak[1] if weak[0] and weak[1] else None
         line["strong"] = (
             strong[0] * first / (ranks * strong[1]) if strong[0] and strong[1] else None
@@ -310,15 +310,16 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def draw(lines: list[dict[str, Any]], path: str) -> None:
-    """Draws the efficiencies with the most ranks, weak and strong, for each model and kind of
-    data.
+    """Draws the rows a second of the fewest and the most ranks, with as many rows each, and their
+    efficiency, for each model and kind of data.
     """
     from matplotlib import pyplot as plt
 
-    most = max(line["ranks"] for line in lines)
+    most, fewest = max(line["ranks"] for line in lines), lines[0]["fewest"]
+    names = (f"{fewest} rank{'s' * (fewest > 1)}", f"{most} ranks")
     groups = sorted({(line["model"], line["data"]) for line in lines})
     figure, axes = plt.subplots(
-        1, len(groups), figsize=(2 + 2.6 * len(groups), 4), sharey=True, squeeze=False
+        1, len(groups), figsize=(2 + 2.8 * len(groups), 4.2), sharey=True, squeeze=False
     )
     for axis, group in zip(axes[0], groups, strict=True):
         chosen = [
@@ -326,22 +327,37 @@ def draw(lines: list[dict[str, Any]], path: str) -> None:
             for line in lines
             if (line["model"], line["data"]) == group and line["ranks"] == most
         ]
-        for shift, name in ((-0.2, "weak"), (0.2, "strong")):
-            axis.barh(
-                [i + shift for i in range(len(chosen))],
-                [line[name] or 0 for line in chosen],
+        for number, label in enumerate(names):
+            bars = axis.barh(
+                [i + 0.4 * number - 0.2 for i in range(len(chosen))],
+                [rows_per_s(line)[number] for line in chosen],
                 0.38,
-                label=name,
+                label=label,
             )
+        shown = ["" if line["weak"] is None else f"{line['weak']:.2f}" for line in chosen]
+        axis.bar_label(bars, shown, padding=2, fontsize=7)
+        axis.margins(x=0.12)
         labels = [f"{line['contender']}\n{line['kind']}" for line in chosen]
         axis.set_yticks(range(len(chosen)), labels, fontsize=7)
-        axis.axvline(1, color="black", linewidth=1)
         axis.set_title(f"{group[0]}\n{group[1]} data", fontsize=9)
+        axis.set_xlabel("rows a second", fontsize=8)
+        axis.tick_params(axis="x", labelsize=7)
     axes[0, 0].invert_yaxis()
-    axes[0, -1].legend(fontsize=7)
-    figure.suptitle(f"Efficiency of {most} ranks")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower left", fontsize=7)
+    figure.suptitle("Speed of training, and efficiency beside the bars", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def rows_per_s(line: dict[str, Any]) -> list[float]:
+    """Returns the rows a second of the fewest and of the most ranks; 0 where there is no time."""
+    fewest_s, most_s = line["weak_s"]
+    rows = SIZES[line["model"]].rows
+    found = [
+        fewest_s and rows * line["fewest"] / fewest_s,
+        most_s and rows * line["ranks"] / most_s,
+    ]
+    return [x or 0.0 for x in found]
 
 
 def main() -> None:

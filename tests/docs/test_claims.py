@@ -18,8 +18,8 @@ def rows_below(text, heading):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()[2:]]
 
 
-def scaling(file="scaling"):
-    return json.loads((RESULTS / f"{file}.json").read_text())["efficiencies"]
+def scaling():
+    return json.loads((RESULTS / "scaling.json").read_text())["efficiencies"]
 
 
 def shown(seconds):
@@ -62,21 +62,6 @@ def test_the_notebooks_table_of_scaling_holds_the_measured_times():
     }
     rows = {tuple(row[:3]): tuple(row[3:]) for row in rows_below(NOTEBOOK, "## Scaling")}
     assert rows == measured
-
-
-def test_the_notebooks_table_with_torch_compile_holds_the_measured_times():
-    measured = [
-        [
-            line["model"],
-            line["contender"],
-            *map(shown, line["weak_s"]),
-            f"{line['weak']:.2f}",
-            shown(line["strong_s"][0]),
-            f"{line['strong']:.2f}",
-        ]
-        for line in scaling("scaling_torch_compile")
-    ]
-    assert rows_below(NOTEBOOK, "### With `torch.compile`") == measured
 
 
 def test_the_notebooks_table_of_first_steps_holds_the_measured_seconds():
