@@ -90,7 +90,8 @@ class ComingState:
         """Returns the variables; on processes that did not make them zeros in their place."""
         if self._running is not None:
             return self._finish(self._running.result())
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
+        # Without memory of their own: process 0 may find none for its variables.
+        return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), self._shapes)
 
 
 def _run(lowered: jax.stages.Lowered, arguments: Callable[[], tuple[Any, ...]]) -> Any:
