@@ -62,7 +62,7 @@ class Trainer:
         self.owner = owner
         self._state: TrainState | None = None
         self._coming: ComingState | None = None
-        self._goes_on = False
+        self._builds_meanwhile = False
         self._seed = seed
         self._use(runtime, steps)
         self._optimizer: optax.GradientTransformation | None = None
@@ -136,7 +136,7 @@ class Trainer:
                 self._coming = coming_state(self.adapter, inputs, seed=self._seed)
             if self._coming is None:
                 self._create_state(variables or self._initial(inputs))
-            elif self._goes_on or jax.process_count() == 1:
+            elif self._builds_meanwhile or jax.process_count() == 1:
                 self._describe(self._coming)
             else:
                 self.require_state()
@@ -148,12 +148,12 @@ class Trainer:
         All processes must ask for the state in it at the same place. An error that ends the block
         drops variables that nobody has asked for, so that no process waits for another.
         """
-        self._goes_on = True
+        self._builds_meanwhile = True
         try:
             yield
             _ = self.state
         finally:
-            self._coming, self._goes_on = None, False
+            self._coming, self._builds_meanwhile = None, False
 
     def require_state(self) -> TrainState:
         """Returns the state, of a model that was built or can build itself.
@@ -378,6 +378,7 @@ class Trainer:
         return self.state
 
     def _fetch(self, x: jax.Array) -> np.ndarray:
+        """Returns a whole array that is sharded by row, on every process."""
         return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
 
     def _initial(self, inputs: Any) -> Variables:
