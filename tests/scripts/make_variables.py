@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import flax.linen as nn
-import jax
 import numpy as np
 import optax
 
@@ -51,9 +50,6 @@ def main():
     coming._run = lambda *arguments: made.append(process) or run(*arguments)
     built = make_model()
     built.build((None, 5))
-    if process == 0:
-        digest(built)  # The others are elsewhere, and need not be asked.
-    tnt.barrier()
     found["built"], found["of build"] = digest(built), len(made)
     found["trained"], found["of fit"] = digest(fit(make_model())), len(made)
 
@@ -67,7 +63,14 @@ def main():
     found["refused"] = error_of(lambda: broken.fit(X, Y[:, [0, 0, 0]], batch_size=6, verbose=0))
     found["is built"] = broken.built if process == 0 else False
     found["after errors"] = digest(fit(broken))
-    jax.effects_barrier()
+
+    # Outside of `fit`, an error leaves the variables that were made.
+    evaluated = make_model()
+    wrong = lambda: evaluated.evaluate(X, Y[:, [0, 0, 0]], batch_size=6, verbose=0)  # noqa: E731
+    found["refused by evaluate"] = error_of(wrong)
+    if process == 0:
+        digest(evaluated)  # The others are elsewhere, and need not be asked.
+    tnt.barrier()
     Path(sys.argv[1], f"process{process}").write_text(json.dumps(found))
 
 
