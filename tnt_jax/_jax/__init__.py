@@ -63,6 +63,7 @@ from tnt_jax._jax.processes import (
 )
 from tnt_jax._jax.profile import Recording, profile
 from tnt_jax._jax.programs import (
+    CALLS,
     CASTS,
     PLAIN,
     called_program,
@@ -83,6 +84,7 @@ from tnt_jax._jax.programs import (
 )
 
 __all__ = [
+    "CALLS",
     "CASTS",
     "DATA_AXIS",
     "FSDP_AXIS",

@@ -94,7 +94,7 @@ def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
 
 
 # Equations that run another program once, on their operands.
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -107,7 +107,7 @@ _CALLS = (
 
 def called_program(equation: Any) -> Any:
     """Returns the `ClosedJaxpr` that an equation runs once on its operands, or None."""
-    if equation.primitive.name not in _CALLS:
+    if equation.primitive.name not in CALLS:
         return None
     programs = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
     return programs[0] if len(programs) == 1 else None

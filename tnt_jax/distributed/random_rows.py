@@ -7,6 +7,8 @@ device draws for the same rows. Arrays with another leading dimension are the sa
 """
 
 import math
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,16 @@ def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: jax.Array | in
     return jax.random.wrap_key_data(
         jnp.concatenate(_alike(jax.random.key_data(key), rows)), impl=_ROWS
     )
+
+
+def draws_by_row(dtype: Any) -> bool:
+    """Returns whether a dtype is that of the keys that `row_key` returns."""
+    return dtype == _row_key_dtype()
+
+
+@cache
+def _row_key_dtype() -> Any:
+    return jax.eval_shape(lambda: row_key(jax.random.key(0, impl="threefry2x32"), 0, 1)).dtype
 
 
 def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:
