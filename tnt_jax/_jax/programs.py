@@ -55,36 +55,6 @@ def without_dead_code(jaxpr: Any) -> Any:
     return _eliminated(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def needed_operands(traced: Any, results: Any) -> Any:
-    """Returns which operands of a traced function some of its results are computed from.
-
-    Args:
-        traced: The value of `jitted.trace(...)`.
-        results: For each leaf of the results, whether it is one of them.
-
-    Returns:
-        The positional arguments, with True or False in the place of each leaf.
-    """
-    _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
-    positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
-    return positional
-
-
-def needed_constants(program: Any, results: list[bool]) -> list[bool]:
-    """Returns which of a `ClosedJaxpr`'s constants some of its results are computed from.
-
-    Values of an outer trace that the traced function was closed over are such constants.
-
-    Args:
-        program: The value of `jax.make_jaxpr(...)(...)`.
-        results: For each result, whether it is one of them.
-    """
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves equations out.
-    from jax._src.interpreters import partial_eval
-
-    return list(partial_eval.dce_jaxpr_consts(program.jaxpr, results)[1])
-
-
 def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
     """Returns a program for some of its results alone, and which operands it needs for them."""
     # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves equations out.
