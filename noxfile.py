@@ -24,6 +24,8 @@ nox.options.sessions = ["tests"]
 def tests(session: nox.Session, jax: str) -> None:
     """Runs pytest, with further arguments behind `--`, on one end of the supported versions."""
     # One call, so that pip finds versions that go together or says that there are none.
-    session.install("-e", ".[test]", *(OLDEST if jax == "oldest" else ["--upgrade", *NEWEST]))
+    session.install(
+        "--no-compile", "-e", ".[test]", *(OLDEST if jax == "oldest" else ["--upgrade", *NEWEST])
+    )
     session.run("python", ".ci/versions.py")
     session.run("pytest", *session.posargs)
