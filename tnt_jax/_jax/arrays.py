@@ -189,9 +189,8 @@ def _printed_varying_axes(aval: Any) -> frozenset[str]:
 @or_plain(_printed_varying_axes, lost="Types are read from their text; tracing takes longer.")
 def varying_axes_of(aval: Any) -> frozenset[str]:
     """Returns the mesh axes over which values of a type may differ inside `shard_map`."""
-    # Differs by version: the set of varying axes stands in the manual axis type, as in JAX 0.10.2
-    # and 0.12.0, or directly in `vma`. A public question would replace it.
-    return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+    # Undocumented. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. A public question would replace it.
+    return frozenset(aval.mat.varying)
 
 
 def make_varying(tree: Any) -> Any:

@@ -37,13 +37,13 @@ def _num_cores() -> int:
 
 
 # Versions of jaxlib that know the option below; others are asked, which takes a compilation.
-_WITH_YNN = ("0.10.0", "0.10.2")
+_WITH_YNN = ("0.10.0", "0.10.2", "0.12.0.1")
 
 
 # Depends on the version of XLA alone, so that it outlives the job.
 @cache
 def _without_ynn_convolutions() -> dict[str, Any]:
-    # Experimental. Checked with JAX 0.10.0 and 0.10.2; a version without it does without. XLA hands
+    # Experimental. Checked with JAX 0.10.0 to 0.12.0; a version without it does without. XLA hands
     # wide convolutions on CPUs to YNNPACK, which is slower there than Eigen
     # (benchmarks/convolutions.py). The option names the kinds of operations that are left to it:
     # the default without convolutions.

@@ -54,7 +54,7 @@ def was_summed(x: Any, axis_name: str) -> bool:
 
     It finds sums in the function that is traced, outside of `jit` within it.
     """
-    # Private. Checked with JAX 0.10.2. Tracers of older versions do not know what made them.
+    # Private. Checked with JAX 0.10.2 and 0.12.0. Tracers of older versions lack it.
     equation = getattr(x, "parent", None)
     if equation is None:
         return False

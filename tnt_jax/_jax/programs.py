@@ -199,27 +199,25 @@ def loop_sizes(equation: Any) -> tuple[int, int]:
 
 def function_of(jaxpr: Any) -> str | None:
     """Returns name and place of the function that was traced to a program, if it is known."""
-    # Private. Checked with JAX 0.10.2. Nothing public tells functions with equal programs apart.
+    # Private. Checked with JAX 0.10.2 and 0.12.0. Nothing public tells functions with equal
+    # programs apart.
     known = getattr(jaxpr.debug_info, "func_src_info", None)
     return None if known is None else str(known)
 
 
 def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
     """Returns the results of an equation of a traced program for other operands."""
-    functions, params = _bind_params(equation)
-    results = equation.primitive.bind(*functions, *operands, **params)
+    results = equation.primitive.bind(*operands, **_bind_params(equation))
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 @or_plain(
-    lambda equation: ((), equation.params),
+    lambda equation: equation.params,
     lost="Functions with a derivative of their own cannot be run again.",
 )
-def _bind_params(equation: Any) -> tuple[Sequence[Callable], Mapping[str, Any]]:
-    # Differs by version: JAX's page on interpreters of programs has a pair of functions and
-    # parameters, JAX 0.10.2 and 0.12.0 have parameters alone.
-    bound = equation.primitive.get_bind_params(equation.params)
-    return bound if isinstance(bound, tuple) else ((), bound)
+def _bind_params(equation: Any) -> Mapping[str, Any]:
+    # Undocumented. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    return equation.primitive.get_bind_params(equation.params)
 
 
 def _as_function(program: Any) -> Callable:
@@ -363,5 +361,5 @@ def unjitted(jitted: Any) -> Callable:
 
     A program with compiler options cannot be called within another.
     """
-    # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 and 0.10.2.
+    # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 to 0.12.0.
     return jitted.__wrapped__
