@@ -40,7 +40,7 @@ _PARAMETERS = (
     "executable_devices", "pgle_profiler",
 )  # fmt: skip
 _PARTS_OF_KEYS = (
-    "_hash_computation", "_hash_serialized_compile_options", "_hash_platform", "_hash_xla_flags",
+    "_hash_computation", "_hash_serialized_compile_options", "_hash_xla_flags",
     "get_flag_prefixes", "custom_hook",
 )  # fmt: skip
 # Programs that are compiled in less time are not worth waiting for.
@@ -139,13 +139,15 @@ def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str
     It is none of JAX's, which would load a program without the functions that it calls.
     """
     found = hashlib.sha256()
-    cache_key._hash_computation(found, computation, cache_key.IgnoreCallbacks.NO)
+    # Differs by version: False in JAX 0.12, in 0.10 a value of an enumeration.
+    choices = getattr(cache_key, "IgnoreCallbacks", None)
+    cache_key._hash_computation(found, computation, choices.NO if choices else False)
     cache_key._hash_serialized_compile_options(found, compile_options, strip_device_assignment=True)
-    cache_key._hash_platform(found, backend)
     cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
     # The compression depends on what is installed.
     compression = compilation_cache.compress_executable(b"").hex()
-    found.update(f"{version_str} {compression} {processor} {cache_key.custom_hook()}".encode())
+    others = (backend.platform, backend.platform_version, compression, "blake2b", processor)
+    found.update(repr((version_str, *others, cache_key.custom_hook())).encode())
     name = str(computation.operation.attributes["sym_name"]).strip('"')
     return f"{name}-{found.hexdigest()}"
 
@@ -204,7 +206,7 @@ def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
         if entry is None:
             return None
         serialized, compile_s = compilation_cache.extract_executable_and_time(
-            compilation_cache.decompress_executable(entry)
+            compilation_cache.decompress_executable(_checked(entry))
         )
         program = load(serialized)
     except Exception as error:
@@ -224,15 +226,31 @@ def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> An
     if compile_s < config.jax_persistent_cache_min_compile_time_secs:
         return program
     try:
-        entry = compilation_cache.compress_executable(
+        compressed = compilation_cache.compress_executable(
             compilation_cache.combine_executable_and_time(program.serialize(), int(compile_s))
         )
+        entry = _checksum(compressed) + compressed
         if len(entry) >= config.jax_persistent_cache_min_entry_size_bytes:
             _write(cache, key, entry)
             jax.monitoring.record_event(_EVENTS + "cache_misses")
     except Exception as error:
         _report(f"The program {key} cannot be kept", error)
     return program
+
+
+def _checksum(compressed: bytes) -> bytes:
+    return hashlib.blake2b(compressed, digest_size=32).digest()
+
+
+def _checked(entry: bytes) -> bytes:
+    """Returns what stands behind the checksum in a kept file.
+
+    zstd finds two of five changed bits, and XLA loads another program or ends the process.
+    """
+    checksum, compressed = entry[:32], entry[32:]
+    if _checksum(compressed) != checksum:
+        raise ValueError("The checksum of the file is not that of its content.")
+    return compressed
 
 
 def _write(cache: Any, key: str, entry: bytes) -> None:

@@ -1,6 +1,7 @@
-"""Checkpoints through Orbax: the whole training state and the position in the data.
+"""Checkpoints of the whole training state and the position in the data.
 
-They are atomic and written in the background.
+They are atomic, written in the background by TensorStore, and in Orbax's layout, so that Orbax can
+read the arrays; Orbax itself is not needed.
 
 ```python
 checkpoints = Checkpoints("runs/a", max_to_keep=2)
