@@ -125,7 +125,7 @@ def test_padding_stays_out_of_statistics_of_one_rank_each(use_ranks):
 def test_dropout_is_that_of_one_device(use_ranks, num_ranks):
     use_ranks(num_ranks)
     net, expected = Net(dropout=0.5), Net(dropout=0.5)
-    make_key = lambda step, rows: row_key(jax.random.fold_in(jax.random.key(3), step), 0, rows)  # noqa: E731
+    make_key = lambda step, rows: row_key(jax.random.fold_in(jax.random.key(3), step), 0)  # noqa: E731
     losses = train_by_hand(expected, 27, 10, make_key=make_key)
     np.testing.assert_allclose(fit(net, 27, 10, seed=3)[1], losses, rtol=TOLERANCE)
     assert_same_variables(net, expected)

@@ -149,11 +149,11 @@ MISTAKES = {
     ),
     "dropout without flag": (
         lambda: fit(module=Dropping()),
-        "draws random numbers in evaluation.*Dropout_0.*flag.*train",
+        "applies dropout in evaluation.*Dropout_0.*flag.*train",
     ),
     "dropout without flag to predict": (
         lambda: tnt.Model(Dropping()).predict(X, verbose=0),
-        "draws random numbers",
+        "applies dropout",
     ),
     "batch norm without flag": (
         lambda: fit(module=Normalizing()),

@@ -130,6 +130,21 @@ def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
+def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns what a program draws in order: `"random_bits"` or `"random_split"`, and the shape.
+
+    Args:
+        jaxpr: The program.
+        key_dtype: Dtype of the keys to look for.
+    """
+    return [
+        (equation.primitive.name, tuple(equation.params["shape"]))
+        for equation in _equations(jaxpr)
+        if equation.primitive.name in ("random_bits", "random_split")
+        and equation.invars[0].aval.dtype == key_dtype
+    ]
+
+
 def _communication(jaxpr: Any) -> str | None:
     found = (equation.primitive.name for equation in _equations(jaxpr) if _names_axis(equation))
     return next(found, None)

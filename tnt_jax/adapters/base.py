@@ -113,8 +113,8 @@ class Adapter(Protocol):
             params: Trained arrays.
             model_state: Arrays that the model updates itself.
             inputs: Pytree of arrays `[rows, ...]`.
-            key: This rank's key for this step; outside training None, or a key that is the same for
-                every batch.
+            key: This rank's key for this step, or for these rows of the data in evaluation; None
+                for that of the first rows.
             train: Whether dropout and batch statistics are on.
             mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None
                 when there are none.

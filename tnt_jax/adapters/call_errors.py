@@ -29,8 +29,9 @@ def explained(name: str, inputs: Any, *, train: bool) -> Iterator[None]:
         if train:
             raise
         raise CallError(
-            f"The model {name!r} draws random numbers in evaluation, where there are none "
-            f"({_first_sentence(error)}). {_FLAG}, and nn.Dropout(rate, deterministic=not train)."
+            f"The model {name!r} applies dropout in evaluation ({_first_sentence(error)}). "
+            f"{_FLAG}, and nn.Dropout(rate, deterministic=not train). For numbers that a model "
+            "samples in evaluation, too, take another stream, such as make_rng('sample')."
         ) from None
     except errors.ModifyScopeVariableError as error:
         if train:

@@ -15,8 +15,8 @@ from flax import nnx, traverse_util
 from tnt_jax.adapters.base import Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
-from tnt_jax.adapters.loops import with_varying_loops
-from tnt_jax.distributed.random_rows import evaluation_key
+from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
+from tnt_jax.distributed.random_rows import Draws
 
 # Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the
 # training loss.
@@ -30,10 +30,9 @@ class NnxAdapter:
     Training starts from these variables and is written back into them.
 
     Params are the variables of type `nnx.Param`; all other variables and arrays are model state,
-    except random streams. Those are reseeded in every step from the step's key and the position of
-    the stream in the module, so dropout depends neither on the number of ranks nor on earlier calls
-    of the module. A `__call__` that takes `rngs` gets such streams; in evaluation and prediction
-    they are the same for every batch.
+    except random streams. Those are reseeded in every step from its key and the
+    position of the stream in the module, so random numbers depend neither on the number of ranks
+    nor on earlier calls of the module. A `__call__` that takes `rngs` gets such streams.
 
     Args:
         module: Module to train.
@@ -52,6 +51,7 @@ class NnxAdapter:
         self._takes_rngs = "rngs" in inspect.signature(module).parameters
         self._style = CallStyle.of(module)
         self._seen: dict[tuple[str, ...], Any] = {}
+        self.draws: dict[Any, Draws] = {}
         self._graph, _, self._random, _ = nnx.split(module, nnx.Param, is_random, ...)
 
     def sample_inputs(self) -> tuple[()]:
@@ -73,6 +73,7 @@ class NnxAdapter:
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
+    @with_draws_by_row
     @with_varying_loops
     def apply(
         self,
@@ -80,7 +81,7 @@ class NnxAdapter:
         model_state: Any,
         inputs: Any,
         *,
-        key: jax.Array | None,
+        key: jax.Array,
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
@@ -89,18 +90,16 @@ class NnxAdapter:
         The module is in its mode `train()` or `eval()`; if its call takes a flag such as `train`,
         the flag is passed, too.
         """
-        random = self._random if key is None or not train else reseeded(self._random, key)
+        random = reseeded(self._random, key)
         # A copy, because the variables of the user's own object belong to another trace.
-        module = nnx.merge(
-            self._graph, self._state(Variables(params, model_state)), random, copy=True
-        )
+        variables = self._state(Variables(params, model_state))
+        module = nnx.merge(self._graph, variables, random, copy=True)
         module.train() if train else module.eval()
         if train and mask is not None:
             _leave_out_padding(module, mask)
         args, kwargs = self._style.arguments(inputs, train=train)
         if self._takes_rngs:
-            own_key = evaluation_key(len(jax.tree.leaves(inputs)[0])) if key is None else key
-            kwargs = {**kwargs, "rngs": nnx.Rngs(jax.random.fold_in(own_key, _RNGS_OF_CALL))}
+            kwargs = {**kwargs, "rngs": nnx.Rngs(jax.random.fold_in(key, _RNGS_OF_CALL))}
         with explained(self.name, inputs, train=train):
             outputs = module(*args, **kwargs)
         penalty = sum(
@@ -110,7 +109,7 @@ class NnxAdapter:
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
         """Returns the metadata `sharding` of the module's parameters, by path."""
-        _, params, _, _ = nnx.split(self.module, nnx.Param, is_random, ...)
+        params = nnx.state(self.module, nnx.Param)
         named = {
             "/".join(_names(path)): _axis_names(leaf) for path, leaf in nnx.to_flat_state(params)
         }
