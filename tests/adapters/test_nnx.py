@@ -235,6 +235,37 @@ def test_flag_sown_losses_and_shared_variables(use_ranks, num_ranks):
     assert not hasattr(net, "hidden")
 
 
+class Loss(nnx.Variable):
+    """As in Flax's own variational autoencoder."""
+
+
+class WithLosses(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(NUM_FEATURES, 1, use_bias=False, rngs=nnx.Rngs(1))
+        self.held = Loss(jnp.float32(0))
+
+    def __call__(self, x):
+        size = jnp.sum(self.linear.kernel[...] ** 2)
+        self.made, self.held[...] = Loss(0.1 * size), 0.2 * size
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
+def test_variables_of_a_class_loss_are_added_to_the_training_loss(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    net = WithLosses()
+    x, _ = make_data(8)
+    y = np.zeros((8, 1), np.float32)
+    kernel = jnp.asarray(net.linear.kernel[...])
+    squares = lambda kernel: jnp.mean((x @ kernel) ** 2)  # noqa: E731
+    model = tnt.Model(net)
+    model.compile(optax.sgd(0.1), loss="mse")
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(float(squares(kernel)), rel=1e-5)
+    model.fit(x, y, batch_size=8, verbose=0)
+    grads = jax.grad(lambda kernel: squares(kernel) + 0.3 * jnp.sum(kernel**2))(kernel)
+    np.testing.assert_allclose(net.linear.kernel[...], kernel - 0.1 * grads, rtol=1e-4, atol=1e-6)
+
+
 def test_view_computes_with_the_trained_variables(use_ranks):
     use_ranks(2)
     net = Net()

@@ -13,6 +13,10 @@ TRAIN_FLAGS = {
     "deterministic": False, "inference": False, "eval_mode": False, "use_running_average": False,
 }  # fmt: skip
 
+# Names of Linen collections and of classes of NNX variables whose values are added to the training
+# loss.
+LOSSES = ("losses", "loss", "Losses", "Loss")
+
 
 class CallError(ValueError):
     """A module cannot be called as required; the message alone says what to do."""

@@ -14,16 +14,13 @@ import numpy as np
 from flax import errors
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import Applied, CallStyle, FreshVariables, Variables
+from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.initializer_shapes import InitializerShapes
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.replacing import replaced
 from tnt_jax.distributed.random_rows import Draws
-
-# Values that a module sows here are added to the training loss.
-_LOSSES = "losses"
 
 
 class LinenAdapter:
@@ -107,9 +104,10 @@ class LinenAdapter:
         rngs["dropout"] = jax.random.fold_in(key, 1)
         with nn.intercept_methods(statistics_without_padding(mask)), known_shapes:
             outputs, changed = self.module.apply(
-                variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs
+                variables, *args, rngs=rngs, mutable=[*model_state, *LOSSES], **kwargs
             )
-        penalty = sum((jnp.sum(x) for x in jax.tree.leaves(changed.get(_LOSSES, {}))), start=0.0)
+        sown = [changed.get(name, {}) for name in LOSSES]
+        penalty = sum((jnp.sum(x) for x in jax.tree.leaves(sown)), start=0.0)
         return Applied(
             outputs,
             {name: changed.get(name, value) for name, value in model_state.items()},
@@ -167,7 +165,7 @@ class LinenAdapter:
         return {
             name: value
             for name, value in variables.items()
-            if name not in ("params", _LOSSES, "intermediates")
+            if name not in ("params", "intermediates", *LOSSES)
         }
 
 
