@@ -35,6 +35,12 @@ class Normalizing(nn.Module):
         return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
 
 
+class OverAnotherAxis(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train, axis_name="batch")(x))
+
+
 class OfTwo(nn.Module):
     @nn.compact
     def __call__(self, image, text, train: bool = False):
@@ -154,6 +160,10 @@ MISTAKES = {
     "dropout without flag to predict": (
         lambda: tnt.Model(Dropping()).predict(X, verbose=0),
         "applies dropout",
+    ),
+    "axis of the batch with another name": (
+        lambda: fit(module=OverAnotherAxis()),
+        "unbound axis name: batch.*'data'",
     ),
     "batch norm without flag": (
         lambda: fit(module=Normalizing()),

@@ -102,7 +102,8 @@ class LinenAdapter:
                     self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0
                 )
         rngs["dropout"] = jax.random.fold_in(key, 1)
-        with nn.intercept_methods(statistics_without_padding(mask)), known_shapes:
+        real_rows = nn.intercept_methods(statistics_without_padding(mask))
+        with explained(self.name, inputs, train=True), real_rows, known_shapes:
             outputs, changed = self.module.apply(
                 variables, *args, rngs=rngs, mutable=[*model_state, *LOSSES], **kwargs
             )
