@@ -263,6 +263,8 @@ def row_key(key: jax.Array, first_row: jax.Array | int) -> jax.Array:
     """
     words = _alike(jax.random.key_data(key), jnp.asarray(first_row, jnp.uint32)[None])
     is_whole = isinstance(first_row, int) and first_row == 0
+    if _ROWS is None:  # On several devices, `_jax.shard_map` refuses to draw.
+        return key
     return jax.random.wrap_key_data(jnp.concatenate(words), impl=_WHOLE if is_whole else _ROWS)
 
 
