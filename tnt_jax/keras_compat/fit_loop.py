@@ -112,7 +112,7 @@ class FitLoop:
             plan = Plan(stream, first, weighting, None, arguments)
             if self.compiles_ahead and arguments.has_epochs:
                 self._preparation.compile_ahead(stream, first, plan.unpack)
-        self._preparation.check_rows(first, weighting)
+        self._preparation.check_rows(first, weighting, stream.source)
         return plan
 
     def _beside_first_batch(

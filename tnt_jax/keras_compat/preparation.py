@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from tnt_jax.adapters.base import CallError
+from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import runtime
@@ -120,10 +121,17 @@ class Preparation:
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
-    def check_rows(self, first: HostBatch, weighting: Weighting | None) -> None:
+    def check_rows(
+        self, first: HostBatch, weighting: Weighting | None, source: Source | None = None
+    ) -> None:
         """Raises a ValueError on all processes if rows are not independent.
 
         The check runs once per `compile`.
+
+        Args:
+            first: The first batch.
+            weighting: From targets and sample weights to the weights to use.
+            source: The data, which may know its last batch.
         """
         compilation = self._core.require_compiled()
         adapter = self._core.adapter
@@ -131,14 +139,18 @@ class Preparation:
             return
         trainer = self._core.trainer
         batch = to_batch(first, weighting)
+        last_rows = _last_rows(source, first.num_rows, trainer.rank_slice.num_ranks)
         functions = compilation.functions
         if isinstance(functions, CompiledObjective):
             per_row = functions.step_parts(adapter.apply).per_row
-            problem = problem_of_rows(trainer, batch, per_row, what="The objective", sizes=True)
+            problem = problem_of_rows(
+                trainer, batch, per_row, what="The objective", sizes=True, last_rows=last_rows
+            )
         else:
             problem = problem_of_rows(
-                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}"
-            )
+                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}",
+                last_rows=last_rows,
+            )  # fmt: skip
         raise_on_all_processes(problem)
         compilation.knows_rows = True
 
@@ -204,6 +216,16 @@ class Preparation:
         )  # fmt: skip
         compilation.functions = functions
         runtime.log_start_phase("weights made")
+
+
+def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
+    """Returns the rows of a rank in the last batch, if it is known and they are fewer; else 0."""
+    if source is None or source.num_examples is None or source.num_batches is None:
+        return 0
+    rest = source.num_examples - (source.num_batches - 1) * batch_rows
+    is_smaller = num_ranks > 1 and 0 < rest < batch_rows
+    last_rows, rows = (micro_batch_size(x, num_ranks) for x in (rest, batch_rows))
+    return last_rows if is_smaller and last_rows < rows else 0
 
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
