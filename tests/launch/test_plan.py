@@ -166,6 +166,7 @@ def test_slots_give_each_host_its_own_number():
     ("hosts", "changes", "message"),
     [
         ([host(slots=2)], {"devices_per_node": 4}, r"slots=2.*asks for 4.*Leave one"),
+        ([host(slots=99999999999)], {}, r"at most, but 99999999999 are asked for"),
         ([host(gpus=4), host("node2", gpus=2)], {}, "node1 has 4, node2 has 2"),
         (
             [host(gpus=4), host("node2")],

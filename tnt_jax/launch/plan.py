@@ -13,6 +13,8 @@ from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
 
 # Runs a script up to the end of its first fit.
+# More would exhaust the memory of the launcher.
+_MOST_DEVICES = 4096
 _TUNE_ENTRY = "tnt_jax.keras_compat.tune_script"
 
 
@@ -154,7 +156,10 @@ def _wanted(host: Host, options: Options) -> int | None:
             f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but "
             f"the command line asks for {asked} on each host. Leave one of the two out."
         )
-    return host.slots if asked is None else asked
+    wanted = host.slots if asked is None else asked
+    if wanted is not None and wanted > _MOST_DEVICES:
+        raise ValueError(f"A host has {_MOST_DEVICES} devices at most, but {wanted} are asked for.")
+    return wanted
 
 
 def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
