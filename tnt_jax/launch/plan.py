@@ -5,7 +5,7 @@ Everything here is a pure function of its arguments.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tnt_jax.launch.environment import carried_environment, process_environment
@@ -15,6 +15,8 @@ from tnt_jax.launch.options import Options
 # Runs a script up to the end of its first fit.
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
+SECRET = "TNT_JOB_SECRET"
+"""Variable that holds what only the processes of the job know."""
 _TUNE_ENTRY = "tnt_jax.keras_compat.tune_script"
 
 
@@ -103,6 +105,7 @@ class Launch:
             has started for the job.
         part: Index of this one among them.
         restart_count: How many times the job was started before.
+        secret: What only the processes of the job know; empty if several launchers start them.
     """
 
     job_id: str
@@ -115,6 +118,7 @@ class Launch:
     num_parts: int = 1
     part: int = 0
     restart_count: int = 0
+    secret: str = field(default="", repr=False)
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
@@ -247,6 +251,7 @@ def _process(
         environment={
             **(carried_environment(launch.environ) if host.is_remote else {}),
             **environment,
+            **({SECRET: launch.secret} if launch.secret else {}),
         },
         exports=options.exports,
         shown=_shown(rank, options),
