@@ -348,6 +348,18 @@ def test_only_variables_that_concern_training_are_carried_to_other_hosts():
     }
 
 
+def test_a_script_on_ray_starts_with_the_environment_of_the_launcher():
+    of_a_host = {"HOME": "h", "SSH_TTY": "t", "CUDA_VISIBLE_DEVICES": "3", "RAY_ADDRESS": "a:1"}
+    environ = {"PATH": "p", "MYVAR": "hello", "EMPTY": "", "XLA_FLAGS": "2", **of_a_host}
+    hosts = [host(is_remote=True)]
+    (process,) = plan(hosts, options(use_gpus=False, ray_address="auto"), environ=environ)
+    assert {name: process.environment.get(name) for name in environ} == {
+        **environ, **dict.fromkeys(of_a_host)
+    }  # fmt: skip
+    (process,) = plan(hosts, options(use_gpus=False), environ=environ)
+    assert "MYVAR" not in process.environment
+
+
 def test_task_of_a_cluster_gets_its_place_and_devices():
     environment = task_environment(
         Job("n1:1", 4, 3, (2, 3), "SLURM"), facts=FACTS, options=OPTIONS, environ={}

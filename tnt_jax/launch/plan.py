@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tnt_jax.launch.environment import carried_environment, process_environment
+from tnt_jax.launch.environment import (
+    carried_environment,
+    environment_on_ray,
+    process_environment,
+)
 from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
 
@@ -242,6 +246,7 @@ def _process(
     launch: Launch,
 ) -> Process:
     """Returns a process of the job with the variables that are its own."""
+    carries = carried_environment if options.ray_address is None else environment_on_ray
     return Process(
         rank=rank,
         local_rank=local_rank,
@@ -249,7 +254,7 @@ def _process(
         command=(*pinning, *script_command(options, launch.cwd)),
         cwd=launch.cwd,
         environment={
-            **(carried_environment(launch.environ) if host.is_remote else {}),
+            **(carries(launch.environ) if host.is_remote else {}),
             **environment,
             **({SECRET: launch.secret} if launch.secret else {}),
         },
