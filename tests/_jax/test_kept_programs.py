@@ -243,9 +243,11 @@ def test_the_least_recently_used_programs_make_room(use_folder, counts, tmp_path
 
 
 def test_processes_that_share_what_one_compiles_are_left_to_jax(use_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_programs, "_key_of", None)
+    asked = []
+    monkeypatch.setattr(kept_programs, "_key_of", lambda *args: asked.append(args))
     use_folder(tmp_path, jax_share_binary_between_hosts=True)
     run(2)
+    assert asked == []
 
 
 def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):

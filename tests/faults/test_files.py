@@ -1,5 +1,7 @@
 """Checkpoints that are damaged are noticed and named, and the one before is used."""
 
+import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,6 +15,7 @@ from damage import files_below, random_flips
 from warned import kept_warnings
 
 from tnt_jax.train.checkpoint import Checkpoints, Position
+from tnt_jax.train.checkpoint_checksums import _checksum_of_list
 from tnt_jax.train.checkpoint_files import DamagedCheckpointError
 from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import state_arrays
@@ -176,3 +179,37 @@ def test_orbax_reads_what_is_written(tmp_path):
     assert restored.keys() == expected.keys()
     for path, leaf in restored.items():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[path]))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../outside", "state/../../../outside", "pipe"])
+def test_checksums_name_files_of_the_checkpoint_alone(tmp_path, warnings, name):
+    (tmp_path / "outside").write_bytes(b"secret")
+    newest = save(tmp_path / "run", 1, 2)
+    listed = newest / "checksums" / "files.json"
+    files = json.loads(listed.read_bytes())["files"] | {
+        name.replace("pipe", str(newest / "pipe")): [6, 1]
+    }
+    listed.write_text(json.dumps({"crc32": _checksum_of_list(files), "files": files}))
+    if name == "pipe":
+        os.mkfifo(newest / "pipe")
+    assert is_what_was_saved(Checkpoints(tmp_path / "run").read_newest_valid(), 1)
+    expected = "pipe in it must be regular files" if name == "pipe" else f"{name} is missing"
+    assert expected in warnings[-1]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "outside"])
+def test_entries_that_lead_out_of_a_checkpoint_are_refused(tmp_path, warnings, target):
+    folder = save(tmp_path / "run", 1, 2)
+    names = [str(path.relative_to(folder)) for path in files_below(folder)]
+    for name in [*names, "state", "checksums"]:
+        path, kept = folder / name, tmp_path / "outside"
+        path.rename(kept)
+        if target == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(kept if target == "outside" else target)
+        saved = Checkpoints(tmp_path / "run").read_newest_valid()
+        assert is_what_was_saved(saved, 1), name
+        assert f"{name} in it must be regular" in warnings[-1]
+        path.unlink()
+        kept.rename(path)

@@ -169,8 +169,6 @@ def history_of(module, use_ranks, num_ranks, **options):
         (centred_beside_a_counter, COMPARES),
         (constant_noise, PLACE),
         (constant_noise_in_training, PLACE),
-        (key_for_each_row, PLACE),
-        (dropout_over_flat_rows, PLACE),
     ],
 )
 def test_a_module_whose_rows_know_each_other_is_trained_as_on_one_device(
@@ -191,6 +189,8 @@ def test_a_module_whose_rows_know_each_other_is_trained_as_on_one_device(
         all_rows,
         dropout,
         noise,
+        key_for_each_row,
+        dropout_over_flat_rows,
         attention,
         steep,
         layer_norm_of_large_numbers,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tnt_jax.distributed.random_rows import row_key
+from tnt_jax.distributed.random_rows import key_for, row_key
 from tnt_jax.train.row_dependence import (
     Exchanged,
     Free,
@@ -26,6 +26,25 @@ WEIGHTS = jnp.ones((6, 6))
 def found(function, x=X, **others):
     program = jax.make_jaxpr(function)(x, **others)
     return dependences(program.jaxpr, [True] * len(jax.tree.leaves(x)), len(jax.tree.leaves(x)[0]))
+
+
+def drawing(function, x):
+    """Returns a key from which a function draws by row."""
+    return key_for(function, row_key(jax.random.key(0), 0), x, {})
+
+
+def dropped(key, x):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+def moved(key, x):
+    flat = x.reshape(-1, 3).T
+    return (flat * jax.random.normal(key, flat.shape)).T.reshape(len(x), -1)
+
+
+def split(key, x):
+    keys = jax.random.split(key, len(x))
+    return x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
 
 
 @jax.custom_vjp
@@ -99,7 +118,9 @@ def test_what_combines_rows_is_found(function):
         lambda x: jax.lax.cond(X[0, 0] > 1, lambda x: x * 2, lambda x: jnp.zeros_like(x), x),
         lambda x: jax.vmap(lambda row: row @ row)(x),
         lambda x: jax.nn.relu(doubled(x)),
-        lambda x: x * jax.random.bernoulli(row_key(jax.random.key(0), 0, ROWS), 0.5, x.shape),
+        lambda x: dropped(drawing(dropped, x), x),
+        lambda x: moved(drawing(moved, x), x),
+        lambda x: split(drawing(split, x), x),
         lambda x: jnp.zeros(ROWS),
         jax.grad(lambda x: jnp.sum(jnp.tanh(x @ WEIGHTS) ** 2)),
     ],
@@ -133,8 +154,11 @@ class Text(nn.Module):
 def test_the_rows_of_usual_networks_are_known_to_be_independent(module, x):
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = module.init(rngs, x)
-    rngs = {"dropout": row_key(rngs["dropout"], 0, ROWS)}
-    (result,), _ = found(lambda x: module.apply(variables, x, rngs=rngs), x)
+
+    def apply(key, x):
+        return module.apply(variables, x, rngs={"dropout": key})
+
+    (result,), _ = found(lambda x: apply(drawing(apply, x), x), x)
     assert is_by_row(result), result
 
 

@@ -13,6 +13,10 @@ TRAIN_FLAGS = {
     "deterministic": False, "inference": False, "eval_mode": False, "use_running_average": False,
 }  # fmt: skip
 
+# Names of Linen collections and of classes of NNX variables whose values are added to the training
+# loss.
+LOSSES = ("losses", "loss", "Losses", "Loss")
+
 
 class CallError(ValueError):
     """A module cannot be called as required; the message alone says what to do."""
@@ -113,8 +117,8 @@ class Adapter(Protocol):
             params: Trained arrays.
             model_state: Arrays that the model updates itself.
             inputs: Pytree of arrays `[rows, ...]`.
-            key: This rank's key for this step; outside training None, or a key that is the same for
-                every batch.
+            key: This rank's key for this step, or for these rows of the data in evaluation; None
+                for that of the first rows.
             train: Whether dropout and batch statistics are on.
             mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None
                 when there are none.

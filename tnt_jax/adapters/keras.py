@@ -15,10 +15,10 @@ from tnt_jax.adapters.keras_layers import layers_of_a_rank
 from tnt_jax.adapters.keras_limits import require_trainable
 from tnt_jax.adapters.keras_paths import paths_of
 from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
-from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.variable_path import VariablePath
 from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.random_rows import evaluation_key
+from tnt_jax.distributed.random_rows import Draws
 from tnt_jax.log import logger
 
 # Name of the variable of a seed generator.
@@ -47,9 +47,9 @@ class KerasAdapter:
     with padded rows, a scalar loss on the activations includes the repeated rows of its rank, with
     a warning.
 
-    Random numbers follow from the step and not from the states of the seed generators, which do not
-    change. Dropout therefore differs from that of `keras_model.fit`, and evaluation draws the same
-    numbers for every batch.
+    Random numbers follow from the step, in evaluation from the place of a row in the data, and not
+    from the states of the seed generators, which do not change. Dropout therefore differs from that
+    of `keras_model.fit`.
 
     Args:
         model: Model to train.
@@ -78,6 +78,7 @@ class KerasAdapter:
         self._seen: list[list[Any]] = []
         self._sample: Any = None
         self._has_warned = False
+        self.draws: dict[Any, Draws] = {}
 
     def sample_inputs(self) -> Any:
         """Returns one row for each input if the model knows its inputs.
@@ -129,6 +130,7 @@ class KerasAdapter:
         for train in (True, False):
             self._kinds[train] = self._find_kinds(inputs, train=train)
 
+    @with_draws_by_row
     @with_varying_loops
     def apply(
         self,
@@ -136,13 +138,12 @@ class KerasAdapter:
         model_state: Any,
         inputs: Any,
         *,
-        key: jax.Array | None,
+        key: jax.Array,
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
         """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        key = evaluation_key(num_rows) if key is None else key
         values = self._by_variable(params, model_state)
         trained = {
             id(v): jnp.zeros(v.shape, v.dtype)

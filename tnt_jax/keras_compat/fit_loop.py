@@ -109,7 +109,7 @@ class FitLoop:
             )  # fmt: skip
             self._preparation.prepare(first, weighting)
             self._preparation.choose_mesh(first, weighting)
-            self._preparation.trace_rows(first, weighting, train=True)
+            self._preparation.trace_rows(first, weighting, train=True, source=stream.source)
             plan = Plan(stream, first, weighting, None, arguments)
             if self.compiles_ahead and arguments.has_epochs:
                 self._preparation.compile_ahead(stream, first, plan.unpack)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from tnt_jax.adapters.base import CallError
+from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import collectives, runtime
@@ -126,7 +127,12 @@ class Preparation:
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
     def trace_rows(
-        self, first: HostBatch, weighting: Weighting | None = None, *, train: bool
+        self,
+        first: HostBatch,
+        weighting: Weighting | None = None,
+        *,
+        train: bool,
+        source: Source | None = None,
     ) -> None:
         """Chooses the step by whether rows depend on one another, if the program says so.
 
@@ -144,6 +150,7 @@ class Preparation:
         dependence, is_known = traced_dependence(
             core.trainer, to_batch(first, weighting), functions.per_row(core.adapter),
             train=train, sizes=functions.has_own_losses,
+            last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
         )  # fmt: skip
         compilation.traced_rows.add(train)
         if is_known:
@@ -262,6 +269,16 @@ class Preparation:
         )  # fmt: skip
         compilation.functions = functions
         runtime.log_start_phase("weights made")
+
+
+def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
+    """Returns the rows of a rank in the last batch, if it is known and they are fewer; else 0."""
+    if source is None or source.num_examples is None or source.num_batches is None:
+        return 0
+    rest = source.num_examples - (source.num_batches - 1) * batch_rows
+    is_smaller = num_ranks > 1 and 0 < rest < batch_rows
+    last_rows, rows = (micro_batch_size(x, num_ranks) for x in (rest, batch_rows))
+    return last_rows if is_smaller and last_rows < rows else 0
 
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:

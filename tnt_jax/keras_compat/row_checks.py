@@ -8,7 +8,6 @@ both must have equal results (`dependence_of_rows`).
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters import batch_norm_off
 from tnt_jax.adapters.base import Adapter
-from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.distributed.random_rows import DrawError, row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
@@ -41,7 +40,13 @@ _SIZE_TOLERANCE = 1e-2
 
 
 def traced_dependence(
-    trainer: Trainer, batch: Batch, per_row: PerRow, *, train: bool, sizes: bool = False
+    trainer: Trainer,
+    batch: Batch,
+    per_row: PerRow,
+    *,
+    train: bool,
+    sizes: bool = False,
+    last_rows: int = 0,
 ) -> tuple[str | None, bool]:
     """Returns how values of a row depend on other rows, and whether that is known.
 
@@ -55,6 +60,8 @@ def traced_dependence(
         per_row: The function to examine; see `PerRow`.
         train: Whether to do so as in training; otherwise as in evaluation.
         sizes: Whether values may depend on the number of rows, which a trace never tells.
+        last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
+            must be told apart, too.
     """
     state, ranks = trainer.described(), trainer.rank_slice
     variables = jax.tree.map(
@@ -71,7 +78,14 @@ def traced_dependence(
         )
         return _traced(trainer, per_row, variables, rows, train=train), num_rows
 
-    traced, num_rows = _for_some_rows(trace, [min(_NUM_ROWS, per_rank * ranks.num_ranks), per_rank])
+    # With one row, its position would not matter.
+    several = max(per_rank, 2)
+    try:
+        traced, num_rows = _for_some_rows(trace, [several, per_rank])
+        for rows in {per_rank, last_rows} - {0, several}:
+            _for_some_rows(trace, [rows, several])
+    except DrawError as error:
+        return str(error).partition(". ")[0], True
     if _jax.communicates(traced):
         return None, True
     holds_rows = [False] * len(jax.tree.leaves(variables)) + [True] * len(jax.tree.leaves(batch))
@@ -133,8 +147,12 @@ def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
     if num_rows[0] != num_rows[-1]:
         # The model may be written for one number of rows, that of a rank; any other error recurs
         # below.
-        with suppress(TypeError, ValueError):
+        try:
             return make(num_rows[0])
+        except DrawError:
+            raise
+        except (TypeError, ValueError):
+            pass
     return make(num_rows[-1])
 
 
@@ -144,12 +162,11 @@ def _traced(trainer: Trainer, per_row: PerRow, variables: Any, batch: Batch, *, 
     It is for one device of this process.
     """
     mesh = trainer.runtime.mesh
-    num_rows = num_local_rows(batch)
 
     def run(
         params: Any, model_state: Any, words: Any, batch: Batch, first_row: Any
     ) -> dict[str, Any]:
-        key = row_key(step_key(words, 0), first_row, num_rows) if train else None
+        key = row_key(step_key(words, 0), first_row)
         with batch_norm_off():
             return per_row(params, model_state, batch, key, train)
 

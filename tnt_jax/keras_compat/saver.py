@@ -17,6 +17,7 @@ import numpy as np
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives, runtime
 from tnt_jax.distributed.stall import called
+from tnt_jax.files import replacing
 from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
@@ -30,7 +31,6 @@ from tnt_jax.keras_compat.weight_files import (
     SAFETENSORS_ENDING,
     read_h5,
     read_safetensors,
-    replacing,
     write_h5,
     write_safetensors,
 )

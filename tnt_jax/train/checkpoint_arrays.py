@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tnt_jax.files import read_regular
+
 # The names are Orbax's.
 _DESCRIPTION = "_METADATA"
 _OF_PROCESS = "ocdbt.process_"
@@ -264,7 +266,7 @@ def _opened(folder: Path) -> dict[str, Any]:
 def _described(folder: Path) -> Iterator[str]:
     """Yields the paths of the arrays that the description of a folder names."""
     try:
-        entries = json.loads((folder / _DESCRIPTION).read_bytes())["tree_metadata"]
+        entries = json.loads(read_regular(folder / _DESCRIPTION))["tree_metadata"]
         for entry in entries.values():
             if not entry["value_metadata"]["skip_deserialize"]:
                 yield "/".join(key["key"] for key in entry["key_metadata"])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.files import read_regular
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_checksums import FOLDER, has_checksums
 
@@ -127,7 +128,7 @@ def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:
 def read_mark(path: Path) -> dict[str, Any]:
     """Returns tnt_jax's marker of a checkpoint; nothing if it has none that can be read."""
     try:
-        noted = json.loads((path / METADATA).read_bytes())
+        noted = json.loads(read_regular(path / METADATA))
     except (OSError, ValueError, RecursionError):
         return {}
     custom = noted.get("custom_metadata") if isinstance(noted, dict) else None

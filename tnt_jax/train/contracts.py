@@ -91,7 +91,7 @@ class Parts(Protocol):
     ) -> Measured:
         """Returns loss and metrics of one rank's rows; inside `shard_map`.
 
-        Outside training `key` is None or a fixed key.
+        `key` is that of the step, or of the place of the rows in the data that is evaluated.
         """
         ...
 
@@ -167,7 +167,7 @@ class FusedSteps(Protocol):
         ...
 
     def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_rows) -> outputs`."""
         ...
 
 
@@ -247,9 +247,10 @@ class Steps(Protocol):
         ...
 
     def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`.
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`.
 
-        The outputs `[rows, ...]` are sharded by row.
+        `first_row` is the number of rows of the data before these, uint32. The outputs
+        `[rows, ...]` are sharded by row.
         """
         ...
 

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from tnt_jax import _jax
-from tnt_jax.distributed.random_rows import draws_by_row
+from tnt_jax.distributed.random_rows import row_dim_of
 
 _MARK = "tnt_jax values of rows"
 
@@ -131,10 +131,10 @@ def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[
     called = _jax.called_program(equation) or equation.params.get("jaxpr")
     if called is not None and name in (*_jax.CALLS, "shard_map", "remat2"):
         return _of_program(getattr(called, "jaxpr", called), found, batch)
-    if name == "random_bits":
-        draws_rows = equation.params["shape"][:1] == (batch.num_rows,)
-        is_by_row = draws_rows and draws_by_row(equation.invars[0].aval.dtype)
-        return [Rows(0) if is_by_row else _spread(equation, found)]
+    if name in ("random_bits", "random_split") and isinstance(found[0], Free):
+        drawn = name, equation.params["shape"]
+        rows = row_dim_of(equation.invars[0].aval.dtype, drawn)
+        return [_spread(equation, found) if rows is None else Rows(*rows)]
     if _jax.is_collective(equation) and not all(isinstance(x, Free) for x in found):
         return [Exchanged()] * len(equation.outvars)
     if any(isinstance(x, (Exchanged, Mixed, Unknown)) for x in found):
@@ -484,4 +484,8 @@ _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     "stack": _stacked,
     "bitcast_convert_type": _cast,
     "iota": _counted,
+    # The dimensions of an array of keys are the first ones of what they draw.
+    **dict.fromkeys(
+        ("random_bits", "random_split", "random_fold_in", "random_unwrap"), _elementwise
+    ),
 }

@@ -19,7 +19,7 @@ from tnt_jax.distributed.averages import StateAverage
 from tnt_jax.distributed.backward_order import trace_grads
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.distributed.gradients import Summed, sum_gradients
-from tnt_jax.distributed.random_rows import batch_key
+from tnt_jax.distributed.random_rows import batch_key, evaluation_key
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
@@ -296,7 +296,8 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
     """Returns one rank's step `(params, model_state, sums, batch) -> sums`, for `shard_map`."""
 
     def step(params: Any, model_state: Any, sums: Any, batch: Batch) -> Any:
-        measured = parts.measure(params, model_state, batch, key=None, train=False)
+        key = evaluation_key(sums["loss"][1], num_local_rows(batch))
+        measured = parts.measure(params, model_state, batch, key=key, train=False)
         losses = [divide(term) for term in measured.terms]
         local_loss = sum(losses, start=measured.penalty / _jax.num_ranks(mesh))
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
@@ -307,21 +308,22 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
 
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
-    """Returns the jitted function `(params, model_state, inputs) -> outputs`.
+    """Returns the jitted function `(params, model_state, inputs, first_row) -> outputs`.
 
-    The outputs `[rows, ...]` are sharded by row.
+    `first_row` counts the rows of the data before; the outputs `[rows, ...]` are sharded by row.
     """
-    specs = (_REPLICATED, _REPLICATED, _BY_ROW)
+    specs = (_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED)
     step = prediction(apply)
     return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
 
 
 def prediction(apply: Apply) -> Callable:
-    """Returns one rank's step `(params, model_state, inputs) -> outputs`, for `shard_map`."""
+    """Returns a rank's `(params, model_state, inputs, first_row) -> outputs`, for `shard_map`."""
 
-    def step(params: Any, model_state: Any, inputs: Any) -> Any:
+    def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
+        key = evaluation_key(first_row, jax.tree.leaves(inputs)[0].shape[0])
         return _jax.make_varying(
-            apply(params, model_state, inputs, key=None, train=False, mask=None).outputs
+            apply(params, model_state, inputs, key=key, train=False, mask=None).outputs
         )
 
     return step

@@ -45,7 +45,7 @@ class Trainer:
         rank_slice: The part of the data axis, in ranks or virtual ranks, that this process feeds.
         put: From this process's rows to arrays on the devices, sharded by row over all ranks.
         put_stacked: The same for several batches `[batches, rows, ...]`.
-        predict_step: The compiled forward pass `(params, model_state, inputs) -> outputs`.
+        predict_step: The compiled forward pass; see `Steps.predict`.
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
     """
 
@@ -343,20 +343,22 @@ class Trainer:
 
         They are those of the real rows in order, shard after shard.
         """
-        state, rows, index = self._built(), execution.RowsInOrder(), 0
+        state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
         for group in map(self._taken, batches):
             hooks.on_batch_begin(index)
+            arrays = (state.params, state.model_state, group.batch.inputs)
             if group.num_steps == 1:
-                outputs = self.predict_step(state.params, state.model_state, group.batch.inputs)
+                outputs = self.predict_step(*arrays, np.uint32(first_row))
                 outputs = jax.tree.map(lambda x: self._fetch(x)[None], outputs)
             else:
                 assert self._predict_steps is not None, (
                     "Steps that run one by one get one batch each."
                 )
-                outputs = self._predict_steps(state.params, state.model_state, group.batch.inputs)
+                each = np.arange(group.num_steps) * (group.num_rows // group.num_steps)
+                outputs = self._predict_steps(*arrays, (first_row + each).astype(np.uint32))
                 outputs = jax.tree.map(self._fetch, outputs)
             rows.add(outputs, group)
-            index += group.num_steps
+            index, first_row = index + group.num_steps, first_row + group.num_rows
             hooks.on_batch_end(index - 1, None, group.num_rows)
         return rows.joined()
 
