@@ -145,7 +145,9 @@ class Program:
             num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
 
             def results(key: jax.Array, batch: Batch) -> Any:
-                return jax.tree.leaves(self._run(state, number, batch, key)[1:])
+                # A step may change NNX modules, those of its own trace alone.
+                own = jax.tree.map(lambda x: x, state)
+                return jax.tree.leaves(self._run(own, number, batch, key)[1:])
 
             key = key_for(results, batch_key(words, number, num_rows), batch, self.draws)
         return self._run(state, number, batch, key)
