@@ -1,5 +1,6 @@
 """`model.optimizer`: the attributes of the running optimizer that callbacks may read and set."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,21 @@ class OptimizerView:
         self._trainer.state = replace(
             state, opt_state=write_learning_rate(state.opt_state, float(value))
         )
+
+    @property
+    def inner_optimizer(self) -> "OptimizerView":
+        """The optimizer inside a `LossScaleOptimizer`.
+
+        Raises:
+            AttributeError: If the optimizer is another one.
+        """
+        return OptimizerView(self._optimizer.inner_optimizer, self._trainer, self._start)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def __class__(self) -> type:
+        """Keras's base class if Keras is imported, as its TensorBoard asks for it."""
+        keras = sys.modules.get("keras")
+        return OptimizerView if keras is None else keras.optimizers.Optimizer
 
     @property
     def iterations(self) -> int:
