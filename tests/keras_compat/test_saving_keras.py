@@ -64,6 +64,44 @@ def test_weights_go_to_a_fresh_model_of_either_kind(trained, tmp_path):
     np.testing.assert_array_equal(wrapped.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+def make_other_head():
+    keras.utils.set_random_seed(4)
+    return keras.Sequential(
+        [keras.Input((5,)), *make_keras_model().layers[:2], keras.layers.Dense(7)]
+    )
+
+
+@pytest.mark.parametrize("name", ["model.weights.h5", "model.keras", "model.h5"])
+def test_skip_mismatch_keeps_what_keras_keeps(trained, tmp_path, name):
+    model, *_ = trained
+    (model.save_weights if name.endswith("weights.h5") else model.save)(tmp_path / name)
+    plain, wrapped = make_other_head(), tnt.Model(make_other_head())
+    wrapped.compile("sgd", loss="mse")
+    wrapped.build((None, 5))
+    changed = [weight + 1 for weight in plain.get_weights()]
+    for one in (plain, wrapped):
+        one.set_weights(changed)
+        with pytest.raises(ValueError, match=r"could not be loaded|mismatch|shape|axes"):
+            one.load_weights(tmp_path / name)
+        one.set_weights(changed)
+        with pytest.warns(UserWarning, match=r"could not be loaded|Skipping loading"):
+            one.load_weights(tmp_path / name, skip_mismatch=True)
+    for a, b, before in zip(wrapped.get_weights(), plain.get_weights(), changed, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.shape[-1] == 7) == np.array_equal(a, before)
+
+
+def test_sharded_weights_of_keras_are_loaded(trained, tmp_path):
+    model, inner, x, _ = trained
+    keras.saving.save_weights(inner, tmp_path / "a.weights.json", max_shard_size=3e-7)
+    assert len(list(tmp_path.glob("a_*.weights.h5"))) > 1
+    fresh = tnt.Model(make_keras_model())
+    fresh.compile("sgd", loss="mse")
+    fresh.build((None, 5))
+    fresh.load_weights(tmp_path / "a.weights.json")
+    np.testing.assert_array_equal(fresh.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
 def test_loading_the_file_gives_a_model_that_trains_on(trained, tmp_path):
     model, _, x, y = trained
     model.save(tmp_path / "model.keras")

@@ -103,7 +103,7 @@ class Saver:
         self._save(filepath, overwrite, all_devices=tnt_save_all_devices, notes={})
 
     @called("Model.load_weights")
-    def load_weights(self, filepath: PathLike) -> None:
+    def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
         """Loads variables that `save` or `save_weights` wrote; every process must call it.
 
         If the model is compiled and the file holds the state of an optimizer of the same kind, this
@@ -111,7 +111,10 @@ class Saver:
         as if it had never been interrupted.
 
         Args:
-            filepath: File or directory.
+            filepath: File or directory; for a Keras model also the `.weights.json` of weights that
+                Keras saved with `max_shard_size`.
+            skip_mismatch: Whether leaves that are missing or have another shape or dtype keep their
+                values, with a warning that names them. In a Keras model, whole layers do.
 
         Raises:
             FileNotFoundError: If a process does not see the path.
@@ -129,11 +132,17 @@ class Saver:
             and path.is_file()
             and path.suffix != SAFETENSORS_ENDING
         ):
-            self._state.set_weights(keras_files.read_weights(self._core.module, path))
+            if skip_mismatch:
+                self._core.write_back()
+            self._state.set_weights(
+                keras_files.read_weights(self._core.module, path, skip_mismatch=skip_mismatch)
+            )
             arrays = keras_files.read_extra(path)
         else:
             arrays = self._read(path)
-            self._state.replace_variables(only(arrays, "params", "model_state"))
+            self._state.replace_variables(
+                only(arrays, "params", "model_state"), skip_mismatch=skip_mismatch
+            )
         self._state.replace_optimizer_state(arrays)
 
     def get_config(self) -> dict[str, Any]:
