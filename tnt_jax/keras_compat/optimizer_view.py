@@ -159,7 +159,7 @@ class OptimizerView:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the optimizer, with its current learning rate."""
-        config = self._given().get_config()
+        config = self.given.get_config()
         return (
             config
             if callable(self._optimizer.learning_rate)
@@ -175,10 +175,11 @@ class OptimizerView:
                 if name == "learning_rate"
                 else f"{type(self).__name__} has no attribute {name!r}."
             )
-        return getattr(self._given(), name)
+        return getattr(self.given, name)
 
-    def _given(self) -> Any:
-        """Returns the optimizer passed to `compile`, which may be a Keras object."""
+    @property
+    def given(self) -> Any:
+        """The optimizer passed to `compile`, which may be a Keras object."""
         return getattr(self._optimizer, "keras_optimizer", self._optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives, runtime
 from tnt_jax.distributed.stall import called
-from tnt_jax.keras_compat import keras_files
+from tnt_jax.keras_compat import keras_descriptions, keras_files
 from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
 from tnt_jax.keras_compat.core import Core
@@ -223,7 +223,11 @@ class Saver:
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )
                 keras_files.write(
-                    self._core.module, temporary, only(arrays, "opt_state", "step"), notes
+                    self._core.module,
+                    temporary,
+                    only(arrays, "opt_state", "step"),
+                    notes,
+                    self._compile_config(),
                 )
             elif path.name.endswith(H5_ENDING):
                 write_h5(temporary, arrays)
@@ -244,6 +248,13 @@ class Saver:
             }
             return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
         return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
+
+    def _compile_config(self) -> dict[str, Any] | None:
+        """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
+        compilation, optimizer = self._core.compilation, self._state.optimizer
+        if compilation is None or optimizer is None or compilation.has_objective:
+            return None
+        return keras_descriptions.describe_compile(optimizer, compilation.given)
 
     def _description(self) -> dict[str, Any]:
         """Returns what is needed to recreate and compile the model.
