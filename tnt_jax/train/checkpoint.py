@@ -196,7 +196,7 @@ class Checkpoints:
             before: Look among those of smaller numbers only.
         """
         self.wait()
-        numbers = [n for n in self._numbers()[0] if before is None or n < before]
+        numbers = [n for n in self._on_all(self._complete())[0] if before is None or n < before]
         return max(numbers, default=None)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -240,8 +240,8 @@ class Checkpoints:
         """Returns the newest checkpoint that every process can read.
 
         It is read in full on every process, or as far as the process needs it. All processes
-        return the same one. A newer one that is damaged is named in a warning. Returns None if
-        there are no checkpoints.
+        return the same one. A newer one that is damaged, or of which only the folder is left, is
+        named in a warning. Returns None if there are no checkpoints, and no folders of any.
 
         Args:
             before: Look among those of smaller numbers only.
@@ -253,7 +253,8 @@ class Checkpoints:
         """
         self.wait()
         problems: list[str] = []
-        numbers = {n for seen in self._numbers() for n in seen if before is None or n < before}
+        found = self._on_all([*self._complete(), *self._folders.remains(self.directory)])
+        numbers = {n for seen in found for n in seen if before is None or n < before}
         for number in sorted(numbers, reverse=True):
             saved, problem = self._read_on_all(number, like)
             if saved is not None:
@@ -267,7 +268,7 @@ class Checkpoints:
         if problems:
             raise DamagedCheckpointError(
                 f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. "
-                "Restore the directory, or remove it to start anew."
+                "Restore the files, or remove the directory to start over."
             )
         return None
 
@@ -358,9 +359,12 @@ class Checkpoints:
                 outcome.problem,
             )
 
-    def _numbers(self) -> list[list[int]]:
-        """Returns the numbers of the complete checkpoints that each process sees."""
-        seen = [number for number, _ in self._folders.complete(self.directory)]
+    def _complete(self) -> list[tuple[int, Path]]:
+        return self._folders.complete(self.directory)
+
+    def _on_all(self, folders: list[tuple[int, Path]]) -> list[list[int]]:
+        """Returns the numbers of the folders that each process sees."""
+        seen = [number for number, _ in folders]
         return [seen] if self._alone else collectives.agree("Checkpoints.read", {}, note=seen)
 
     def _missing(self) -> FileNotFoundError:
