@@ -32,7 +32,7 @@ from tnt_jax.distributed import collectives
 from tnt_jax.distributed.runtime import barrier, is_master_rank
 from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint_arrays import read_shapes, spread_regions
+from tnt_jax.train.checkpoint_arrays import check_savable, read_shapes, spread_regions
 from tnt_jax.train.checkpoint_files import Content, DamagedCheckpointError, read_checkpoint
 from tnt_jax.train.checkpoint_folders import OwnFolders
 from tnt_jax.train.checkpoint_writer import Outcome, Writer, close_writer, writer_of
@@ -168,12 +168,16 @@ class Checkpoints:
         """
         self.wait()
         try:
+            TypeError: On all processes, if an array has a dtype that cannot be stored.
+            ValueError: On all processes, if two arrays have the same name.
             number = self._writer.begin(int(state.step) if step is None else step)
+        trees = {"state": state_arrays(state), "extra": dict(extra or {})}
+        for arrays in trees.values():
+            check_savable(arrays)
         except OSError as error:
             self._report(Outcome("failed", str(error)))
             return None
         position_note = None if position is None else [position.epoch, position.batch]
-        trees = {"state": state_arrays(state), "extra": dict(extra or {})}
         if self._alone:
             trees["state"] = without_accumulated(trees["state"])
         content = Content.of(
