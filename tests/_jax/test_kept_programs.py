@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 from jax._src.compilation_cache import compress_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
@@ -187,7 +188,6 @@ def test_programs_run_although_their_folder_cannot_be_used(use_folder, tmp_path,
         {"jax_persistent_cache_min_compile_time_secs": 1000},
         {"jax_persistent_cache_min_entry_size_bytes": 10**9},
         {"jax_enable_compilation_cache": False},
-        {"jax_share_binary_between_hosts": True},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -209,11 +209,18 @@ def test_the_least_recently_used_programs_make_room(use_folder, counts, tmp_path
     assert not kept.exists()
 
 
-def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):
-    use_folder(tmp_path)
-    tnt.shutdown()
+def test_processes_that_share_what_one_compiles_are_left_to_jax(use_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_programs, "_key_of", None)
+    use_folder(tmp_path, jax_share_binary_between_hosts=True)
     run(2)
-    assert list(tmp_path.glob("jit_call-*-cache")) == []
+
+
+def test_jax_has_its_compiler_back_after_the_job(use_folder, tmp_path):
+    before = compiler.compile_or_get_cached
+    use_folder(tmp_path)
+    assert compiler.compile_or_get_cached is not before
+    tnt.shutdown()
+    assert compiler.compile_or_get_cached is before
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0, 1), (0.1, 1), (1, 0)])

@@ -40,7 +40,7 @@ _PARAMETERS = (
     "executable_devices", "pgle_profiler",
 )  # fmt: skip
 _PARTS_OF_KEYS = (
-    "_hash_computation", "_hash_serialized_compile_options", "_hash_platform", "_hash_xla_flags",
+    "_hash_computation", "_hash_serialized_compile_options", "_hash_xla_flags",
     "get_flag_prefixes", "custom_hook",
 )  # fmt: skip
 # Programs that are compiled in less time are not worth waiting for.
@@ -139,13 +139,15 @@ def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str
     It is none of JAX's, which would load a program without the functions that it calls.
     """
     found = hashlib.sha256()
-    cache_key._hash_computation(found, computation, cache_key.IgnoreCallbacks.NO)
+    # Differs by version: False in JAX 0.12, in 0.10 a value of an enumeration.
+    choices = getattr(cache_key, "IgnoreCallbacks", None)
+    cache_key._hash_computation(found, computation, choices.NO if choices else False)
     cache_key._hash_serialized_compile_options(found, compile_options, strip_device_assignment=True)
-    cache_key._hash_platform(found, backend)
     cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
     # The compression depends on what is installed.
     compression = compilation_cache.compress_executable(b"").hex()
-    found.update(f"{version_str} {compression} {processor} {cache_key.custom_hook()}".encode())
+    others = (backend.platform, backend.platform_version, compression, processor)
+    found.update(repr((version_str, *others, cache_key.custom_hook())).encode())
     name = str(computation.operation.attributes["sym_name"]).strip('"')
     return f"{name}-{found.hexdigest()}"
 

@@ -113,6 +113,16 @@ def called_program(equation: Any) -> Any:
     return programs[0] if len(programs) == 1 else None
 
 
+def loop_sizes(equation: Any) -> tuple[int, int]:
+    """Returns how many constants and how many carried values a `jax.lax.scan` equation has."""
+    # Differs by version: JAX 0.12 groups the operands in a tree, JAX 0.10 states the two numbers.
+    params = equation.params
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()
+    return len(consts), len(carried)
+
+
 def function_of(jaxpr: Any) -> str | None:
     """Returns name and place of the function that was traced to a program, if it is known."""
     # Private. Checked with JAX 0.10.2. Nothing public tells functions with equal programs apart.
