@@ -124,13 +124,16 @@ class Checkpoints:
 
         Raises:
             LockedError: On all processes, if another job writes to the directory.
-            OSError: On all processes, if the directory cannot be written to and `on_save_error` is
-                `"raise"`.
+            OSError: On all processes, if the directory cannot be written to, whatever
+                `on_save_error` is.
         """
         try:
             self._writer.lock()
         except OSError as error:
-            self._report(Outcome("failed", str(error)))
+            raise OSError(
+                f"Checkpoints cannot be written to {self.directory}: {error}. Choose another "
+                "directory, or give this one space and permissions."
+            ) from error
 
     @in_phase("save", spent="saving")
     def save(
@@ -165,15 +168,15 @@ class Checkpoints:
             LockedError: On all processes, if another job writes to the directory.
             OSError: On all processes, if this or the previous checkpoint could not be written and
                 `on_save_error` is `"raise"`.
-        """
-        self.wait()
-        try:
             TypeError: On all processes, if an array has a dtype that cannot be stored.
             ValueError: On all processes, if two arrays have the same name.
-            number = self._writer.begin(int(state.step) if step is None else step)
+        """
         trees = {"state": state_arrays(state), "extra": dict(extra or {})}
         for arrays in trees.values():
             check_savable(arrays)
+        self.wait()
+        try:
+            number = self._writer.begin(int(state.step) if step is None else step)
         except OSError as error:
             self._report(Outcome("failed", str(error)))
             return None

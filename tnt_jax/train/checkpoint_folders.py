@@ -7,6 +7,7 @@ link, and its metadata hold tnt_jax's marker or its checksums are there.
 import json
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 1
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TMP = ".orbax-checkpoint-tmp"
 _UNFINISHED = rf"{re.escape(_TMP)}.*"
+# So much is written to see whether a disk is full.
+_BLOCK_BYTES = 4096
 # What a folder may contain while it is written.
 _PARTS = (METADATA, "state", "extra", "about", FOLDER)
 
@@ -101,6 +104,22 @@ class OwnFolders:
         return [
             (int(match[1]), path) for path in entries if (match := pattern.fullmatch(path.name))
         ]
+
+
+def problem_of_folder(folder: Path) -> OSError | None:
+    """Returns why nothing can be written to a folder that may not exist yet; None if it can."""
+    place = folder.absolute()
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(_BLOCK_BYTES))
+    except OSError as error:
+        return OSError(
+            f"Nothing can be saved in {folder}: {place}: {error.strerror}. Choose another path, or "
+            "give this one space and permissions."
+        )
+    return None
 
 
 def is_ours(path: Path) -> bool:
