@@ -33,7 +33,7 @@ from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.preempted import ending_on_request, save_and_exit
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.keras_compat.resume import Resumption, Start
 from tnt_jax.keras_compat.start_check import compare_sources, compare_starts
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
@@ -136,6 +136,7 @@ class FitLoop:
         """Carries out the plan; returns the history, which one of the callbacks keeps."""
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
+        self._resumption.describe_run(plan, callbacks.unwrapped)
         plan = replace(plan, validation=self._open_validation(plan))
         if self.compiles_ahead and plan.validation is not None and plan.ever_validates:
             self._preparation.compile_evaluation_ahead(plan.validation)

@@ -28,6 +28,7 @@ class FitArguments:
     validation_freq: int | list[int]
     distribute_validation: bool
     checkpoint_directory: Path | None
+    ignored_changes: tuple[str, ...] = ()
 
     @property
     def has_epochs(self) -> bool:

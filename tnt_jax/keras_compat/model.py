@@ -22,8 +22,12 @@ from tnt_jax.keras_compat.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resume_argument import choose_directory, with_backup
-from tnt_jax.keras_compat.resumption import Resumption
+from tnt_jax.keras_compat.resume import (
+    Resumption,
+    check_changes,
+    choose_directory,
+    with_backup,
+)
 from tnt_jax.keras_compat.saver import Saver
 from tnt_jax.keras_compat.single_batches import SingleBatches
 from tnt_jax.keras_compat.state_variable import StateVariable
@@ -195,6 +199,7 @@ class Model:
         validation_freq: int | list[int] = 1,
         *,
         resume: str | os.PathLike[str] | None = None,
+        tnt_ignore_changes: Sequence[str] = (),
         tnt_micro_batch_size: int | None = None,
         tnt_validation_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
@@ -226,6 +231,8 @@ class Model:
             resume: Directory for checkpoints, from which the same script, started again, goes on;
                 `"auto"` for that of `TNT_CHECKPOINT_DIR`, or `checkpoints/SCRIPT`. By default
                 that of `TNT_CHECKPOINT_DIR`, or no checkpoints. See docs/survival.md.
+            tnt_ignore_changes: What may differ from the run that is resumed, such as
+                `["learning_rate"]`; by default, a difference is an error that names it.
             tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
             tnt_validation_micro_batch_size: The same for validation.
             tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
@@ -243,7 +250,7 @@ class Model:
             class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
             validation_steps,
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
-            tnt_distribute_validation_dataset, directory,
+            tnt_distribute_validation_dataset, directory, check_changes(tnt_ignore_changes),
         )  # fmt: skip
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         with self._fit_loop.ending_on_request(calls):

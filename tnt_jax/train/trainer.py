@@ -314,8 +314,13 @@ class Trainer:
             self._compiled.watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
-        """Raises on every process unless all have ended the epoch after `num_steps` steps."""
+        """Raises on every process unless all have ended the epoch after `num_steps` steps.
+
+        It also raises if `on_nan="rollback"` has made no progress.
+        """
         self.steps.end_epoch(num_steps)
+        if (watch := self.programs.watch) is not None:
+            watch.end_epoch(self._built())
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
