@@ -44,6 +44,12 @@ class Compilation:
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
 
+    def forget_data(self) -> None:
+        """Lets the next call check its data and compile its steps anew."""
+        self.functions = self.announced_kind = None
+        self.knows_rows = False
+        self.known_kinds, self.compiled_kinds = set(), set()
+
     @property
     def on_nan(self) -> OnNaN | None:
         """What follows a step that is not finite; None to take it."""

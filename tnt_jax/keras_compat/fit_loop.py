@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.kinds import takes_batch_size
 from tnt_jax.data.lockstep import read_in_lockstep
@@ -208,8 +209,10 @@ class FitLoop:
         for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
             phase_hooks = PhaseHooks(
-                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop
-            )
+                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop,
+                before_step=self._core.read_assigned,
+            )  # fmt: skip
+            check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
             logs = self._train_epoch(plan, epoch, phase_hooks, begin)
             if plan.validates_after(epoch):

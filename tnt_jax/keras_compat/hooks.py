@@ -66,6 +66,7 @@ class PhaseHooks:
         progress: Where callbacks read the progress of the call, and ask it to stop.
         read: Maps the sums of an epoch so far to its logs.
         stop: Decides with all processes whether training ends; None outside of training.
+        before_step: Called after the callbacks, before each step.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PhaseHooks:
         progress: Progress,
         read: Callable[[Any], dict[str, float]],
         stop: SharedStop | None = None,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
@@ -88,11 +90,13 @@ class PhaseHooks:
         self._read = read
         self._has_end = callbacks.has_batch_hook(self._end)
         self._stop = stop
+        self._before_step = before_step
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
         self._here.step = index + 1
         self._callbacks.call_batch(self._begin, index, {})
+        self._before_step()
         self._here.doing = self._program
         self._start_ns, self._first = time.perf_counter_ns(), index
 

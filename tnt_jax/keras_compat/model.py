@@ -15,7 +15,7 @@ from tnt_jax.keras_compat.described_models import from_config
 from tnt_jax.keras_compat.evaluation import Evaluator, Predictor, as_returned
 from tnt_jax.keras_compat.fit_plan import FitArguments
 from tnt_jax.keras_compat.hooks import CallbackArguments
-from tnt_jax.keras_compat.inspector import Inspector, Layer
+from tnt_jax.keras_compat.inspector import Inspector
 from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.offered import AttributeOf, method_of
 from tnt_jax.keras_compat.optimizer_view import OptimizerView
@@ -167,8 +167,8 @@ class Model:
                 (docs/keras_models.md).
         """
         self._core.compilation = new_compilation(
-            self.module, run_eagerly=run_eagerly, jit_compile=jit_compile, optimizer=optimizer,
-            loss=loss, loss_weights=loss_weights,
+            self._core.module, run_eagerly=run_eagerly, jit_compile=jit_compile,
+            optimizer=optimizer, loss=loss, loss_weights=loss_weights,
             metrics=metrics, weighted_metrics=weighted_metrics,
             steps_per_execution=steps_per_execution, objective=objective,
             auto_scale_loss=auto_scale_loss, on_nan=on_nan,
@@ -342,7 +342,7 @@ class Model:
 
     # What the parts do, under the same names.
     options = AttributeOf[dict[str, Any]]("_core", Core, "saved_options")
-    module = AttributeOf[Any]("_core", Core)
+    module = AttributeOf[Any]("_core", Core, "current_module")
     write_back = method_of("_core", Core.write_back)
     compiled_kinds = AttributeOf[set[Any]]("_core", Core)
     history = AttributeOf[History | None]("_progress", Progress)
@@ -376,7 +376,8 @@ class Model:
     summary = method_of("_inspector", Inspector.summary)
     count_params = method_of("_inspector", Inspector.count_params)
     variables = AttributeOf[Any]("_inspector", Inspector)
-    layers = AttributeOf[list[Layer]]("_inspector", Inspector)
+    trainable = AttributeOf[bool]("_inspector", Inspector)
+    layers = AttributeOf[list[Any]]("_inspector", Inspector)
     get_layer = method_of("_inspector", Inspector.get_layer)
     weights = AttributeOf[list[StateVariable]]("_inspector", Inspector)
     weights_by_path = method_of("_inspector", Inspector.weights_by_path)
