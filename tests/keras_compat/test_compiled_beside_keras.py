@@ -199,3 +199,158 @@ def test_poisson_of_outputs_near_zero_trains_as_in_keras(use_ranks):
         max(np.abs(ours - theirs).max() for ours, theirs in zip(other, expected, strict=True))
         > 1e-6
     )
+
+
+def two_outputs(structure):
+    """A functional model with the outputs `p` and `q`, in a list or a dict."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    p = keras.layers.Dense(1, name="p", kernel_regularizer="l2")(inputs)
+    q = keras.layers.Dense(2, name="q")(inputs)
+    return keras.Model(inputs, [p, q] if structure == "list" else {"q": q, "p": p})
+
+
+_X, _P, _ = rows(27)  # The last batch has three rows.
+_Q = np.stack([_X[:, 0], _X[:, 1] ** 2], axis=1)
+PARTIAL = {
+    "a loss by name of a list": ("list", {"loss": {"p": "mse", "q": "mae"}}, [_P, _Q]),
+    "targets by name of a list": ("list", {"loss": ["mse", "mae"]}, {"p": _P, "q": _Q}),
+    "factors by name": (
+        "list",
+        {"loss": {"p": "mse", "q": "mae"}, "loss_weights": {"p": 0.2, "q": 3.0}},
+        [_P, _Q],
+    ),
+    "a loss for one of a list, one target": ("list", {"loss": [None, "mse"]}, _Q),
+    "a loss for one of a dict": ("dict", {"loss": {"p": "mse"}}, {"p": _P, "q": _Q}),
+    "a list of losses for an output": (
+        "list",
+        {"loss": ["mse", ["mse", "mae"]], "metrics": {"q": ["mae", "mse"]}},
+        [_P, _Q],
+    ),
+    "a metric for one output": (
+        "dict",
+        {"loss": {"p": "mse", "q": ["mae"]}, "metrics": {"q": "mae"}},
+        {"p": _P, "q": _Q},
+    ),
+    "metrics in a list for each output": (
+        "list",
+        {"loss": "mse", "metrics": [["mae"], ["mse", "mae"]], "weighted_metrics": ["mae", "mse"]},
+        [_P, _Q],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTIAL)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_losses_of_several_outputs_train_as_in_keras(case, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    structure, arguments, targets = PARTIAL[case]
+    histories, models = [], []
+    for wrap in (tnt.Model, lambda module: module):
+        models.append(two_outputs(structure))
+        model = wrap(models[-1])
+        model.compile(keras.optimizers.SGD(0.05), **arguments)
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
+        histories.append(model.fit(_X, targets, **options).history)
+    assert set(histories[0]) == set(histories[1])
+    for name, values in histories[0].items():
+        np.testing.assert_allclose(values, histories[1][name], rtol=2e-5, err_msg=name)
+    for mine, theirs in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"loss": {"output_a": "mse"}}, "loss"),
+        ({"loss": "mse", "metrics": {"output_a": ["mae"]}}, "metrics"),
+        ({"loss": ["mse"], "metrics": {"other": {"nested": "mae"}}}, "metrics"),
+    ],
+)
+def test_a_single_output_is_logged_without_its_name_as_in_keras(asked, named):
+    inputs = keras.Input((3,))
+    module = keras.Model(inputs, keras.layers.Dense(1, name="output_a")(inputs))
+    logs = []
+    for model in (tnt.Model(module), module):
+        model.compile("sgd", **asked)
+        logs.append(model.evaluate(_X, _P, batch_size=8, verbose=0, return_dict=True))
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+class WithAuxiliary(nn.Module):
+    other: str
+
+    @nn.compact
+    def __call__(self, x):
+        p = nn.Dense(1, kernel_init=nn.initializers.constant(0.3))(x)
+        return p, {"none": None, "array": x * 2, "dict": {"features": x, "norm": x**2}}[self.other]
+
+
+@pytest.mark.parametrize("other", ["none", "array", "dict"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_auxiliary_output_needs_no_target(other, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    model, plain = tnt.Model(WithAuxiliary(other)), tnt.Model(Binary())
+    loss = ["mse", *[None] * (2 if other == "dict" else 1)]
+    for fitted, given in ((model, loss), (plain, "mse")):
+        fitted.compile(tnt.optimizers.SGD(0.1), given, metrics=["mae"] if fitted is plain else None)
+        fitted.build((None, 3))
+        fitted.set_weights([np.zeros(1), np.full((3, 1), 0.3)])
+        fitted.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_targets_that_are_missing_or_too_many_are_named():
+    model = tnt.Model(two_outputs("list"))
+    model.compile("sgd", loss={"p": "mse"}, metrics={"q": "mae"})
+    with pytest.raises(ValueError, match="'q' has a loss or a metric, but the data has no target"):
+        model.fit(_X, {"p": _P}, verbose=0)
+    with pytest.raises(
+        ValueError, match=r"2 output\(s\) \(p, q\), of which 2 have a loss or metri"
+    ):
+        model.fit(_X, [_P, _Q, _Q], verbose=0)
+    model.compile("sgd", loss={"z": "mse"})
+    with pytest.raises(ValueError, match=r"loss names the output\(s\) \['z'\]"):
+        model.fit(_X, [_P, _Q], verbose=0)
+
+
+class Penalised(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("y", [None, _P])
+def test_added_losses_alone_train_as_in_keras(num_ranks, y, use_ranks):
+    use_ranks(num_ranks)
+    modules, losses = [], []
+    for wrap in (tnt.Model, lambda module: module):
+        keras.utils.set_random_seed(1)
+        modules.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Penalised()]))
+        model = wrap(modules[-1])
+        model.compile(keras.optimizers.SGD(0.1))
+        fitted = model.fit(_X[:24], y if y is None else y[:24], batch_size=8, epochs=2, verbose=0,
+                           shuffle=False)  # fmt: skip
+        losses.append(fitted.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for mine, theirs in zip(*(module.get_weights() for module in modules), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_metrics_of_the_model_have_the_results_of_the_last_call():
+    model = tnt.Model(Binary())
+    metrics = [
+        "mae",
+        tnt.metrics.BinaryAccuracy(threshold=0.0),
+        keras.metrics.AUC(from_logits=True),
+    ]
+    model.compile("sgd", tnt.losses.BinaryCrossentropy(from_logits=True), metrics=metrics)
+    x, y, _ = rows()
+    history = model.fit(x, y, epochs=2, verbose=0).history
+    for metric in model.metrics:
+        assert float(metric.result()) == pytest.approx(history[metric.name][-1], rel=1e-6)
+    logs = model.evaluate(x, y, verbose=0, return_dict=True)
+    for metric in model.metrics:
+        assert float(metric.result()) == pytest.approx(logs[metric.name], rel=1e-6)

@@ -269,16 +269,17 @@ class Inspector:
     def metrics_by_log(self) -> dict[str, Any]:
         """The metrics by the names of their logs; empty before data is known.
 
-        Metrics of Keras layers are included.
+        Their results are those of the last epoch or call. Metrics of Keras layers are included.
         """
         functions = self._core.functions
-        specs = functions.specs if isinstance(functions, Compiled) else ()
-        held = {} if functions is None else self._core.adapter.held_metrics()
-        return {
-            spec.prefix + metric.name: metric
-            for spec in specs
-            for metric in spec.metrics + spec.weighted_metrics
-        } | held
+        if functions is None:
+            return {}
+        found = functions.metrics_by_log() if isinstance(functions, Compiled) else {}
+        if (sums := self._progress.epoch_sums) is not None:
+            for metric, sums_of in found.values():
+                metric.show_sums(sums_of(sums))
+        metrics = {name: metric for name, (metric, _) in found.items()}
+        return metrics | self._core.adapter.held_metrics()
 
     @property
     def metrics(self) -> list[Any]:
