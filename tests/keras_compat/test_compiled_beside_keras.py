@@ -5,12 +5,15 @@ with a state, steep losses.
 import logging
 
 import flax.linen as nn
+import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.log import logger
 
 
 class Binary(nn.Module):
@@ -354,3 +357,158 @@ def test_metrics_of_the_model_have_the_results_of_the_last_call():
     logs = model.evaluate(x, y, verbose=0, return_dict=True)
     for metric in model.metrics:
         assert float(metric.result()) == pytest.approx(logs[metric.name], rel=1e-6)
+
+
+def two_inputs():
+    inputs = [keras.Input((3,)), keras.Input((2,))]
+    keras.utils.set_random_seed(2)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(inputs)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_single_batches_of_two_inputs_are_inputs(num_ranks, is_compiled, use_ranks):
+    use_ranks(num_ranks)
+    module = two_inputs()
+    model, inputs = tnt.Model(module), [_X, _Q]
+    expected = np.asarray(module(inputs))
+    if is_compiled:
+        model.compile("sgd", "mse")
+    for found in (model.predict_on_batch(inputs), model(inputs), model.predict(inputs, verbose=0)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch, self.calls = batch, []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(batch)
+        self.model.stop_evaluating = batch == self.batch
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls.append(batch)
+        self.model.stop_predicting = batch == self.batch
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_callback_stops_evaluation_and_prediction_as_in_keras(num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    module = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    results = []
+    for model in (tnt.Model(module), module):
+        model.compile("sgd", "mse")
+        stop, shown = StopAfter(1), {"batch_size": 8, "verbose": 0}
+        loss = model.evaluate(_X, _P, callbacks=[stop], **shown)
+        outputs = model.predict(_X, callbacks=[stop], **shown)
+        assert stop.calls == [0, 1, 0, 1]
+        results.append((loss, outputs))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert results[0][1].shape == (16, 1)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-5)
+
+
+def test_the_bar_of_keras_shows_an_evaluation(capsys):
+    model = tnt.Model(Binary())
+    model.compile("sgd", "mse")
+    model.evaluate(_X, _P, callbacks=[keras.callbacks.ProgbarLogger()], verbose=1)
+    model.predict(_X, callbacks=[keras.callbacks.ProgbarLogger()], verbose=1)
+    assert "1/1" in capsys.readouterr().out
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_subclassed_model_that_was_called_has_variables():
+    module = Subclassed()
+    module(_X[:1])
+    model = tnt.Model(module)
+    assert model.count_params() == 4
+    assert len(model.trainable_weights) == 2
+    model.set_weights([np.ones((3, 1)), np.zeros(1)])
+    np.testing.assert_array_equal(module.get_weights()[0], np.ones((3, 1)))
+    losses = []
+    for trained in (model, module):
+        module.set_weights([np.ones((3, 1)), np.zeros(1)])
+        trained.compile(keras.optimizers.SGD(0.1), "mse")
+        fitted = trained.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        losses.append(fitted.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["scipy", "jax", "tensorflow"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_sparse_batches_train_as_dense_ones(kind, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+
+    def sparse(rows):
+        if kind == "scipy":
+            return pytest.importorskip("scipy.sparse").coo_matrix(rows)
+        if kind == "jax":
+            return jax.experimental.sparse.BCOO.fromdense(rows)
+        return pytest.importorskip("tensorflow").sparse.from_dense(rows)
+
+    thin = np.where(np.abs(_X) > 0.5, _X, 0).astype(np.float32)
+    losses = []
+    for make in (sparse, np.asarray):
+        batches = [(make(thin[start : start + 8]), _P[start : start + 8]) for start in (0, 8, 16)]
+        model = tnt.Model(Binary())
+        model.compile(tnt.optimizers.SGD(0.1), "mse")
+        losses.append(model.fit(batches, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_array_equal(*losses)
+    with pytest.raises(ValueError, match="one sparse array"):
+        model.fit(sparse(thin), _P, verbose=0)
+
+
+def test_a_generator_that_ends_early_ends_training_with_a_warning(monkeypatch):
+    def batches():
+        yield from [(_X[:8], _P[:8]), (_X[8:16], _P[8:16])]
+
+    texts = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: texts.append(text % args))
+    model = tnt.Model(Binary())
+    model.compile("sgd", "mse")
+    assert len(model.fit(batches(), epochs=3, verbose=0).history["loss"]) == 1
+    assert any("ended after 1 of 3 epochs" in text and "steps_per_epoch" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": "3"}, "epochs must be a whole number, but is '3'"),
+        ({"x": _X.tolist()}, "x is a list of rows of Python numbers"),
+        ({"x": {"a": _X, "b": None}}, "x\\['b'\\] is None"),
+        ({"class_weight": {2: 1.0, 7: 2.0}}, "class_weight names class 7, but"),
+    ],
+)
+def test_mistakes_in_the_arguments_of_fit_are_named(arguments, message):
+    model = tnt.Model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)]))
+    model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+    given = {"x": _X, "y": _P[:, 0].astype(int), "verbose": 0} | arguments
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.fit(**given)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
+def test_an_overridden_train_step_is_named_without_a_loss_too():
+    inputs = keras.Input((3,))
+    with pytest.raises(ValueError, match="overrides train_step"):
+        tnt.Model(OwnStep(inputs, keras.layers.Dense(1)(inputs))).compile("sgd")
+
+
+def test_what_cannot_be_set_says_so():
+    model = tnt.Model(Binary())
+    for name in ("metrics_names", "metrics", "layers", "module"):
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(model, name, [])

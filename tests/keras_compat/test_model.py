@@ -110,12 +110,6 @@ def test_missing_targets_are_refused():
         make_model().fit(data()[0], verbose=0)
 
 
-def test_an_exhausted_generator_is_refused_with_the_remedy():
-    x, y = data()
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        make_model().fit(((x, y) for _ in range(2)), epochs=2, verbose=0)
-
-
 def test_nan_in_the_inputs_is_reported(caplog):
     x, y = data()
     x[3, 2] = np.nan

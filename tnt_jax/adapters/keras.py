@@ -86,11 +86,14 @@ class KerasAdapter:
     def sample_inputs(self) -> Any:
         """Returns one row for each input if the model knows its inputs.
 
-        It does once it was called, and as a functional or Sequential model with given inputs.
+        It does as a functional or Sequential model with given inputs, and after `attach`. Of
+        another model that was called, there are no inputs but its variables.
         """
         inputs = getattr(self.module, "inputs", None)
         if not self.module.built or not inputs:
-            return self._sample
+            # A model that was called holds its variables; `attach` then needs no inputs yet.
+            is_called = self.module.built and all(layer.built for layer in self._layers())
+            return () if is_called and self._sample is None else self._sample
         given = inputs[0] if len(inputs) == 1 else self.module.input
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
@@ -120,18 +123,22 @@ class KerasAdapter:
                 f"The Keras model {self.name!r} does not know its inputs: call it on a sample, or "
                 "call build(shape_or_sample) of the tnt_jax.Model, before you use its variables."
             )
-        self._sample = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
-        )
+        is_known = bool(jax.tree.leaves(inputs))
+        if is_known:
+            self._sample = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
+            )
         if not all(layer.built for layer in self._layers()):
             self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
         require_trainable(self.module)
         both = (self.module.trainable_variables, self.module.non_trainable_variables)
         self._parts = tuple(paths_of(self.module, variables) for variables in both)
-        self._flags = self._trainable_flags()
+        # Without inputs what the model adds to the loss is unknown: `trains_others` is then true,
+        # so that the first data attaches again.
+        self._flags = self._trainable_flags() if is_known else []
         for metric in self._metrics():
             _require_sums(metric)
-        for train in (True, False):
+        for train in (True, False) if is_known else ():
             self._kinds[train] = self._find_kinds(inputs, train=train)
 
     @with_varying_loops

@@ -65,7 +65,7 @@ class PhaseHooks:
         callbacks: The callbacks.
         progress: Where callbacks read the progress of the call, and ask it to stop.
         read: Maps the sums of an epoch so far to its logs.
-        stop: Decides with all processes whether training ends; None outside of training.
+        stop: Decides with all processes whether the loop ends; None if it does not end early.
         before_step: Called after the callbacks, before each step.
     """
 
@@ -82,6 +82,9 @@ class PhaseHooks:
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
         self._trains = phase == "train"
+        self._flag = {"train": "stop_training", "test": "stop_evaluating"}.get(
+            phase, "stop_predicting"
+        )
         self._timeline = timeline.current()
         self._program = _STEP
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
@@ -101,7 +104,7 @@ class PhaseHooks:
         self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Runs after step `index` was started; returns whether training ends with it."""
+        """Runs after step `index` was started; returns whether the loop ends with it."""
         if self._timeline is not None:
             place = {"epoch": self._here.epoch, "step": index + 1}
             end_ns = time.perf_counter_ns()
@@ -119,7 +122,7 @@ class PhaseHooks:
             self._callbacks.call_batch(
                 self._end, index, {} if sums is None else LazyLogs(lambda: self._logs(sums))
             )
-        return self._stop is not None and self._stop.after_program(self._progress.stop_training)
+        return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
 
     @property
     def is_over(self) -> bool:
