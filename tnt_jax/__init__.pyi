@@ -4,6 +4,7 @@ from . import parameter_server as parameter_server
 from . import search as search
 from .distributed.collectives import all_gather as all_gather
 from .distributed.collectives import all_reduce as all_reduce
+from .distributed.collectives import barrier as barrier
 from .distributed.collectives import broadcast as broadcast
 from .distributed.goodput import goodput as goodput
 from .distributed.objects import all_gather_object as all_gather_object
@@ -15,7 +16,6 @@ from .distributed.process_sets import ProcessSet as ProcessSet
 from .distributed.row_collectives import all_gather_rows as all_gather_rows
 from .distributed.row_collectives import all_to_all as all_to_all
 from .distributed.row_collectives import reduce_scatter as reduce_scatter
-from .distributed.runtime import barrier as barrier
 from .distributed.runtime import get_master_rank as get_master_rank
 from .distributed.runtime import get_process_count as get_process_count
 from .distributed.runtime import get_process_index as get_process_index

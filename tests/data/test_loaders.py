@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch")
 grain = pytest.importorskip("grain")
 tf = pytest.importorskip("tensorflow")
 

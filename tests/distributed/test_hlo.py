@@ -137,7 +137,15 @@ ENTRY %main (a: f32[16]) -> f32[8] {{
 
 @pytest.mark.parametrize(
     ("groups", "size"),
-    [("{{0,1},{2,3}}", 2), ("{{0,1,2,3}}", 4), ("[2,2]<=[4]", 2), ("[1,4]<=[2,2]T(1,0)", 4)],
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("{{0,1,2,3}}", 4),
+        ("[2,2]<=[4]", 2),
+        ("[1,4]<=[2,2]T(1,0)", 4),
+        ("mesh['data'=2,'fsdp'=4] {'fsdp'}", 4),
+        ("mesh['data'=2,'fsdp'=4] {'data','fsdp'}", 8),
+        ("mesh['data'=2,'fsdp'=4], device_ids=([2,4]T(1,0)) {'data','fsdp':(1)2}", 4),
+    ],
 )
 def test_bytes_of_a_blocking_reduce_scatter_are_those_of_its_operands(groups, size):
     program = one_reduce_scatter(f"replica_groups={groups}, ")

@@ -265,8 +265,30 @@ def test_a_process_whose_end_is_decided_keeps_its_code_when_the_coordinator_has_
     own = Membership(client=None, process=1, num_processes=2)
     own._final_code = decided
     with pytest.raises(SystemExit) as ended:
-        own.end_without_coordinator()
+        own.end_without_service()
     assert ended.value.code == code
+
+
+@pytest.mark.parametrize("later_s", [0, 20, 40])
+@pytest.mark.parametrize("change_s", [3600.0, -3600.0, 0.1])
+def test_an_abort_soon_after_a_change_of_the_clock_says_so(monkeypatch, capsys, change_s, later_s):
+    def end(found):
+        raise SystemExit(found)
+
+    monkeypatch.setattr(_jax, "coordinator_listens", lambda: True)
+    monkeypatch.setattr("os._exit", end)
+    own = Membership(client=None, process=1, num_processes=2)
+    clock, passing = time.time, time.monotonic
+    monkeypatch.setattr("time.time", lambda: clock() + change_s)
+    own._clock_change_s()
+    monkeypatch.setattr("time.time", lambda: clock() + change_s + later_s)
+    monkeypatch.setattr("time.monotonic", lambda: passing() + later_s)
+    is_said = abs(change_s) > 1 and later_s < 30
+    with pytest.raises(SystemExit) if is_said else contextlib.nullcontext() as ended:
+        own.end_without_service()
+    said = capsys.readouterr().err
+    assert (f"was changed by {change_s:+.0f} s, or the machine was suspended" in said) == is_said
+    assert not is_said or ended.value.code == LOST_EXIT_CODE
 
 
 def test_an_abort_whose_last_call_hangs_is_ended_by_the_system(tmp_path):

@@ -143,31 +143,124 @@ def test_bad_input_is_refused_on_every_process_alike(tmp_path):
     assert result.stdout.count("integer labels in [0, 3)") == 2
 
 
-def test_callbacks_of_some_processes_only_are_refused_on_every_process_alike(tmp_path):
+CALLBACKS = """
+import sys, numpy as np, flax.linen as nn, tnt_jax as tnt
+from tnt_jax.keras_compat.callbacks import *
+
+class Note(Callback):
+    def __init__(self, name): super().__init__(); self.name = name
+    def on_train_begin(self, logs=None): noted.append(self.name)
+
+class Other(Note): pass
+
+class Stop(Callback):
+    def on_train_batch_end(self, batch, logs=None): self.model.stop_training = batch == 3
+
+class Calls(Callback):
+    def on_epoch_end(self, epoch, logs=None): eval(sys.argv[2], globals(), {"self": self})
+
+path, rank = sys.argv[1], tnt.get_rank()
+is_master = tnt.is_master_rank()
+x = np.zeros((96, 2), "f4")
+
+def fit(callbacks):
+    global model, noted
+    noted = []
+    model = tnt.Model(nn.Dense(1))
+    model.compile("sgd", loss="mse")
+    return model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+
+def attempt(number, *callbacks):
+    try:
+        history = fit(list(callbacks))
+        assert len(history.history["loss"]) == len(history.epoch) > 0
+        print(number, rank, *noted, int(model.optimizer.iterations), flush=True)
+    except ValueError as error:
+        print(number, rank, error, flush=True)
+"""
+ACCEPTED = """
+attempt("history", *([History()] if is_master else []))
+first, last = Note("first"), Note("last")
+attempt("middle", first, *([Other("alone")] if is_master else []), last)
+attempt("none", *([Note("alone"), CSVLogger(path + ".csv")] if is_master else []))
+attempt("stop", *([Stop(), OnMaster(Note("alone"))] if is_master else []), last)
+attempt("saves", *([ModelCheckpoint(path)] if is_master else []))
+"""
+REFUSED = """
+attempt("early", *([EarlyStopping("loss")] if is_master else []))
+attempt("every", *([OnAllRanks(TerminateOnNaN())] if is_master else []))
+attempt("backup", *([BackupAndRestore(path)] if is_master else []))
+attempt("other", *([] if is_master else [Note("")]))
+attempt("last", *([Note("")] if rank != 2 else []))
+attempt("order", *([Note(""), Other("")] if is_master else [Other(""), Note("")]))
+"""
+
+
+def printed(result, number):
+    """Returns what each process printed of an attempt, in the order of the ranks."""
+    lines = [line.partition("] ")[2].split(" ", 2) for line in result.stdout.splitlines()]
+    return [text for _, _, text in sorted(line for line in lines if line[0] == number)]
+
+
+def launch_callbacks(tmp_path, text, *words):
     script = tmp_path / "callbacks.py"
-    script.write_text(
-        "import sys, numpy as np, flax.linen as nn, tnt_jax as tnt\n"
-        "model = tnt.Model(nn.Dense(1))\n"
-        "model.compile('sgd', loss='mse')\n"
-        "callbacks = [tnt.callbacks.OnMaster(tnt.callbacks.LambdaCallback())]\n"
-        "if tnt.is_master_rank(): callbacks.append(tnt.callbacks.ModelCheckpoint(sys.argv[1]))\n"
-        "try:\n"
-        "    model.fit(np.zeros((4, 2), 'f4'), np.zeros((4, 1), 'f4'), verbose=0, "
-        "callbacks=callbacks)\n"
-        "except ValueError as error:\n"
-        "    print('caught', tnt.get_rank(), error, flush=True)\n"
-    )
-    result = launch(
-        2, script, tmp_path / "checkpoint", flags=["--output-on-all-devices"], timeout_s=120
-    )
+    script.write_text(CALLBACKS + text)
+    flags = ["--output-on-all-devices"]
+    return launch(3, script, tmp_path / "out", *words, flags=flags, timeout_s=150)
+
+
+def test_callbacks_of_the_master_alone_run_there_and_others_keep_their_order(tmp_path):
+    result = launch_callbacks(tmp_path, ACCEPTED)
     assert result.returncode == 0, result.stderr
-    lists = "process 0 has [OnMaster(LambdaCallback), ModelCheckpoint] and process 1 has [OnMaster(LambdaCallback)]"
-    assert [
-        result.stdout.count(
-            f"caught {rank} Every process must pass the same callbacks to fit, but {lists}"
-        )
-        for rank in (0, 1)
-    ] == [1, 1]
+    assert printed(result, "history") == ["48"] * 3
+    assert printed(result, "middle") == ["first alone last 48", *["first last 48"] * 2]
+    assert printed(result, "none") == ["alone 48", "48", "48"]
+    # All stop after the same step: the request of one comes into force five programs later.
+    assert printed(result, "stop") == ["alone last 9", *["last 9"] * 2]
+    assert printed(result, "saves") == ["48"] * 3
+    assert (tmp_path / "out.csv").read_text().startswith("epoch,")
+    assert (tmp_path / "out").exists()
+    assert "Only the master passes Note, CSVLogger to fit: it runs on the master alone" in (
+        result.stderr
+    )
+
+
+def test_callbacks_that_differ_otherwise_are_refused_on_every_process_alike(tmp_path):
+    result = launch_callbacks(tmp_path, REFUSED)
+    assert result.returncode == 0, result.stderr
+    for number, name in [
+        ("early", "EarlyStopping"), ("every", "OnAllRanks(TerminateOnNaN)"),
+        ("backup", "BackupAndRestore"),
+    ]:  # fmt: skip
+        told = set(printed(result, number))
+        assert len(told) == 1
+        assert f"{name} must be passed to fit on every process, because it controls" in told.pop()
+    for number, lists in [
+        ("other", "process 0 has [] and process 1 has [Note]"),
+        ("last", "process 0 has [Note] and process 2 has []"),
+        ("order", "process 0 has [Note, Other] and process 1 has [Other, Note]"),
+    ]:
+        told = set(printed(result, number))
+        assert len(told) == 1
+        assert f"must pass the same callbacks to fit, but {lists}" in told.pop()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("self.model.evaluate(x, x[:, :1], verbose=0)", "Model.evaluate"),
+        pytest.param("tnt.barrier()", "barrier", marks=pytest.mark.long),
+        pytest.param(
+            "self.model.predict_on_batch(x)", "A call for a single batch", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_callback_of_the_master_alone_that_calls_the_model_is_refused(tmp_path, call, name):
+    result = launch_callbacks(tmp_path, "fit([Calls()] if is_master else [])", call)
+    assert result.returncode == 1
+    assert f"RuntimeError: {name} needs every process, but Calls runs on process 0 alone" in (
+        result.stderr
+    )
 
 
 def test_coordinator_variables_join_a_job(tmp_path):

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from long_params import long_but_last
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tnt_jax as tnt
 from tnt_jax.cluster.clusters import detect_job
@@ -87,10 +85,12 @@ def test_evaluation_counts_no_row_twice(use_ranks):
 
 def test_a_loader_that_reads_a_shard_is_refused(use_ranks):
     use_ranks(2)
-    dataset = TensorDataset(torch.tensor(X), torch.tensor(Y))
-    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
     with pytest.raises(ValueError, match=r"one of 2 shards.*tnt_distribute_dataset=False"):
-        make().fit(DataLoader(dataset, batch_size=4, sampler=sampler), verbose=0)
+        make().fit(loader, verbose=0)
 
 
 # From tf.distribute.

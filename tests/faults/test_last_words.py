@@ -74,6 +74,11 @@ def test_lack_of_memory_is_said_of_a_killed_rank_alone(code, kills, is_said):
             "Process 2 has made no progress for 60 s (TNT_STALL_TIMEOUT is 60 s) in Model.fit, "
             "epoch 1, step 3",
         ),
+        (
+            "The clock of node1 was changed by +3600 s, or the machine was suspended: JAX's "
+            "service. Process 1 cannot go on without it.",
+            "The clock of node1 was changed by +3600 s, or the machine was suspended: JAX's service",
+        ),
         ("The data cannot be read.", ""),
     ],
 )

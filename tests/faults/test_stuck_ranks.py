@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from faulty_jobs import STOP, run_faulty
+from processes import launch
 
 import tnt_jax as tnt
 from tnt_jax.distributed.slow_ranks import SlowRanks, find_slow
@@ -36,8 +37,10 @@ OWN_CODE = Note(stuck_s=61.0)
         ([SUM, note("loop", calls=())], 1),
         # The one that is furthest behind, if several do not wait.
         ([note("data", step=5), note("callback", step=4), STEP], 1),
-        # Nobody waits, but nobody gets on either.
-        ([note("data"), note("data")], 0),
+        # Nobody waits: all take their time.
+        ([note("data"), note("data")], None),
+        ([note("callback", stuck_s=9999.0), note("callback", stuck_s=9999.0)], None),
+        ([note("callback", stuck_s=9999.0), note("step", stuck_s=59.0)], None),
         # All wait: for the one whose wait is not known, or the one that is behind.
         ([SUM, STEP], 1),
         ([STEP, STEP], 0),
@@ -46,7 +49,7 @@ OWN_CODE = Note(stuck_s=61.0)
         ([SUM, note("callback", stuck_s=59.0)], None),
         ([SUM, note("compile", stuck_s=599.0)], None),
         ([SUM, note("compile", stuck_s=601.0)], 1),
-        ([note("compile", stuck_s=601.0), note("compile", stuck_s=601.0)], 0),
+        ([note("compile", stuck_s=601.0), note("compile", stuck_s=601.0)], None),
         ([SUM, note("save", stuck_s=599.0)], None),
         ([SUM, note("save", stuck_s=601.0)], 1),
         ([SUM, note("callback", limit_s=100.0)], None),
@@ -70,9 +73,48 @@ OWN_CODE = Note(stuck_s=61.0)
         ([note("step", stuck_s=5.0), Note(has_left=True, stuck_s=9999.0)], None),
     ],
 )
-def test_the_cause_is_the_process_that_does_not_wait(notes, expected):
+def test_the_cause_is_the_process_that_others_wait_for(notes, expected):
     cause = find_cause([Seen(each) for each in notes], 60.0)
     assert (None if cause is None else cause.process) == expected
+
+
+EVALUATE = note(
+    calls=("Model.fit", "Model.evaluate"), meetings=8, epoch=0, step=0, waits="Model.evaluate"
+)
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected", "text"),
+    [
+        (
+            [EVALUATE, SUM],
+            0,
+            "for 61 s (TNT_STALL_TIMEOUT is 60 s) in Model.evaluate (called in Model.fit), a call "
+            "that process 1 (in Model.fit, epoch 1, step 4, running the step) has not made. Every",
+        ),
+        ([SUM, EVALUATE, STEP], 1, "that process 0 (in Model.fit, epoch 1, step 4, running the"),
+        (
+            [SUM, EVALUATE, STEP],
+            1,
+            ", process 2 (in Model.fit, epoch 1, step 4, running the step) ",
+        ),
+        # Most have made it.
+        (
+            [EVALUATE, SUM, EVALUATE],
+            1,
+            "in Model.fit, epoch 1, step 4, running the step, and has not made the call in which "
+            "process 0 (in Model.evaluate (called in Model.fit)), process 2 (in Model.evaluate "
+            "(called in Model.fit)) wait. Every process must make the same calls",
+        ),
+        # Only members of a process set make its calls.
+        ([replace(EVALUATE, members=(0, 2)), SUM, SUM], 0, "a call that process 2 (in Model.fit"),
+        ([EVALUATE, replace(SUM, stuck_s=59.0)], None, ""),
+    ],
+)
+def test_a_call_that_not_all_processes_have_made_is_named(notes, expected, text):
+    cause = find_cause([Seen(each) for each in notes], 60.0)
+    assert (None if cause is None else cause.process) == expected
+    assert cause is None or text in cause.text
 
 
 @pytest.mark.parametrize(
@@ -84,9 +126,8 @@ def test_a_process_that_posts_nothing_is_the_cause_whatever_the_others_do(
 ):
     seen = [Seen(note("data")), Seen(note(phase, stuck_s=0.0), silent_s)]
     cause = find_cause(seen, 60.0)
-    assert cause is not None
-    assert (cause.process == 1 and cause.is_silent) == is_cause
-    assert ("has not posted for 61 s" in cause.text) == is_cause
+    assert (cause is not None and cause.process == 1 and cause.is_silent) == is_cause
+    assert (cause is not None and "has not posted for 61 s" in cause.text) == is_cause
 
 
 def test_a_process_that_asked_for_time_may_be_silent_for_so_long():
@@ -123,6 +164,47 @@ def test_a_process_that_is_stuck_in_a_callback_is_named_with_its_stack(tmp_path)
     ended = run_faulty(tmp_path, 2, SLEEP, "callback", 1, TNT_STALL_TIMEOUT="4")
     check(ended, 1, r"in Model.fit, epoch 1, step 3, in Act.on_train_batch_begin")
     assert ended.seconds < 20
+
+
+EVALUATES = "model.evaluate(*next(batches()), verbose=0)"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("num_processes", "what", "where", "who", "mode", "place"),
+    [
+        (2, EVALUATES, "callback", 0, "fit", r"in Model.evaluate \(called in Model.fit\)"),
+        pytest.param(
+            3, "tnt.barrier()", "callback", 1, "fit", r"in barrier \(called in Model.fit\)",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, "tnt.all_reduce(1)", "callback", 1, "loop", "in all_reduce",
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_a_process_that_makes_a_call_alone_is_named_within_the_plain_limit(
+    tmp_path, num_processes, what, where, who, mode, place
+):
+    ended = run_faulty(tmp_path, num_processes, what, where, who, mode=mode, TNT_STALL_TIMEOUT="4")
+    check(ended, who, f"{place}, a call that process .* not made. Every process must make the same")
+    assert ended.seconds < 20
+
+
+@pytest.mark.multiprocess
+def test_a_long_callback_on_all_processes_is_no_stall(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, numpy as np, flax.linen as nn, tnt_jax as tnt\n"
+        "class Long(tnt.callbacks.Callback):\n"
+        "    def on_epoch_end(self, epoch, logs=None): time.sleep(7 + tnt.get_rank())\n"
+        "model = tnt.Model(nn.Dense(1))\n"
+        "model.compile('sgd', loss='mse')\n"
+        "x = np.zeros((8, 1), 'f4')\n"
+        "model.fit(x, x, batch_size=4, verbose=0, callbacks=[Long()])\n"
+    )
+    result = launch(2, script, TNT_STALL_TIMEOUT="4", timeout_s=120)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.long  # Twenty seconds; the test below names one that is stuck.

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tnt_jax.launch.messages import Lines
+from tnt_jax.launch.processtree import is_handled
 from tnt_jax.launch.reports import excerpt
 
 GLOO = (
@@ -149,6 +150,30 @@ def test_a_user_signal_reaches_who_asks_for_it_and_ends_nobody(tnt_jax, script, 
         time.sleep(0.5)
     path.with_name("end").touch()
     assert launcher.communicate(timeout=15)[0] == "done\n"
+    assert launcher.returncode == 0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("moment", ["before it starts", "during its imports"])
+def test_a_user_signal_is_kept_until_the_process_handles_it(tnt_jax, script, moment):
+    handle = "signal.signal(signal.SIGUSR1, lambda *_: print('caught', flush=True))"
+    path = script(
+        "import signal, time\n"
+        "print('up', flush=True)\n"
+        f"time.sleep(1)\n{handle}\n"
+        "time.sleep(2.5)\n"
+        "print('done')\n"
+    )
+    launcher = tnt_jax("-n", 2, "--no-gpu", "--output-on-all-devices", path)
+    if moment == "before it starts":
+        while not is_handled(launcher.pid, signal.SIGUSR1):
+            time.sleep(0.01)
+    else:
+        assert [launcher.stdout.readline()[-3:] for _ in range(2)] == ["up\n"] * 2
+    launcher.send_signal(signal.SIGUSR1)
+    out, _ = launcher.communicate(timeout=20)
+    assert out.count("caught") == 2
+    assert out.count("done") == 2
     assert launcher.returncode == 0
 
 

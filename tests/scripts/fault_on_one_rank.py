@@ -57,6 +57,7 @@ class Dense(nn.Module):
 
 
 def train():
+    global model
     model = tnt.Model(Dense(), reproducible=True) if mode == "reproducible" else tnt.Model(Dense())
     model.compile("sgd", loss="mse")
     act("before")

@@ -183,6 +183,28 @@ def check_objects():
     assert jax.random.key_data(found["key"]).tolist() == [0, last]
 
 
+def check_barriers():
+    from tnt_jax import _jax
+
+    client = _jax.coordination_client()
+    for number, members in enumerate(groups):
+        group = tnt.ProcessSet(members)
+        if process not in members:
+            text = [f"Process {process} is no member of the process set"]
+            refused(tnt.barrier, error=ValueError, text=text, process_set=group)
+            continue
+        if process == members[-1]:
+            time.sleep(0.2)
+        client.key_value_set(f"test/came/{number}/{process}", "")
+        tnt.barrier(process_set=group)
+        came = client.key_value_dir_get(f"test/came/{number}")
+        assert {int(key.rsplit("/", 1)[1]) for key, _ in came} == set(members)
+    if num_processes > 2 and process == 0:
+        alone = tnt.ProcessSet([0, last])
+        text = [f"waited 0.1 s in barrier for process(es) {last} of 2"]
+        refused(tnt.barrier, error=RuntimeError, text=text, timeout_s=0.1, process_set=alone)
+
+
 def check_join():
     # Process p has p + 1 batches, small and large ones.
     for index in range(process + 1):
@@ -367,5 +389,6 @@ check_gradients()
 check_errors()
 check_differing_sets()
 check_threads()
+check_barriers()
 tnt.barrier()
 print("exact on", process, flush=True)

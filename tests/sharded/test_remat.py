@@ -27,7 +27,7 @@ class Blocks(nnx.Module):
     def __call__(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = x + nnx.tanh(block(x))
+            x = x + nnx.silu(block(x))
         return self.head(x)
 
 

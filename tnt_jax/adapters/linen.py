@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
@@ -56,7 +55,7 @@ class LinenAdapter:
         """
         if self._given is not None:
             return self._separated(self._given)
-        return self._fresh(inputs, seed, compiler_options=_jax.options_of_one_run())
+        return self._fresh(inputs, seed)
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns what makes fresh variables; None if variables were given."""
@@ -68,7 +67,7 @@ class LinenAdapter:
         """Returns the program that makes fresh variables; None if variables were given."""
         if self._given is not None:
             return None
-        make, args = self._maker(inputs, compiler_options=_jax.options_of_one_run())
+        make, args = self._maker(inputs)
         key = partial(jax.random.key, seed)  # A program of its own.
         with explained(self.name, inputs, train=False):
             traced = make.trace(jax.eval_shape(key), args)
@@ -149,22 +148,16 @@ class LinenAdapter:
         """Returns variables in the form that `module.apply` takes."""
         return {"params": variables.params, **variables.model_state}
 
-    def _fresh(self, inputs: Any, seed: int, **options: Any) -> Variables:
-        make, args = self._maker(inputs, **options)
+    def _fresh(self, inputs: Any, seed: int) -> Variables:
+        make, args = self._maker(inputs)
         with explained(self.name, inputs, train=False):
             return self._separated(make(jax.random.key(seed), args))
 
-    def _maker(
-        self, inputs: Any, *, compiler_options: dict[str, Any] | None = None
-    ) -> tuple[Any, tuple[Any, ...]]:
+    def _maker(self, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the jitted function of a key and a row that makes fresh variables, and a row."""
         row = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
-        make = jax.jit(
-            lambda key, args: self.module.init(key, *args, **kwargs),
-            compiler_options=compiler_options,
-        )
-        return make, args
+        return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs)), args
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         return Variables(variables.get("params", {}), self._without_params(variables))

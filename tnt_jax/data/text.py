@@ -229,11 +229,11 @@ def learn_vocabulary(
     Raises:
         ValueError: If the texts have too few or too many different characters for `size`.
     """
-    from tnt_jax.distributed import runtime
+    from tnt_jax.distributed import collectives, runtime
 
     if runtime.is_master_rank() and not Path(file).exists():
         _learn(texts, Path(file), size, coverage)
-    runtime.barrier(timeout_s=3600)
+    collectives.barrier(timeout_s=3600)
     return Vocabulary(file)
 
 

@@ -7,7 +7,7 @@ train = RandomAccess(load_data_source("mnist", "train"), batch_size=256, shuffle
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.distributed import runtime
+from tnt_jax.distributed import collectives, runtime
 from tnt_jax.log import logger
 
 
@@ -98,7 +98,7 @@ def _prepared_builder(
         logger.info("Preparing %s in %s.", builder.info.full_name, builder.data_dir)
         _prepare(builder)
     if download:
-        runtime.barrier(timeout_s=24 * 3600)
+        collectives.barrier(timeout_s=24 * 3600)
         builder = _find_builder(name, data_dir, file_format)
     if not _is_prepared(builder):
         raise FileNotFoundError(

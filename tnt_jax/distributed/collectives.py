@@ -25,7 +25,7 @@ from tnt_jax.distributed.host_reduction import OPS, Op, is_number, reduce_rows
 from tnt_jax.distributed.process_sets import ProcessSet, members_of
 from tnt_jax.distributed.rendezvous import meet
 from tnt_jax.distributed.runtime import get_process_count
-from tnt_jax.distributed.stall import here
+from tnt_jax.distributed.stall import called, here
 
 _MESSAGE_CHARACTERS = 2048
 _T = TypeVar("_T")
@@ -174,6 +174,22 @@ def all_reduce(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = No
             is_joinable=True,
         )
         return brought.structure.unflatten(reduced(brought, lambda rows: reduce_rows(rows, op)))
+
+
+@called("barrier")
+def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> None:
+    """Waits until every process has called it.
+
+    Args:
+        timeout_s: Seconds to wait.
+        process_set: The ranks whose processes take part; all by default.
+
+    Raises:
+        RuntimeError: If a process has not arrived in time, or came to another call; the text names
+            it.
+        ValueError: If this process is no member of the set.
+    """
+    meet("barrier", members=members_of(process_set), timeout_s=timeout_s)
 
 
 def problem_of(op: Any) -> ValueError | None:

@@ -63,7 +63,7 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     originals = [getattr(owner, name) for owner, name, _ in hooks]
     for owner, name, hook in hooks:
         setattr(owner, name, hook)
-    aborts_again = _jax.before_abort(own.end_without_coordinator)
+    aborts_again = _jax.before_abort(own.end_without_service)
     # Once Python has ended, a function of Python cannot be called.
     atexit.register(aborts_again)
     # Runs before JAX's own, which was registered earlier.

@@ -58,10 +58,11 @@ class Account:
         self._num_steps = self._step = 0
         now_s = time.time()
         if earlier is None:
-            self._spent_ns["starting"] = _as_ns(0 if started_s is None else now_s - started_s)
+            self._spent_ns["starting"] = _as_ns(max(now_s - (started_s or now_s), 0))
         else:
             self._take_over(earlier)
-            self._spent_ns["restarting"] += _as_ns(now_s - earlier["until"])
+            # The clock may have been set back since.
+            self._spent_ns["restarting"] += _as_ns(max(now_s - earlier["until"], 0))
 
     def _take_over(self, earlier: Mapping[str, Any]) -> None:
         for name in _PHASES:

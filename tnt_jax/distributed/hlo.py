@@ -335,7 +335,10 @@ def _num_devices(text: str) -> int:
 
 
 def _group_size(rest: str, num_devices: int = 0) -> int:
-    """Returns how many devices take part, from groups such as `{{0,1},{2,3}}` or `[2,2]<=[4]`.
+    """Returns how many devices take part in a collective, from the groups of its text.
+
+    Groups are listed, `{{0,1},{2,3}}`; counted, `[2,2]<=[4]`; or axes of a mesh,
+    `mesh['a'=2,'b'=4] {'b'}`, which may take part of an axis, `{'b':(1)2}`.
 
     Args:
         rest: Text that has the groups.
@@ -346,6 +349,10 @@ def _group_size(rest: str, num_devices: int = 0) -> int:
     """
     if "replica_groups={}" in rest:
         return num_devices
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", rest):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes[1]))
+        named = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", axes[2])
+        return math.prod(int(part or sizes[name]) for name, part in named)
     listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", rest)
     if listed is None:
         return 0

@@ -9,6 +9,7 @@ results, goes on to its own end.
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +45,14 @@ _REPORT_S = 60.0
 # The service knows that a process has disconnected before that process does, which may be waiting
 # for a core. The end of the service would abort it until then.
 _DISCONNECTION_GRACE_S = 1.0
+# A smaller change of the clock ends no job; JAX notices another one within a few seconds.
+_LEAST_CHANGE_S, _RECENT_S = 1.0, 30.0
 _NO_WATCH = "This process does not notice any more when another one ends:"
+
+
+def _seconds_ahead() -> float:
+    """Returns the time of the machine's clock minus the time that passes whatever it is set to."""
+    return time.time() - time.monotonic()
 
 
 @dataclass
@@ -65,6 +73,9 @@ class Membership:
     disconnects: bool = True
     shut_down_by: tuple[int | None, str] = (0, "tnt_jax.shutdown()")
     _pid: int = field(default_factory=os.getpid)
+    # The clock's time less the time that passes, and the last change of that, with its moment.
+    _ahead_s: float = field(default_factory=_seconds_ahead)
+    _moved: tuple[float, float] = (0.0, 0.0)
     _exit_code: int | None = None
     _exit_text: str = "the end of its script"
     _is_leaving: bool = False
@@ -89,6 +100,7 @@ class Membership:
     def _watch(self) -> None:
         waited_s: float = 0
         while not self._stopped.wait(max(_TICK_S, self.num_processes / 200)):
+            self._clock_change_s()
             try:
                 self._report_lost()
                 if _jax.value_of_key(self.client, _FIRST) is not None:
@@ -187,23 +199,45 @@ class Membership:
             *([] if is_brief else others),
         )
 
-    def end_without_coordinator(self) -> None:
-        """Ends this process if process 0, with which the coordination service has ended, is gone.
+    def end_without_service(self) -> None:
+        """Ends this process if the coordination service is gone or has failed by the clock.
 
-        JAX calls it from a thread of its own, before it aborts the process.
+        It is gone if process 0 is. JAX calls this from a thread of its own, before it aborts the
+        process.
         """
-        if os.getpid() != self._pid or _jax.coordinator_listens():
+        if os.getpid() != self._pid:
+            return
+        moved_s = self._clock_change_s()
+        if not moved_s and _jax.coordinator_listens():
             return
         if self._final_code is not None:
             os._exit(self._final_code)
         if not self._is_ending:
             self._is_ending = True
+            cause = (
+                f"The clock of {socket.gethostname()} was changed by {moved_s:+.0f} s, or the "
+                "machine was suspended: JAX's coordination service measures heartbeats by the "
+                "clock, and takes processes for dead"
+                if moved_s
+                else "Process 0 has ended without leaving the job (a call of os._exit, a signal or "
+                "a crash)"
+            )
             say(
-                "Process 0 has ended without leaving the job (a call of os._exit, a signal or a "
-                f"crash). Process {self.process} cannot go on without it, and ends with exit code "
+                f"{cause}. Process {self.process} cannot go on without it, and ends with exit code "
                 f"{LOST_EXIT_CODE}."
             )
         os._exit(LOST_EXIT_CODE)
+
+    def _clock_change_s(self) -> float:
+        """Returns by how many seconds the clock was set in the last half minute; 0 if it was not.
+
+        It is called regularly.
+        """
+        ahead_s, now_s = _seconds_ahead(), time.monotonic()
+        if abs(ahead_s - self._ahead_s) > _LEAST_CHANGE_S:
+            self._moved = ahead_s - self._ahead_s, now_s
+        self._ahead_s = ahead_s
+        return self._moved[0] if now_s - self._moved[1] < _RECENT_S else 0.0
 
     # Leaving.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed import runtime
+from tnt_jax.distributed import collectives, runtime
 
 _LARGE_BYTES = 4 << 20
 _MOST_PROCESSES_FOR_ALL_PAIRS = 4
@@ -84,7 +84,7 @@ def main() -> None:
             measured = measure_pair(pair)
             if runtime.get_process_index() == pair[0]:
                 print(json.dumps({"pair": pair, **measured}), flush=True)
-        runtime.barrier()
+        collectives.barrier()
 
 
 if __name__ == "__main__":

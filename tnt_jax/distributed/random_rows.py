@@ -65,9 +65,10 @@ def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: jax.Array | in
             batch.
     """
     rows = jnp.stack(_alike(jnp.asarray(first_row, jnp.uint32), jnp.asarray(num_rows, jnp.uint32)))
-    return jax.random.wrap_key_data(
-        jnp.concatenate(_alike(jax.random.key_data(key), rows)), impl=_ROWS
-    )
+    words = jnp.concatenate(_alike(jax.random.key_data(key), rows))
+    if _ROWS is None:  # On several devices, `_jax.shard_map` refuses to draw.
+        return key
+    return jax.random.wrap_key_data(words, impl=_ROWS)
 
 
 def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -28,6 +29,7 @@ _TICK_S = 0.25
 _SHORTEST_TICK_S, _LATER = 0.0005, 1 / 8
 # For each process of the job, as all of them ask the same service.
 _PER_PROCESS_S = 0.00005
+_alone: ContextVar[str] = ContextVar("tnt_jax_alone", default="")
 Role = Literal["alone", "joinable", "joins"]
 # How many meetings there were, by the processes that met.
 _numbers = Slot[Counter[tuple[int, ...]]](Counter)
@@ -35,6 +37,33 @@ _checks = Slot[list[Callable[[], None]]](list)
 # Of the process, not of its job: the interpreter ends once, and waits for the threads of any job.
 _is_ending = threading.Event()
 _waiting_threads: set[int] = set()
+
+
+@contextmanager
+def acting_alone(who: str) -> Iterator[None]:
+    """Refuses meetings within the block, to which the other processes would not come.
+
+    Args:
+        who: What runs on this process alone, as a user knows it.
+    """
+    token = _alone.set(who)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def check_not_alone(call: str) -> None:
+    """Raises a RuntimeError if this process acts alone, while a call needs every process.
+
+    Args:
+        call: The public call, as a user writes it.
+    """
+    if who := _alone.get():
+        raise RuntimeError(
+            f"{call} needs every process, but {who} runs on process {jax.process_index()} alone. "
+            "Pass it to fit on every process, without OnMaster."
+        )
 
 
 def raise_while_waiting(check: Callable[[], None]) -> None:
@@ -167,12 +196,13 @@ def meet(
 
     Raises:
         RuntimeError: On all processes, if their calls differ; on this process, if not all came in
-            time. The text names them.
+            time, or if it is known to act alone. The text names them.
     """
     process = jax.process_index()
     together = tuple(range(jax.process_count()) if members is None else members)
     if len(together) == 1:
         return [text]
+    check_not_alone(call)
     number = _next_meeting(together)
     with stall.among(() if members is None else together):
         found = _exchange(

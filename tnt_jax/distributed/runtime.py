@@ -18,7 +18,6 @@ from tnt_jax import _jax
 from tnt_jax.distributed import exits, goodput, timeline
 from tnt_jax.distributed.host_memory import keep_freed_memory
 from tnt_jax.distributed.joining import join_job
-from tnt_jax.distributed.rendezvous import meet
 from tnt_jax.distributed.stall_watch import Patience, start_watching
 from tnt_jax.job import Slot, end_job
 from tnt_jax.log import configure_logging, logger
@@ -174,21 +173,6 @@ def log_start_phase(phase: str) -> None:
     launched_at = init().settings.launched_at
     if launched_at is not None:
         logger.debug("Start-up: %s %.2f s after the launch.", phase, time.time() - launched_at)
-
-
-def barrier(*, timeout_s: int = 300) -> None:
-    """Waits until every process of the job has called it.
-
-    Args:
-        timeout_s: Seconds to wait.
-
-    Raises:
-        RuntimeError: If a process has not arrived in time, or came to another call; the text names
-            it.
-    """
-    if get_process_count() == 1:
-        return
-    meet("barrier", timeout_s=timeout_s)
 
 
 def _choose_devices(indices: Sequence[int] | None) -> list[Any]:

@@ -30,7 +30,8 @@ def reads_device() -> bool:
 def describe_stacks() -> str:
     """Returns the Python stack of the main thread, or of the threads that it waits for data of."""
     own, main = here(), threading.main_thread().ident or 0
-    readers = [*own.readers] if own.doing[0] in ("", "data") else []
+    reads = own.doing[0] in ("", "data") and main not in own.waits
+    readers = [*own.readers] if reads else []
     title = "the thread that reads its data" if readers else "its main thread"
     frames = sys._current_frames()
     stacks = [

@@ -10,6 +10,14 @@ from tnt_jax.distributed.stall import Note, Phase
 _LONG_PHASES: tuple[Phase, ...] = ("", "compile", "steps", "save")
 _LONGER = 10
 _MOST_NAMED = 8
+ADVICE = (
+    "If it would have gone on, raise the limit: TNT_STALL_TIMEOUT=600 for the job, or "
+    "tnt_jax.busy around what takes long."
+)
+SAME_CALLS = (
+    "Every process must make the same calls in the same order "
+    "(docs/launching.md#calls-that-all-processes-must-make)."
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Cause:
 
     Attributes:
         process: Its number.
-        text: What it does, in a sentence.
+        text: What it does, and what to do about it.
         is_silent: Whether it does not run.
     """
 
@@ -44,7 +52,8 @@ def limit_s(note: Note, timeout_s: float) -> float:
     """Returns the seconds that a process may be without progress where it is."""
     if note.limit_s is not None:
         return note.limit_s
-    return timeout_s * (_LONGER if note.phase in _LONG_PHASES else 1)
+    may_be_long = note.phase in _LONG_PHASES and not note.waits
+    return timeout_s * (_LONGER if may_be_long else 1)
 
 
 def _silence_limit_s(note: Note, timeout_s: float) -> float:
@@ -74,29 +83,59 @@ def find_cause(seen: Sequence[Seen], timeout_s: float) -> Cause | None:
     busy = [
         process
         for process in over
-        if not notes[process].may_wait and _concerns_others(notes, process, timeout_s)
+        if not notes[process].may_wait and _is_awaited(notes, process, timeout_s)
     ]
     if busy:
         return _stuck(min(busy, key=lambda process: notes[process].order), notes, timeout_s)
     waiting = [process for process in over if notes[process].may_wait]
     if len(waiting) == len(there) and any(_is_in_call(notes[process]) for process in waiting):
+        if (uncalled := _uncalled(notes, there, timeout_s)) is not None:
+            return uncalled
         # All wait: for one that waits for nothing known, or that has not got as far as the others.
         unknown = [process for process in there if not notes[process].waits] or there
         first = min(unknown, key=lambda process: notes[process].order)
-        return _stuck(first, notes, timeout_s, all_wait=True)
+        others = _listed(notes, [number for number in range(len(notes)) if number != first])
+        more = f". All processes wait, for one another or a device: {others}" if others else ""
+        return _stuck(first, notes, timeout_s, more)
     return None
 
 
-def _concerns_others(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
-    """Returns whether a process that stands still holds up others.
-
-    In a call or a loop, all need it. What the script does between them concerns those who wait.
-    """
-    return _is_in_call(notes[process]) or any(
-        note.may_wait and note.stuck_s >= timeout_s
+def _is_awaited(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
+    """Returns whether another process has waited for this one for as long as it may."""
+    longest_s = min(timeout_s, limit_s(notes[process], timeout_s))
+    return any(
+        note.may_wait and note.stuck_s >= longest_s
         for number, note in enumerate(notes)
         if number != process and process in (note.members or [process])
     )
+
+
+def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> Cause | None:
+    """Returns the cause if some processes wait in a call that the others have not made.
+
+    It is the process that made the call, or, if most have made it, the one that has not.
+    """
+    calls = max((notes[process].calls for process in there), key=len)
+    made = [process for process in there if notes[process].calls == calls]
+    members = notes[made[0]].members or there
+    others = [process for process in there if process not in made and process in members]
+    is_within = all(calls[: len(outer)] == outer for outer in (notes[p].calls for p in others))
+    if not others or not is_within or not all(notes[process].waits for process in made):
+        return None
+    if len(made) <= len(others):
+        have = "has" if len(others) == 1 else "have"
+        more = f", a call that {_listed(notes, others)} {have} not made"
+        return _stuck(made[0], notes, timeout_s, more, SAME_CALLS)
+    more = f", and has not made the call in which {_listed(notes, made)} wait"
+    return _stuck(others[0], notes, timeout_s, more, SAME_CALLS)
+
+
+def _listed(notes: Sequence[Note], processes: Sequence[int]) -> str:
+    named = ", ".join(
+        f"process {process} ({notes[process]})" for process in processes[:_MOST_NAMED]
+    )
+    more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+    return named + more
 
 
 def _is_in_call(note: Note) -> bool:
@@ -108,25 +147,24 @@ def _silent(process: int, seen: Seen) -> Cause:
         process,
         f"Process {process} has not posted for {seen.silent_s:.0f} s: it is stopped, swapped out, "
         f"in a call that does not let its other threads run, or its host is down. It was last "
-        f"{seen.note}.",
+        f"{seen.note}. {ADVICE}",
         is_silent=True,
     )
 
 
-def _stuck(process: int, notes: Sequence[Note], timeout_s: float, all_wait: bool = False) -> Cause:
+def _stuck(
+    process: int, notes: Sequence[Note], timeout_s: float, more: str = "", advice: str = ADVICE
+) -> Cause:
     own = notes[process]
     limit = limit_s(own, timeout_s)
     which = f"TNT_STALL_TIMEOUT is {timeout_s:g} s" + (
         f", {limit:g} s there" if limit != timeout_s else ""
     )
     place = str(own) if _is_in_call(own) else "in code of its script, outside of calls and loops"
-    text = f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}."
-    if all_wait and len(notes) > 1:
-        others = ", ".join(
-            f"process {number} ({note})" for number, note in enumerate(notes) if number != process
-        )
-        return Cause(process, f"{text} All processes wait, for one another or a device: {others}.")
-    return Cause(process, text)
+    text = (
+        f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}{more}."
+    )
+    return Cause(process, f"{text} {advice}")
 
 
 def describe_stall(notes: Sequence[Note], process: int) -> str | None:
@@ -154,7 +192,6 @@ def describe_stall(notes: Sequence[Note], process: int) -> str | None:
         ] or others
     if not behind or own.has_left:
         return None
-    named = ", ".join(f"process {number} ({notes[number]})" for number in behind[:_MOST_NAMED])
-    more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
     what = f" ({own.waits})" if own.waits and own.calls and own.waits != own.calls[-1] else ""
-    return f"Process {process} has waited {own.stuck_s:.0f} s {own.place}{what} for {named}{more}."
+    named = _listed(notes, behind)
+    return f"Process {process} has waited {own.stuck_s:.0f} s {own.place}{what} for {named}."

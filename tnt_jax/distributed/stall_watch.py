@@ -21,7 +21,15 @@ from tnt_jax.distributed import stacks
 from tnt_jax.distributed.own_times import OwnTimes
 from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
-from tnt_jax.distributed.stall_causes import Cause, Seen, describe_stall, find_cause, limit_s
+from tnt_jax.distributed.stall_causes import (
+    ADVICE,
+    SAME_CALLS,
+    Cause,
+    Seen,
+    describe_stall,
+    find_cause,
+    limit_s,
+)
 from tnt_jax.distributed.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
@@ -36,10 +44,6 @@ _LEFT_S = 5.0
 _LONGEST_CALL_S = 2.0
 # How much later than process 0 another one says who holds up the job, in ticks.
 _TURN_TICKS = 3
-_ADVICE = (
-    "If it would have gone on, raise the limit: TNT_STALL_TIMEOUT=600 for the job, or "
-    "tnt_jax.busy around what takes long."
-)
 _NO_POSTS = (
     "Process {} failed to say where it is, or to look where the others are. If that goes on, the "
     "others take it for one that is stopped, and it finds none that is:"
@@ -165,7 +169,7 @@ class _Watch:
                     f"{self._process} for {now_s - answered_s:.0f} s: it is stopped or swapped "
                     "out, or its host or the network is down."
                 )
-                self._end_job(Cause(0, f"{text} {_ADVICE}", is_silent=True), False)
+                self._end_job(Cause(0, f"{text} {ADVICE}", is_silent=True), False)
 
     def _look(self) -> None:
         now_s = self._clock.now_s()
@@ -243,12 +247,10 @@ class _Watch:
             logger.warning("%s", slow)
 
     def _completed(self, cause: Cause) -> Cause:
-        """Returns a cause with what the user needs to know."""
-        if cause.is_silent:
-            return replace(cause, text=f"{cause.text} {_ADVICE}")
-        texts = dict(self._client.key_value_dir_get(_STACKS))
+        """Returns a cause with the stack of its process, if that runs."""
+        texts = {} if cause.is_silent else dict(self._client.key_value_dir_get(_STACKS))
         stack = texts.get(f"{_STACKS}/{cause.process}", "")
-        return replace(cause, text="\n".join(filter(None, [f"{cause.text} {_ADVICE}", stack])))
+        return replace(cause, text="\n".join(filter(None, [cause.text, stack])))
 
     def _warn(self, notes: list[Note]) -> None:
         speaks_for = range(len(notes)) if self._process == 0 else [self._process]
@@ -270,11 +272,7 @@ class _Watch:
                 # The longer the stall, the rarer the warnings.
                 self._due[process] = 3 * max(note.stuck_s, warning_s)
         if told:
-            advice = (
-                "Every process must make the same calls in the same order "
-                "(docs/launching.md#calls-that-all-processes-must-make)."
-            )
-            logger.warning("%s %s", " ".join(told), advice, extra={"on_every_process": True})
+            logger.warning("%s %s", " ".join(told), SAME_CALLS, extra={"on_every_process": True})
 
 
 def _note(text: str) -> Note:

@@ -12,7 +12,7 @@ from tnt_jax.distributed import goodput, stall, timeline
 from tnt_jax.distributed.runtime import init, is_master_rank
 from tnt_jax.distributed.shared_stop import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
-from tnt_jax.keras_compat.callbacks.agreement import check_same_everywhere
+from tnt_jax.keras_compat.callbacks.agreement import agree_on_callbacks
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.train.execution import DeviceBatches
 
@@ -168,7 +168,7 @@ def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[A
         )
     given: list[Any] = flat(callbacks)
     if in_training:
-        check_same_everywhere(given)
+        given = agree_on_callbacks(given)
     plain = [getattr(callback, "callback", callback) for callback in given]
     prints = is_master_rank() or init().settings.output_on_all_devices
     # History comes last, as in Keras 3: other callbacks may add to the logs that it records.

@@ -1,8 +1,8 @@
 """Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
 
 A path that ends in `.weights.h5`, `.safetensors` or `.keras` is one file; a path without a file
-extension is an Orbax directory with the whole training state, which can be read on another number
-of devices.
+extension is a checkpoint directory with the whole training state, which can be read on another
+number of devices.
 """
 
 import json

@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed.rendezvous import check_not_alone
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
@@ -164,6 +165,7 @@ class SingleBatches:
 
     def _single(self, x: Any, y: Any, sample_weight: Any, *, is_inputs: bool = False) -> HostBatch:
         """Returns this process's rows of one global batch."""
+        check_not_alone("A call for a single batch")
         data = DataArguments(x, y, sample_weight, is_inputs=is_inputs)
         num_rows = self._intake.source(data).num_examples if is_arrays(x) else None
         if num_rows is None:

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from tnt_jax.launch.gloo import WithoutGreetings
-from tnt_jax.launch.processtree import die_with_parent, is_handled, send_signal
+from tnt_jax.launch.processtree import descendants, die_with_parent, is_handled, send_signal
 
 TAIL_BYTES = 1 << 16
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end nobody: they are kept for a process that does not handle them yet."""
+_REQUESTS = (signal.SIGTERM, *NOTICES)
 _VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 
 
@@ -65,6 +67,7 @@ class Child:
         self.pid = self._popen.pid
         self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
         self.code: int | None = None
+        self._kept: int | None = None
 
     def read(self, name: str) -> bytes | None:
         """Returns the data of a stream without Gloo's greetings.
@@ -113,14 +116,25 @@ class Child:
 
         A process with a handler for a signal that asks it to end, or to note something, gets it
         alone: its workers, which load data for instance, would end before it has saved its state.
+        SIGUSR1 and SIGUSR2 are kept while nobody handles them, for instance during imports; see
+        `signal_again`.
         """
         if signum in _REQUESTS and is_handled(self.pid, signum):
             send_signal([self.pid], signum)
+            return
+        if signum in NOTICES and not any(is_handled(pid, signum) for pid in descendants(self.pid)):
+            self._kept = signum
             return
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:
             return
+
+    def signal_again(self) -> None:
+        """Sends the signal that was kept, if the process has a handler for it by now."""
+        if (signum := self._kept) is not None:
+            self._kept = None
+            self.signal(signum)
 
 
 def _open_stream(columns: int | None) -> tuple[int, int]:

@@ -11,9 +11,9 @@ _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
 # What a process says of the one without which it cannot go on: the first sentence of the messages
 # of distributed/leaving.py, stall_causes.py and stall_watch.py.
 _CULPRIT = re.compile(
-    r"\[tnt_jax\] ERROR: (Process \d+(?: has left the job| has ended without leaving the job"
-    r"| has not posted| has made no progress|, which coordinates the job, has not answered)"
-    r".*?)\.(?=\s)"
+    r"\[tnt_jax\] ERROR: ((?:The clock of \S+ was changed|Process \d+(?: has left the job"
+    r"| has ended without leaving the job| has not posted| has made no progress"
+    r"|, which coordinates the job, has not answered)).*?)\.(?=\s)"
 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tnt_jax.launch import messages
-from tnt_jax.launch.child import Child
+from tnt_jax.launch.child import NOTICES, Child
 from tnt_jax.launch.processtree import (
     adopt_orphans,
     count_memory_kills,
@@ -27,6 +27,8 @@ from tnt_jax.launch.questions import answer
 
 _BACKLOG_BYTES = 1 << 20
 _ABANDONED_GRACE_S = 5.0
+# How often a process is asked whether it handles a signal that was kept for it.
+_AGAIN_S = 1.0
 # A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
 # alive.
 _LAST_PIECES = 16
@@ -47,6 +49,9 @@ class Supervisor:
         self._children: dict[int, Child] = {}
         self._connected = True
         self._started = self._finished = False
+        # A signal that came before the processes were started.
+        self._early: int | None = None
+        self._again_at = 0.0
         self._kill_at: float | None = None
         self._silence_s: float | None = None
         self._memory_kills = count_memory_kills()
@@ -170,12 +175,17 @@ class Supervisor:
             self._children[child.pid] = child
             self._listen(child)
             self._send("started", rank=child.rank, pid=child.pid)
+        if self._early is not None:
+            self._forward_signal({"signum": self._early})
         # After the last fork, because it makes a thread.
         self._outbox.beat_for_ever()
 
     def _forward_signal(self, message: Mapping[str, Any]) -> None:
+        signum = message["signum"]
+        if not self._started and signum in NOTICES:
+            self._early = signum
         for child in self._running():
-            child.signal(message["signum"])
+            child.signal(signum)
 
     def _stop(self, grace_s: float) -> None:
         """Asks all processes to end and sets the time at which they are killed."""
@@ -254,6 +264,10 @@ class Supervisor:
             # Writing a log file took this long; messages of the launcher are still unread.
             self._heard_at = moment
         self._turned_at = moment
+        if moment >= self._again_at:
+            self._again_at = moment + _AGAIN_S
+            for child in self._running():
+                child.signal_again()
         if self._silence_s is not None and moment - self._heard_at > self._silence_s:
             self._abandon()
         if self._kill_at is not None and moment >= self._kill_at:

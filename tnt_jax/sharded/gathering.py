@@ -246,7 +246,7 @@ def _inside_scan(equation: Any, cuts: dict[int, tuple[Any, Cut]]) -> dict[int, t
 
     The state that a loop carries is needed whole, and so is an array that is cut along the loop.
     """
-    num_consts, num_carried = equation.params["num_consts"], equation.params["num_carry"]
+    num_consts, num_carried = _jax.loop_sizes(equation)
     inside = {index: (part.aval, cut) for index, (part, cut) in cuts.items() if index < num_consts}
     for index, (part, cut) in cuts.items():
         if index >= num_consts + num_carried and cut.dim > 0:

@@ -150,7 +150,7 @@ class LayersLoop:
         values = self._values(params, micro)
         values.run(_leading_to(self._repeated, self._others))
         values.write(self._extras, x.extras)
-        num_carried = self._loop.params["num_carry"]
+        _, num_carried = _jax.loop_sizes(self._loop)
         values.write(self._loop.outvars[:num_carried], x.carried)
         values.run(self._after)
         return values.read(self._traced.program.jaxpr.outvars)
@@ -234,7 +234,7 @@ class LayersLoop:
         return users[0], layers
 
     def _check_loop(self, used: list[Any]) -> None:
-        outputs = self._loop.outvars[self._loop.params["num_carry"] :]
+        outputs = self._loop.outvars[_jax.loop_sizes(self._loop)[1] :]
         if any(v in used for v in outputs):
             raise ValueError(
                 f"A pipeline over {self._path!r} needs layers that hand on activations alone, but "

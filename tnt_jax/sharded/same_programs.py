@@ -57,7 +57,9 @@ def _same(x: Any, y: Any, *, is_custom: bool = False) -> bool:
         return True
     if isinstance(x, _jax.ClosedJaxpr) and isinstance(y, _jax.ClosedJaxpr):
         is_one = not is_custom or _jax.function_of(x.jaxpr) == _jax.function_of(y.jaxpr)
-        return is_one and _same(x.jaxpr, y.jaxpr) and _same(tuple(x.consts), tuple(y.consts))
+        return (
+            is_one and _same_program(x.jaxpr, y.jaxpr) and _same(tuple(x.consts), tuple(y.consts))
+        )
     if isinstance(x, _jax.Jaxpr) and isinstance(y, _jax.Jaxpr):
         return _same_program(x, y)
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):

@@ -84,7 +84,7 @@ def loop_body(equation: Any) -> Callable:
     the outputs, all lists.
     """
     run = _jax.jaxpr_as_fun(equation.params["jaxpr"])
-    num_carried = equation.params["num_carry"]
+    _, num_carried = _jax.loop_sizes(equation)
 
     def body(consts: Any, carried: Any, items: Any) -> tuple[Any, Any]:
         results = run(*consts, *carried, *items)
@@ -103,8 +103,8 @@ class LoopOperands(NamedTuple):
 
 def loop_operands(equation: Any, operands: list[Any]) -> LoopOperands:
     """Returns the operands of an equation of `jax.lax.scan` by their use."""
-    num_consts = equation.params["num_consts"]
-    start = num_consts + equation.params["num_carry"]
+    num_consts, num_carried = _jax.loop_sizes(equation)
+    start = num_consts + num_carried
     return LoopOperands(operands[:num_consts], operands[num_consts:start], operands[start:])
 
 

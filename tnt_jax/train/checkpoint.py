@@ -1,6 +1,7 @@
-"""Checkpoints through Orbax: the whole training state and the position in the data.
+"""Checkpoints of the whole training state and the position in the data.
 
-They are atomic and written in the background.
+They are atomic, written in the background by TensorStore, and in Orbax's layout, so that Orbax can
+read the arrays; Orbax itself is not needed.
 
 ```python
 checkpoints = Checkpoints("runs/a", max_to_keep=2)
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed import collectives
-from tnt_jax.distributed.runtime import barrier, is_master_rank
+from tnt_jax.distributed.runtime import is_master_rank
 from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_arrays import read_shapes, spread_regions
@@ -325,7 +326,7 @@ class Checkpoints:
         """
         self.close()
         if not self._alone:
-            barrier()
+            collectives.barrier()
         if self._alone or is_master_rank():
             self._folders.remove_all(self.directory)
 

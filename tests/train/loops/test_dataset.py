@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 import tensorflow as tf
-import torch
 from long_params import long_but_last
 from own_loops import per_row
 from reference_trainer import make_data
@@ -31,12 +30,14 @@ KINDS = {
         tf.data.Dataset.from_tensor_slices((X, Y)), tnt_micro_batch_size=4
     ),
     "random access": lambda: tnt.distribute(RandomAccess(_Examples(), batch_size=8)),
-    "DataLoader": lambda: tnt.distribute(
-        torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)), batch_size=8
-        )
-    ),
+    "DataLoader": lambda: tnt.distribute(_loader()),
 }
+
+
+def _loader():
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    return torch.utils.data.DataLoader(rows, batch_size=8)
 
 
 class _Examples:

@@ -1,35 +1,103 @@
-"""Checks that all processes have the same callbacks.
+"""Checks that all processes have the same callbacks, apart from those that only the master has.
 
-A callback that only some processes have would make them wait for the others forever.
+A callback that some processes have and others have not would make them wait for each other forever.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from tnt_jax.distributed.collectives import call_on_all_processes
 from tnt_jax.distributed.rendezvous import meet
+from tnt_jax.distributed.runtime import is_master_rank
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.history import History
+from tnt_jax.keras_compat.callbacks.scope import OnMaster, controls_training, is_wrapped
+from tnt_jax.log import logger
 
 # Callbacks of the libraries that may end training between two steps, or call functions that do.
 _STOPPING = ("TerminateOnNaN", "LambdaCallback")
 
 
-def check_same_everywhere(callbacks: Sequence[Any]) -> None:
-    """Raises an error on all processes if the kinds of callbacks of `fit` differ.
+class _OfMaster(Callback):
+    """Stands on the other processes for a callback that only the master has.
+
+    Attributes:
+        may_stop: Whether that callback may end training between two steps.
+    """
+
+    def __init__(self, may_stop: bool) -> None:
+        super().__init__()
+        self.may_stop = may_stop
+
+
+def agree_on_callbacks(callbacks: Sequence[Any]) -> list[Any]:
+    """Returns the callbacks of `fit`; those that only the master has run there, as in `OnMaster`.
 
     Args:
         callbacks: The user's callbacks on this process.
 
+    Returns:
+        As many on every process, in the master's order.
+
     Raises:
-        ValueError: If they differ.
+        ValueError: On all processes, if lists differ in another way, or if the master alone has a
+            callback that controls training.
     """
-    lists = meet("Model.fit", ", ".join(map(_kind, callbacks)))
-    differing = next((process for process, text in enumerate(lists) if text != lists[0]), None)
-    if differing is not None:
+    own = [(_kind(item), _may_stop(item), controls_training(item)) for item in callbacks]
+    lists: list[list[Any]] = [json.loads(text) for text in meet("Model.fit", json.dumps(own))]
+    kinds = [[kind for kind, *_ in entries] for entries in lists]
+    differing = next((process for process, item in enumerate(kinds) if item != kinds[0]), None)
+    if differing is None:
+        return list(callbacks)
+    extras = _missing(kinds[0], kinds[differing])
+    if extras is None or any(item != kinds[differing] for item in kinds[1:]):
         raise ValueError(
-            f"Every process must pass the same callbacks to fit, but process 0 has [{lists[0]}] "
-            f"and process {differing} has [{lists[differing]}]. Do not add callbacks on some "
-            "processes only: callbacks that write files do so on the master alone, and "
-            "tnt_jax.callbacks.OnMaster(...) runs your own callback on the master alone."
+            f"Every process must pass the same callbacks to fit, but process 0 has "
+            f"[{', '.join(kinds[0])}] and process {differing} has [{', '.join(kinds[differing])}]. "
+            "Only process 0, the master, may have further ones, which run there alone. Callbacks "
+            "that write files do so on the master alone."
         )
+    for index in extras:
+        if lists[0][index][2]:
+            raise ValueError(
+                f"{kinds[0][index]} must be passed to fit on every process, because it controls "
+                "training, but only process 0 has it. It prints on the master only."
+            )
+    return call_on_all_processes(lambda: _completed(callbacks, lists[0], extras))
+
+
+def _missing(longer: Sequence[str], shorter: Sequence[str]) -> list[int] | None:
+    """Returns the positions of what only `longer` has; None if it has not all of the other."""
+    rest = list(shorter)
+    extras = []
+    for index, kind in enumerate(longer):
+        if rest and kind == rest[0]:
+            del rest[0]
+        else:
+            extras.append(index)
+    return None if rest else extras
+
+
+def _completed(
+    callbacks: Sequence[Any], of_master: Sequence[Any], extras: Sequence[int]
+) -> list[Any]:
+    """Returns the callbacks of this process with those of the master, or what stands for them."""
+    if is_master_rank():
+        names = ", ".join(of_master[index][0] for index in extras)
+        logger.warning("Only the master passes %s to fit: it runs on the master alone.", names)
+    own = iter(callbacks)
+    found: list[Any] = []
+    for index, (kind, may_stop, _) in enumerate(of_master):
+        if index not in extras:
+            found.append(next(own))
+        elif not is_master_rank():
+            found.append(History() if kind == "History" else OnMaster(_OfMaster(may_stop)))
+        else:
+            item = next(own)
+            is_as_it_is = kind == "History" or is_wrapped(item)
+            found.append(item if is_as_it_is else OnMaster(item))
+    return found
 
 
 def may_stop_within_epoch(callbacks: Sequence[Any]) -> bool:
@@ -38,11 +106,15 @@ def may_stop_within_epoch(callbacks: Sequence[Any]) -> bool:
     Args:
         callbacks: Callbacks without wrappers, of the same kinds on every process.
     """
-    return any(
-        type(callback).__module__.partition(".")[0] not in ("tnt_jax", "keras")
-        or type(callback).__name__ in _STOPPING
-        for callback in callbacks
-    )
+    return any(map(_may_stop, callbacks))
+
+
+def _may_stop(callback: Any) -> bool:
+    inner = getattr(callback, "callback", callback)
+    if isinstance(inner, _OfMaster):
+        return inner.may_stop
+    is_of_library = type(inner).__module__.partition(".")[0] in ("tnt_jax", "keras")
+    return not is_of_library or type(inner).__name__ in _STOPPING
 
 
 def _kind(callback: Any) -> str:

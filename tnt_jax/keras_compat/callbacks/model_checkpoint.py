@@ -21,7 +21,7 @@ class ModelCheckpoint(Callback):
 
     It saves always, or only if a log has improved.
 
-    A path without one of the extensions `.weights.h5`, `.safetensors` and `.keras` is an Orbax
+    A path without one of the extensions `.weights.h5`, `.safetensors` and `.keras` is a
     directory. All processes write it together while training continues, and an earlier one stays
     readable until the new one is complete.
 

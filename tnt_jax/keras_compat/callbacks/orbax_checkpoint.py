@@ -9,7 +9,7 @@ from tnt_jax.train.checkpoint import Checkpoints
 
 
 class OrbaxCheckpoint(ModelCheckpoint):
-    """Saves the model to an Orbax directory of numbered checkpoints.
+    """Saves the model to a directory of numbered checkpoints, in Orbax's layout.
 
     The arguments are those of Keras's callback.
 

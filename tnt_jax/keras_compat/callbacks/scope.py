@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import jax
 
+from tnt_jax.distributed.rendezvous import acting_alone
+
 # The processes that take part in a hook: all of them together, the master alone, or each one by
 # itself.
 Scope = Literal["all_processes", "main_process", "per_process"]
@@ -83,6 +85,17 @@ class OnAllRanks(_Wrapper):
     Args:
         callback: Any callback.
     """
+
+
+def is_wrapped(callback: Any) -> bool:
+    """Returns whether a callback is in `OnMaster` or `OnAllRanks`."""
+    return isinstance(callback, _Wrapper)
+
+
+def controls_training(callback: Any) -> bool:
+    """Returns whether every process needs a callback, because it decides how training goes on."""
+    inner = getattr(callback, "callback", callback)
+    return _first_base(inner, _DECIDING) is not None and type(inner).__name__ != "History"
 
 
 def current_scope() -> Scope:
@@ -170,11 +183,15 @@ class CallbackScope:
     def entered(self) -> Iterator[None]:
         """Sets the scope and the silence while the callback runs."""
         token = _scope.set(self.scope)
+        is_alone = self.scope == "main_process"
         try:
             with (
+                acting_alone(type(self.callback).__name__)
+                if is_alone
+                else contextlib.nullcontext(),
                 contextlib.redirect_stdout(io.StringIO())
                 if self.is_silent
-                else contextlib.nullcontext()
+                else contextlib.nullcontext(),
             ):
                 yield
         finally:
