@@ -71,6 +71,7 @@ class ModelState:
         Raises:
             RuntimeError: If the model has no variables yet.
         """
+        self._core.read_assigned()
         return self._core.trainer.require_state()
 
     def start_optimizer(self) -> None:

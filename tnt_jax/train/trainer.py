@@ -335,7 +335,8 @@ class Trainer:
             sums = step(state.params, state.model_state, sums, group.batch)
             running.add(sums["loss"][1])
             index += group.num_steps
-            hooks.on_batch_end(index - 1, sums, group.num_rows)
+            if hooks.on_batch_end(index - 1, sums, group.num_rows):
+                break
         return sums
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -359,7 +360,8 @@ class Trainer:
                 outputs = jax.tree.map(self._fetch, outputs)
             rows.add(outputs, group)
             index, first_row = index + group.num_steps, first_row + group.num_rows
-            hooks.on_batch_end(index - 1, None, group.num_rows)
+            if hooks.on_batch_end(index - 1, None, group.num_rows):
+                break
         return rows.joined()
 
     def lower_train_step(self, batch: Batch) -> Any:
