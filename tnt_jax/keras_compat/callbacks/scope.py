@@ -95,7 +95,7 @@ def is_wrapped(callback: Any) -> bool:
 def controls_training(callback: Any) -> bool:
     """Returns whether every process needs a callback, because it decides how training goes on."""
     inner = getattr(callback, "callback", callback)
-    return _first_base(inner, _DECIDING) is not None and type(inner).__name__ != "History"
+    return first_base(inner, DECIDING) is not None and type(inner).__name__ != "History"
 
 
 def current_scope() -> Scope:
