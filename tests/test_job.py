@@ -25,7 +25,7 @@ OF_THE_PROCESS = {
     "job._job",
     "job._lock",
     "adapters.replacing._lock",
-    "cluster.ray._address",
+    "cluster.ray._agreed",
     "data.fetch._recipe_of_worker",
     "data.reader_threads._running",
     "distributed.rendezvous._is_ending",

@@ -12,9 +12,12 @@ from typing import Any
 import jax
 
 from tnt_jax._jax.fallbacks import or_plain
+from tnt_jax.job import check_signature, sign
 
 # What a process calls before it aborts may take so long before the system ends it.
 _LONGEST_LAST_CALL_S = 10
+# Of SHA-256, in hexadecimal.
+_SIGNATURE_DIGITS = 64
 
 
 @or_plain(lambda: False, lost="JAX alone says if devices were opened before the job was joined.")
@@ -31,7 +34,52 @@ def is_distributed() -> bool:
     return jax.distributed.is_initialized()
 
 
-def coordination_client() -> Any:
+class SignedStore:
+    """The client of the coordination service, whose values carry the signature of the job.
+
+    Anyone who can connect to the service can write to it. A value that no process of this job wrote
+    raises a RuntimeError where it is read.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the client itself has."""
+        return getattr(self._client, name)
+
+    def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
+        """Sets a key."""
+        signature = sign(f"The key {key}", text.encode()).hex()
+        self._client.key_value_set(key, f"{signature}{text}", allow_overwrite=allow_overwrite)
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns the value of a key, which must be there."""
+        return self._checked(key, self._client.key_value_try_get(key))
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        """Returns the value of a key once it is there."""
+        return self._checked(key, self._client.blocking_key_value_get(key, timeout_ms))
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        """Returns the keys below a folder, with their values."""
+        entries = self._client.key_value_dir_get(folder)
+        return [(key, self._checked(key, value)) for key, value in entries]
+
+    def _checked(self, key: str, value: str) -> str:
+        signature, text = value[:_SIGNATURE_DIGITS], value[_SIGNATURE_DIGITS:]
+        check_signature(f"The key {key}", text.encode(), _bytes_of(signature))
+        return text
+
+
+def _bytes_of(digits: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return b""
+
+
+def coordination_client() -> SignedStore:
     """Returns the client of the job's coordination service.
 
     Its key/value store and its barriers need no device.
@@ -40,7 +88,7 @@ def coordination_client() -> Any:
     assert client is not None, (
         "The coordination service exists after jax.distributed.initialize only."
     )
-    return client
+    return SignedStore(client)
 
 
 def _found_client() -> Any:

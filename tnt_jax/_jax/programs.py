@@ -211,6 +211,21 @@ def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
+def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns what a program draws in order: `"random_bits"` or `"random_split"`, and the shape.
+
+    Args:
+        jaxpr: The program.
+        key_dtype: Dtype of the keys to look for.
+    """
+    return [
+        (equation.primitive.name, tuple(equation.params["shape"]))
+        for equation in _equations(jaxpr)
+        if equation.primitive.name in ("random_bits", "random_split")
+        and equation.invars[0].aval.dtype == key_dtype
+    ]
+
+
 @or_plain(
     lambda equation: equation.params,
     lost="Functions with a derivative of their own cannot be run again.",
