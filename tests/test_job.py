@@ -35,6 +35,10 @@ OF_THE_PROCESS = {
     "keras_compat.known_names._names_by_id",
     "launch.questions._listening",
     "_jax.compiler._without_ynn_convolutions",
+    # What this version of JAX has.
+    "_jax.frames._compiling",
+    "_jax.host_call._primitive",
+    "_jax.host_call.calls_python",
 }
 
 

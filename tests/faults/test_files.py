@@ -64,6 +64,60 @@ def is_what_was_saved(saved, step):
     )
 
 
+def purge(folder):
+    """Deletes all files below a folder, and leaves the folders."""
+    for path in files_below(folder):
+        path.unlink()
+
+
+def delete_what_describes(folder):
+    for path in [folder / "_CHECKPOINT_METADATA", *(folder / "checksums").iterdir()]:
+        path.unlink()
+
+
+def leave_an_empty_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+LOSSES = [purge, delete_what_describes, leave_an_empty_folder]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_folders_without_their_files_are_an_error_not_a_fresh_start(tmp_path, lose):
+    newest = save(tmp_path, 1, 2)
+    for folder in tmp_path.glob("tnt_jax_step_*"):
+        lose(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        DamagedCheckpointError, match=f"No checkpoint in .*{newest} (has lost|is dam)"
+    ):
+        Checkpoints(tmp_path).read_newest_valid()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_the_one_before_a_folder_without_its_files_is_used_with_a_warning(tmp_path, lose, warnings):
+    newest = save(tmp_path, 1, 2)
+    lose(newest)
+    checkpoints = Checkpoints(tmp_path)
+    assert is_what_was_saved(checkpoints.read_newest_valid(), 1)
+    assert len(warnings) == 1
+    assert str(newest) in warnings[0]
+    # The next checkpoint takes its place.
+    checkpoints.save(state_at(1))
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tnt_jax_step_1", "tnt_jax_step_3"]
+
+
+def test_a_directory_without_any_checkpoint_starts_fresh(tmp_path):
+    unfinished = tmp_path / "tnt_jax_step_1.orbax-checkpoint-tmp"
+    for folder in (tmp_path / "missing", tmp_path):
+        assert Checkpoints(folder).read_newest_valid() is None
+    unfinished.mkdir()
+    assert Checkpoints(tmp_path).read_newest_valid() is None
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.long)])
 def test_a_flipped_bit_is_harmless_or_named_and_the_one_before_is_used(tmp_path, warnings, count):
     newest = save(tmp_path, 1, 2)

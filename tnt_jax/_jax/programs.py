@@ -11,7 +11,7 @@ from tnt_jax._jax.fallbacks import or_plain
 from tnt_jax._jax.generators import threefry2x32_p
 
 # The types of a traced program and its parts. From JAX 0.12 on, the first two are one.
-_traced = jax.make_jaxpr(lambda x: (x, 1.0))(jax.ShapeDtypeStruct((), jnp.float32))
+_traced: Any = jax.make_jaxpr(lambda x: (x, 1.0))(jax.ShapeDtypeStruct((), jnp.float32))
 ClosedJaxpr, Jaxpr = type(_traced), type(_traced.jaxpr)
 Var, Literal = map(type, _traced.jaxpr.outvars)
 

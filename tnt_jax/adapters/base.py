@@ -151,13 +151,36 @@ class Adapter(Protocol):
         """Returns variables in the form that the model's library uses."""
         ...
 
-    def has_changed(self) -> bool:
-        """Returns whether the user's object has other variables than when last read or written."""
+    def trains_others(self) -> bool:
+        """Returns whether the user's object trains other variables than when last read.
+
+        For instance because a layer was frozen.
+        """
+        ...
+
+    def has_assigned(self) -> bool:
+        """Returns whether arrays were assigned to the user's object since last read or written.
+
+        Training asks before each step.
+        """
+        ...
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the user's object."""
         ...
 
     def write_back(self, variables: Variables) -> None:
         """Stores trained variables in the user's own object, if it holds any."""
         ...
+
+
+def check_trains_the_same(adapter: Adapter) -> None:
+    """Raises a ValueError if the user's object has come to train other variables in a call."""
+    if adapter.trains_others():
+        raise ValueError(
+            f"A layer of the model {adapter.name!r} was frozen or unfrozen while the model was "
+            "being trained. Do so between two calls of fit."
+        )
 
 
 @dataclass(frozen=True)

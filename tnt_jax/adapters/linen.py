@@ -114,9 +114,17 @@ class LinenAdapter:
             penalty,
         )
 
-    def has_changed(self) -> bool:
+    def trains_others(self) -> bool:
         """Returns False: a Linen module holds no variables."""
         return False
+
+    def has_assigned(self) -> bool:
+        """Returns False: a Linen module holds no variables."""
+        return False
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns the variables: a Linen module holds none."""
+        return variables
 
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""

@@ -48,7 +48,7 @@ class NnxAdapter:
         self.name = type(module).__name__
         self._takes_rngs = "rngs" in inspect.signature(module).parameters
         self._style = CallStyle.of(module)
-        self._seen: dict[tuple[str, ...], Any] = {}
+        self._seen: list[tuple[tuple[str, ...], nnx.Variable, Any]] = []
         self.draws: dict[Any, Draws] = {}
         self._graph, self._losses, _, self._random, _ = nnx.split(
             module, is_loss, nnx.Param, is_random, ...
@@ -132,11 +132,33 @@ class NnxAdapter:
         """Returns variables as a state for `nnx.update(module, state)`."""
         return self._state(jax.tree.map(jnp.asarray, variables))
 
-    def has_changed(self) -> bool:
-        """Returns whether the module has other arrays than when last read or written."""
-        held = self._held_arrays()
-        return held.keys() != self._seen.keys() or any(
-            held[path] is not array for path, array in self._seen.items()
+    def trains_others(self) -> bool:
+        """Returns whether the module has other variables than when last read or written."""
+        held, seen = (
+            [(path, id(leaf)) for path, leaf, _ in listed]
+            for listed in (self._held_arrays(), self._seen)
+        )
+        return held != seen
+
+    def has_assigned(self) -> bool:
+        """Returns whether an array was assigned to a variable since it was last read."""
+        return any(leaf.get_value() is not array for _, leaf, array in self._seen)
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the module's own."""
+        news = {id(leaf.get_value()) for _, leaf, old in self._seen if leaf.get_value() is not old}
+        leaves = nnx.to_flat_state(nnx.state(self.module, _is_kept))
+        held = {_names(path): leaf.get_value() for path, leaf in leaves}
+        assigned = {path: array for path, array in held.items() if id(array) in news}
+        self._seen = self._held_arrays()
+        flat = map(traverse_util.flatten_dict, variables)
+        return Variables(
+            *(
+                traverse_util.unflatten_dict(
+                    {path: assigned.get(path, array) for path, array in part.items()}
+                )
+                for part in flat
+            )
         )
 
     def write_back(self, variables: Variables) -> None:
@@ -147,12 +169,13 @@ class NnxAdapter:
         nnx.update(self.module, self.export(variables))
         self._seen = self._held_arrays()
 
-    def _held_arrays(self) -> dict[tuple[str, ...], Any]:
-        leaves = nnx.to_flat_state(nnx.state(self.module, _is_kept))
-        return {
-            _names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-            for path, leaf in leaves
-        }
+    def _held_arrays(self) -> list[tuple[tuple[str, ...], nnx.Variable, Any]]:
+        """Returns the variables of the module with their paths and arrays."""
+        return [
+            (_names(path), leaf, leaf.get_value())
+            for path, leaf in nnx.iter_graph(self.module)
+            if isinstance(leaf, nnx.Variable) and _is_kept(path, leaf)
+        ]
 
     def _state(self, variables: Variables) -> nnx.State:
         """Returns the given arrays as the state of the module without its random streams."""

@@ -1,6 +1,6 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from tnt_jax.keras_compat.compiled import Compiled
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_checks import kinds
 from tnt_jax.keras_compat.inputs import Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.keras_files import is_keras
 from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.row_checks import (
@@ -52,7 +53,7 @@ class Preparation:
         """
         compilation = self._core.require_compiled()
         batch = to_batch(first, weighting)
-        if not compilation.has_objective:
+        if compilation.needs_targets:
             require_targets(batch)
         self._builder.build_for(batch)
         kind = kinds((batch.inputs, batch.targets))
@@ -70,6 +71,12 @@ class Preparation:
             self._compile(compilation, functions)
         compilation.known_kinds.add(kind)
 
+    def check_classes(self, class_weight: Mapping[int, float] | None) -> None:
+        """Raises a ValueError if a class has a weight that the model's output does not have."""
+        functions = self._core.functions
+        if class_weight and isinstance(functions, Compiled):
+            functions.check_classes(class_weight)
+
     def prepare_announced(self, announced: HostBatch, weighting: Weighting | None) -> None:
         """Creates variables and compiled functions for data that is still being read.
 
@@ -84,14 +91,14 @@ class Preparation:
         """
         compilation = self._core.require_compiled()
         batch = to_batch(announced, weighting)
-        if compilation.arguments.objective is None:
+        if compilation.needs_targets:
             require_targets(batch)
         self._builder.build_for(batch)
         if (objective := compilation.arguments.objective) is not None:
             functions = CompiledObjective(objective)
         else:
             outputs, _ = trace_outputs(self._core.trainer, batch)
-            functions = Compiled(compilation.arguments, outputs, batch.targets)
+            functions = self._compared(compilation, outputs, batch)
         self._compile(compilation, functions)
         compilation.announced_kind = kinds((batch.inputs, batch.targets))
 
@@ -248,7 +255,7 @@ class Preparation:
         if arguments.objective is not None:
             return CompiledObjective(arguments.objective)
         outputs, activations = trace_outputs(trainer, batch)
-        compiled = Compiled(arguments, outputs, batch.targets)
+        compiled = self._compared(compilation, outputs, batch)
         raise_on_all_processes(_problem_of_first_batch(compiled, batch, None))
         compiled.check_traced(outputs, activations, batch.targets)
         if not compilation.known_kinds and compiled.looks_at_outputs:
@@ -256,6 +263,11 @@ class Preparation:
                 _problem_of_first_batch(compiled, batch, local_outputs(trainer, batch))
             )
         return compiled
+
+    def _compared(self, compilation: Compilation, outputs: Any, batch: Batch) -> Compiled:
+        module = self._core.module
+        declared = getattr(module, "output_names", None) if is_keras(module) else None
+        return Compiled(compilation.arguments, outputs, batch.targets, declared)
 
     def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""

@@ -16,7 +16,7 @@ from tnt_jax.reproducible.device_program import BY_RANK, REPLICATED, device_prog
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Batch, Measured, Parts
-from tnt_jax.train.epoch_sums import num_local_rows, quotient
+from tnt_jax.train.epoch_sums import num_local_rows, quotient, weighted_sum
 
 _ADVICE = (
     "With reproducible=True a model must not look at other ranks, because what they hold depends "
@@ -189,11 +189,9 @@ def measure_chunk(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> M
 
 def loss_of_chunk(measured: Measured, counts: Counts, num_chunks: int) -> jax.Array:
     """Returns a chunk's part of the loss of the global batch."""
-    return _jax.make_varying(
-        jnp.asarray(
-            sum(losses_of_chunk(measured, counts), start=measured.penalty / num_chunks), jnp.float32
-        )
-    )
+    losses = losses_of_chunk(measured, counts)
+    loss = weighted_sum(losses, measured.terms, measured.penalty / num_chunks)
+    return _jax.make_varying(jnp.asarray(loss, jnp.float32))
 
 
 def losses_of_chunk(measured: Measured, counts: Counts) -> list[jax.Array]:

@@ -164,6 +164,10 @@ def read_checkpoint(
             f"Process {jax.process_index()} does not see {folder}: the directory must be on a file "
             "system that all processes share."
         )
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise DamagedCheckpointError(
+            f"{folder} has lost all of its files, as when a cluster purges old files"
+        )
     if irregular := irregular_entries(folder):
         raise DamagedCheckpointError(
             f"{folder} is damaged: {', '.join(irregular[:_NAMED])} in it must be regular files, "

@@ -122,8 +122,14 @@ class StepParts:
             "outputs": self.increments(applied.outputs, batch),
             "model": applied.increments,
         }
+        terms = self.loss_terms(applied.outputs, batch)
+        if train and not terms and isinstance(applied.penalty, float):
+            raise ValueError(
+                "There is no loss to train by: the model adds none itself. Pass one to compile(), "
+                "for instance loss='mse', or an objective."
+            )
         return Measured(
-            self.loss_terms(applied.outputs, batch),
+            terms,
             applied.penalty,
             applied.model_state,
             increments,

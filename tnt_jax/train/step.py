@@ -25,7 +25,7 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.accumulation import accumulate, with_step
 from tnt_jax.train.contracts import Apply, Batch, Parts
-from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows
+from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows, weighted_sum
 from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, take_or_leave
 from tnt_jax.train.kept_inputs import keep_inputs
 from tnt_jax.train.loss_scale import loss_scale
@@ -157,9 +157,8 @@ def differentiate(
     def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         measured = parts.measure(params, state.model_state, batch, key=key, train=True)
         losses = [divide(term) for term in measured.terms]
-        loss = _jax.make_varying(
-            jnp.asarray(sum(losses, start=measured.penalty / _jax.num_ranks(mesh)), jnp.float32)
-        )
+        total = weighted_sum(losses, measured.terms, measured.penalty / _jax.num_ranks(mesh))
+        loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
         scaled = loss if scale is None else loss * scale
         return scaled, (
             _jax.make_varying((loss, losses, measured.increments)),
@@ -299,7 +298,9 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
         key = evaluation_key(sums["loss"][1], num_local_rows(batch))
         measured = parts.measure(params, model_state, batch, key=key, train=False)
         losses = [divide(term) for term in measured.terms]
-        local_loss = sum(losses, start=measured.penalty / _jax.num_ranks(mesh))
+        local_loss = weighted_sum(
+            losses, measured.terms, jnp.float32(measured.penalty) / _jax.num_ranks(mesh)
+        )
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
         loss, losses, increments = psum(numbers)
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))

@@ -319,8 +319,13 @@ class Trainer:
             self._compiled.watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
-        """Raises on every process unless all have ended the epoch after `num_steps` steps."""
+        """Raises on every process unless all have ended the epoch after `num_steps` steps.
+
+        It also raises if `on_nan="rollback"` has made no progress.
+        """
         self.steps.end_epoch(num_steps)
+        if (watch := self.programs.watch) is not None:
+            watch.end_epoch(self._built())
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
@@ -335,7 +340,8 @@ class Trainer:
             sums = step(state.params, state.model_state, sums, group.batch)
             running.add(sums["loss"][1])
             index += group.num_steps
-            hooks.on_batch_end(index - 1, sums, group.num_rows)
+            if hooks.on_batch_end(index - 1, sums, group.num_rows):
+                break
         return sums
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -359,7 +365,8 @@ class Trainer:
                 outputs = jax.tree.map(self._fetch, outputs)
             rows.add(outputs, group)
             index, first_row = index + group.num_steps, first_row + group.num_rows
-            hooks.on_batch_end(index - 1, None, group.num_rows)
+            if hooks.on_batch_end(index - 1, None, group.num_rows):
+                break
         return rows.joined()
 
     def lower_train_step(self, batch: Batch) -> Any:
