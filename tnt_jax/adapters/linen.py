@@ -233,6 +233,8 @@ def by_moving_statistics(
     layer = context.module
     if not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
         return call(*args, **kwargs)
+    if layer.axis_name is not None:
+        jax.lax.axis_size(layer.axis_name)  # Raises a NameError if there is no such axis.
     moments = (layer.get_variable("batch_stats", name) for name in ("mean", "var"))
     return _normalized(layer, _batch_norm_arguments(layer, *args, **kwargs)[0], *moments)
 
