@@ -78,16 +78,16 @@ def test_private_names_are_read_inside_functions():
     assert [place for place in FUNCTIONS if place.endswith("the module")] == []
 
 
-def train(folder, names):
+def train(folder, names, num_processes=2):
     """Returns what each process wrote that trained without names."""
     folder.mkdir(exist_ok=True)
     done = launch(
-        2, SCRIPTS / "train_without_names.py", folder, *names,
+        num_processes, SCRIPTS / "train_without_names.py", folder, *names,
         JAX_COMPILATION_CACHE_DIR=str(folder / "kept"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_processes)]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,11 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[-1])
 def test_a_job_trains_without_each_private_name(whole, tmp_path, names):
+    dropout = whole[0]["dropout"]
+    if any(name.startswith("jax.extend.random.") for name in names):
+        # JAX's own numbers, by the compiler's step.
+        dropout = train(tmp_path / "one", names, 1)[0]["dropout"]
+        assert not np.allclose(dropout, whole[0]["dropout"], rtol=1e-3)
     for found, expected in zip(train(tmp_path, names), whole, strict=True):
         np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
         warned = [text for text in found["warnings"] if "differs from the versions" in text]
@@ -109,10 +114,7 @@ def test_a_job_trains_without_each_private_name(whole, tmp_path, names):
         assert unsaid == []
         assert found["planes"] > 0
         assert found["listens"]
-        if any(name.startswith("jax.extend.random.") for name in names):
-            assert str(found["dropout"]).startswith("ValueError: The model")  # Refused.
-        else:
-            np.testing.assert_allclose(found["dropout"], expected["dropout"], rtol=1e-5)
+        np.testing.assert_allclose(found["dropout"], dropout, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", KEPT)

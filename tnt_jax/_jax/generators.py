@@ -9,7 +9,9 @@ def _none() -> tuple[Any, Any, Any]:
     return (lambda **_: None), None, None
 
 
-@or_plain(_none, lost="Models that draw random numbers are refused on more than one device.")
+@or_plain(
+    _none, lost="On several devices, models that draw random numbers take the compiler's step."
+)
 def _parts() -> tuple[Any, Any, Any]:
     # Outside JAX's promise of compatibility. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. Without
     # them, dropout by row of the global batch would need a generator of its own in every layer.
