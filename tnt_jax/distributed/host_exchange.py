@@ -237,7 +237,8 @@ def connect_devices() -> None:
     # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s
     # after another.
     if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
-        _jax.process_allgather(np.zeros(1, np.uint8))
+        with stall.waiting("the first collective"):
+            _jax.process_allgather(np.zeros(1, np.uint8))
 
 
 def collected(

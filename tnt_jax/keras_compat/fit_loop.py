@@ -211,7 +211,8 @@ class FitLoop:
                 "train", hooks, progress=progress, read=self._core.training_logs, stop=stop
             )
             begin = start if epoch == start.epoch else None
-            logs = self._train_epoch(plan, epoch, phase_hooks, begin)
+            with stall.in_phase(""):
+                logs = self._train_epoch(plan, epoch, phase_hooks, begin)
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
