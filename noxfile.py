@@ -23,7 +23,8 @@ nox.options.sessions = ["tests"]
 @nox.parametrize("python, jax", [("3.11", "oldest"), ("3.13", "newest")], ids=["oldest", "newest"])
 def tests(session: nox.Session, jax: str) -> None:
     """Runs pytest, with further arguments behind `--`, on one end of the supported versions."""
+    versions = OLDEST if jax == "oldest" else ["--upgrade", *NEWEST]
     # One call, so that pip finds versions that go together or says that there are none.
-    session.install("-e", ".[test]", *(OLDEST if jax == "oldest" else ["--upgrade", *NEWEST]))
+    session.install("--no-compile", "-e", ".[test]", *versions)
     session.run("python", ".ci/versions.py")
     session.run("pytest", *session.posargs)

@@ -261,7 +261,12 @@ def parse_args(arguments=None):
     add("--seed", type=int, default=0, help="seed of the weights")
     add("--model_dir", help="folder for checkpoints")
     add("--tensorboard", help="folder for TensorBoard")
-    add("--profile_runtimes", action="store_true", help="print the times of steps")
+    add(
+        "--profile_runtimes",
+        "--enable_time_history",
+        action="store_true",
+        help="print the times of steps",
+    )
     add(
         "--logging_freq",
         type=int,

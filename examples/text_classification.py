@@ -2,9 +2,8 @@
 
 The model is the averaged word vectors and three dense layers.
 
-    python examples/text_classification.py --data sms_spam/SMSSpamCollection tnt-jax -n 4 --
-    examples/text_classification.py --data train.csv --text_column question_text --label_column
-    target
+    python examples/text_classification.py --data sms_spam/SMSSpamCollection
+    tnt-jax -n 4 -- examples/text_classification.py --data train.csv --custom_loop
 
 Reads a CSV with a header, a TSV of label and text, or a JSON object of splits with pairs of text
 and label. Without splits of its own, a tenth of the distinct texts is for validation and a tenth
@@ -19,7 +18,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
+from flax.training.train_state import TrainState
 
 import tnt_jax as tnt
 
@@ -112,12 +114,18 @@ class EpochDots(tnt.callbacks.Callback):
         print(".", end="", flush=True)
 
 
-def compile_model(args, num_classes, vocab_size):
-    """Returns the compiled model: one output for two classes, as many as classes for more."""
-    binary = num_classes == 2
-    module = tnt.models.TextClassifier(
-        vocab_size=vocab_size, num_outputs=1 if binary else num_classes, dropout=args.dropout
+def make_module(args, num_classes, vocab_size):
+    """Returns the network: one output for two classes, as many as classes for more."""
+    return tnt.models.TextClassifier(
+        vocab_size=vocab_size,
+        num_outputs=1 if num_classes == 2 else num_classes,
+        dropout=args.dropout,
     )
+
+
+def compile_model(args, module):
+    """Returns the compiled model."""
+    binary = module.num_outputs == 1
     model = tnt.Model(module, seed=args.seed)
     # The model returns logits; a logit of 0 is a probability of 1/2.
     binary_accuracy = tnt.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
@@ -131,6 +139,143 @@ def compile_model(args, num_classes, vocab_size):
         ],
     )
     return model
+
+
+def make_steps(module):
+    """Returns the steps of a custom loop, for training and evaluation, and their metrics."""
+    binary = module.num_outputs == 1
+    metrics = {}
+    for part in ("train", "valid"):
+        metrics[f"{part}_loss"] = tnt.metrics.Mean()
+        metrics[f"{part}_acc"] = (
+            tnt.metrics.BinaryAccuracy(threshold=0.0)
+            if binary
+            else tnt.metrics.SparseCategoricalAccuracy()
+        )
+
+    def losses_of(logits, labels):
+        if binary:
+            return optax.sigmoid_binary_cross_entropy(logits[:, 0], labels)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    def count(part, losses, labels, logits):
+        metrics[f"{part}_loss"].update_state(losses)
+        metrics[f"{part}_acc"].update_state(labels[:, None] if binary else labels, logits)
+
+    @tnt.distributed_step
+    def train_step(state, batch, key):
+        def loss_fn(params):
+            rngs = {"dropout": key}
+            logits = module.apply({"params": params}, batch.inputs, train=True, rngs=rngs)
+            losses = losses_of(logits, batch.targets)
+            # The mean over the global batch, whatever the rows of this device.
+            return tnt.compute_average_loss(losses), (losses, logits)
+
+        (loss, (losses, logits)), grads = tnt.value_and_grad(loss_fn, has_aux=True)(state.params)
+        count("train", losses, batch.targets, logits)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    @tnt.distributed_eval_step
+    def valid_step(state, batch):
+        logits = module.apply({"params": state.params}, batch.inputs, train=False)
+        count("valid", losses_of(logits, batch.targets), batch.targets, logits)
+        return {}
+
+    return train_step, valid_step, metrics
+
+
+def custom_loop(args, module, train, valid, test):
+    """Trains by a custom loop, as the lesson does; prints its history and the test results.
+
+    Returns the seconds and the number of epochs.
+    """
+    train_step, valid_step, metrics = make_steps(module)
+    batch_size = args.micro_batch_size * tnt.get_size()
+    train_data = tnt.distribute(*train, batch_size=batch_size, seed=args.seed)
+    valid_data, test_data = (
+        tnt.distribute(*data, batch_size=batch_size, shuffle=False) for data in (valid, test)
+    )
+    params = module.init(jax.random.key(args.seed), train[0][:1], train=False)["params"]
+    optimizer = optax.adam(args.learning_rate)
+    state = TrainState.create(apply_fn=module.apply, params=params, tx=optimizer)
+    key, rows = jax.random.key(args.seed), []
+
+    def results():
+        found = {name: float(metric.result()) for name, metric in metrics.items()}
+        for metric in metrics.values():
+            metric.reset_state()
+        return found
+
+    start = time.perf_counter()
+    for epoch in range(args.epochs):
+        for batch in train_data:
+            state, _ = train_step(state, batch, key)
+        for batch in valid_data:
+            valid_step(state, batch)
+        rows.append({"epochs": epoch + 1, **results()})
+        if tnt.is_master_rank():
+            print(
+                "Epoch {epochs}, Loss: {train_loss:.4f}, Accuracy: {train_acc:.2%}, Valid Loss: "
+                "{valid_loss:.4f}, Valid Accuracy: {valid_acc:.2%}".format(**rows[-1]),
+                flush=True,
+            )
+    seconds = time.perf_counter() - start
+    for batch in test_data:
+        valid_step(state, batch)
+    tested = results()
+    print_history(rows)
+    draw_history(args, rows)
+    return seconds, len(rows), tested["valid_loss"], tested["valid_acc"]
+
+
+def print_history(rows):
+    """Prints the results of all epochs as a table, on the master."""
+    if tnt.is_master_rank():
+        print("\n" + " ".join(f"{name:>10}" for name in rows[0]))
+        for row in rows:
+            texts = (f"{x:10d}" if isinstance(x, int) else f"{x:10.4f}" for x in row.values())
+            print(" ".join(texts))
+
+
+def draw_history(args, rows):
+    """Draws the curves of a custom loop, as the callback of `fit` does."""
+    if args.plot:
+        picture = tnt.callbacks.PlotHistory(args.plot)
+        for row in rows:
+            logs = {
+                name.replace("train_", "").replace("valid_", "val_"): value
+                for name, value in row.items()
+                if name != "epochs"
+            }
+            picture.on_epoch_end(row["epochs"] - 1, logs)
+
+
+def fit(args, module, train, valid, test):
+    """Trains by `fit`; returns seconds, epochs, and loss and accuracy of the test texts."""
+    model = compile_model(args, module)
+    callbacks = [EpochDots()]
+    if args.patience:
+        callbacks.append(
+            tnt.callbacks.EarlyStopping(
+                monitor="val_loss", patience=args.patience, restore_best_weights=True
+            )
+        )
+    if args.tensorboard:
+        callbacks.append(tnt.callbacks.TensorBoard(args.tensorboard))
+    if args.plot:
+        callbacks.append(tnt.callbacks.PlotHistory(args.plot))
+    start = time.perf_counter()
+    history = model.fit(
+        *train,
+        epochs=args.epochs,
+        verbose=0,
+        validation_data=valid,
+        callbacks=callbacks,
+        tnt_micro_batch_size=args.micro_batch_size,
+    )
+    seconds = time.perf_counter() - start
+    loss, accuracy = model.evaluate(*test, verbose=0, tnt_micro_batch_size=args.micro_batch_size)
+    return seconds, len(history.epoch), loss, accuracy
 
 
 def report_timing(file, seconds, num_epochs, num_examples):
@@ -198,6 +343,12 @@ def parse_args():
         "--vocab_size", type=int, default=20_000, help="most words, with padding and unknown"
     )
     parser.add_argument("--max_length", type=int, default=64, help="words of a text that are read")
+    parser.add_argument(
+        "--custom_loop",
+        action="store_true",
+        help="train by a custom loop instead of fit, for all epochs",
+    )
+    parser.add_argument("--plot", help="file for a picture of loss and accuracy, such as a.png")
     parser.add_argument("--tensorboard", help="folder for TensorBoard")
     parser.add_argument(
         "--timings",
@@ -207,7 +358,10 @@ def parse_args():
         "--one_device", action="store_true", help="use the first device only, for comparing times"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and split")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.custom_loop and args.tensorboard:
+        parser.error("--tensorboard is a callback of fit: leave it or --custom_loop out.")
+    return args
 
 
 def main():
@@ -221,36 +375,20 @@ def main():
         encode(rows[name], vocabulary, labels, args.max_length) for name in ("train", "val", "test")
     )
 
-    model = compile_model(args, len(labels), len(vocabulary) + 2)
-    callbacks = [EpochDots()]
-    if args.patience:
-        callbacks.append(
-            tnt.callbacks.EarlyStopping(
-                monitor="val_loss", patience=args.patience, restore_best_weights=True
-            )
-        )
-    if args.tensorboard:
-        callbacks.append(tnt.callbacks.TensorBoard(args.tensorboard))
-    start = time.perf_counter()
-    history = model.fit(
-        *train,
-        epochs=args.epochs,
-        verbose=0,
-        validation_data=valid,
-        callbacks=callbacks,
-        tnt_micro_batch_size=args.micro_batch_size,
-    )
-    seconds = time.perf_counter() - start
-    loss, accuracy = model.evaluate(*test, verbose=0, tnt_micro_batch_size=args.micro_batch_size)
+    module = make_module(args, len(labels), len(vocabulary) + 2)
+    train_by = custom_loop if args.custom_loop else fit
+    seconds, num_epochs, loss, accuracy = train_by(args, module, train, valid, test)
     if tnt.is_master_rank():
         print(
             f"\n{len(labels)} classes, {len(train[0])} training texts, {len(vocabulary)} words, "
-            f"{len(history.epoch)} epochs"
+            f"{num_epochs} epochs"
         )
-        print(f"Time for fit: {1000 * seconds:.0f} ms on {tnt.get_size()} device(s)")
+        print(
+            f"Time for {train_by.__name__}: {1000 * seconds:.0f} ms on {tnt.get_size()} device(s)"
+        )
         print(f"test loss: {loss:.4f}, test accuracy: {accuracy:.4f}")
         if args.timings:
-            report_timing(args.timings, seconds, len(history.epoch), len(train[0]))
+            report_timing(args.timings, seconds, num_epochs, len(train[0]))
 
 
 if __name__ == "__main__":

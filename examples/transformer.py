@@ -227,7 +227,12 @@ def parse_args():
         help="save weights in --model_dir every epoch",
     )
     add("--enable_tensorboard", action="store_true", help="write TensorBoard files in --model_dir")
-    add("--profile_runtimes", action="store_true", help="print the times of steps")
+    add(
+        "--profile_runtimes",
+        "--enable_time_history",
+        action="store_true",
+        help="print the times of steps",
+    )
     add("--model_dir", help="folder for the learnt vocabulary, checkpoints and TensorBoard")
     add("--shuffle_seed", type=int, default=42, help="seed of the order of the pairs")
     add("--seed", type=int, default=0, help="seed of weights and dropout")

@@ -93,3 +93,11 @@ def test_resnet_reads_images_prepared_by_tensorflow_datasets(tmp_path):
             # Minus ImageNet's means the class's channel is the largest.
             assert image.shape == (32, 32, 3)
             assert np.argmax(image.mean((0, 1))) == (2, 0)[label]
+
+
+@pytest.mark.parametrize("flag", ["--profile_runtimes", "--enable_time_history"])
+def test_times_of_steps_have_the_name_of_the_tutorial_too(flag):
+    args = resnet50.parse_args(["--synthetic_data", flag])
+    (on_master,) = resnet50.make_callbacks(args)
+    assert isinstance(on_master, resnet50.tnt.callbacks.OnMaster)
+    assert not resnet50.make_callbacks(resnet50.parse_args(["--synthetic_data"]))

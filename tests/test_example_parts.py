@@ -1,5 +1,8 @@
 """The parts of the examples that are formulas or checks."""
 
+import re
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,3 +224,39 @@ def test_equal_texts_never_stand_on_two_sides():
     assert sum(map(len, texts)) == 50
     assert sum(map(len, parts.values())) == 200
     assert all(texts)
+
+
+def test_the_custom_loop_of_the_lesson_trains_on_two_devices_as_fit_on_one(
+    tmp_path, monkeypatch, capsys, use_ranks
+):
+    random = np.random.default_rng(0)
+    data = [
+        (random.integers(1, 30, (37, 6)).astype(np.int32), random.integers(0, 2, 37)) for _ in "tve"
+    ]
+    words = ["script.py", "--data", "none", "--epochs", "3", "--patience", "0"]
+    results = {}
+    for num_ranks, more in ((2, ["--custom_loop"]), (1, [])):
+        use_ranks(num_ranks)
+        picture = tmp_path / f"{num_ranks}.png"
+        more += ["--micro_batch_size", str(16 // num_ranks), "--plot", str(picture)]
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        args = text_classification.parse_args()
+        module = text_classification.make_module(args, 2, 30)
+        if not args.custom_loop:
+            results["fit"] = text_classification.fit(args, module, *data)
+            continue
+        # The first weights of `fit`.
+        model = text_classification.compile_model(args, module)
+        model.build(data[0][0])
+        first = {"params": jax.tree.map(np.array, model.variables["params"])}
+        monkeypatch.setattr(type(module), "init", lambda *_, first=first, **__: first)
+        results["loop"] = text_classification.custom_loop(args, module, *data)
+        monkeypatch.undo()
+        assert picture.stat().st_size > 5000
+    lines = capsys.readouterr().out.splitlines()
+    number = r"\d\.\d{4}, (?:Valid )?Accuracy: \d+\.\d\d%"
+    for epoch, line in enumerate(lines[:3], 1):
+        assert re.fullmatch(f"Epoch {epoch}, Loss: {number}, Valid Loss: {number}", line)
+    assert lines[4].split() == ["epochs", "train_loss", "train_acc", "valid_loss", "valid_acc"]
+    assert [line.split()[0] for line in lines[5:8]] == ["1", "2", "3"]
+    np.testing.assert_allclose(results["loop"][1:], results["fit"][1:], rtol=1e-4)

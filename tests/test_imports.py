@@ -82,6 +82,23 @@ def test_imports_point_down_between_rooms():
     assert up == set()
 
 
+def named_imports(module):
+    """Yields how the names begin that a module passes to `import_module`, of this package."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Call) and node.args and "import_module" in ast.unparse(node.func):
+            name = ast.unparse(node.args[0]).removeprefix("f").strip("'\"")
+            if name.split(".")[0] == "tnt_jax":
+                yield name
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if [*named_imports(name)]])
+def test_imports_by_name_point_down_too(module):
+    for name in named_imports(module):
+        # The package itself has the names of all rooms.
+        assert "." in name, f"{module} imports {name}"
+        assert room(name) in allowed(room(module))
+
+
 def test_files_import_in_no_circle():
     # A package's face hands names on: its files do not ask it for them.
     files = {

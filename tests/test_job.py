@@ -25,7 +25,7 @@ OF_THE_PROCESS = {
     "job._job",
     "job._lock",
     "adapters.replacing._lock",
-    "cluster.ray._address",
+    "cluster.ray._agreed",
     "data.fetch._recipe_of_worker",
     "data.reader_threads._running",
     "distributed.rendezvous._is_ending",
@@ -35,6 +35,10 @@ OF_THE_PROCESS = {
     "keras_compat.known_names._names_by_id",
     "launch.questions._listening",
     "_jax.compiler._without_ynn_convolutions",
+    # What this version of JAX has.
+    "_jax.frames._compiling",
+    "_jax.host_call._primitive",
+    "_jax.host_call.calls_python",
 }
 
 

@@ -101,7 +101,7 @@ def test_sample_weights_batch_norm_and_dropout_equal_a_plain_loop(
     def make_key(step, rows):
         # The numbers of a single device that holds the whole batch; Linen's dropout stream is the
         # second fold.
-        return jax.random.fold_in(row_key(jax.random.fold_in(jax.random.key(0), step), 0, rows), 1)
+        return jax.random.fold_in(row_key(jax.random.fold_in(jax.random.key(0), step), 0), 1)
 
     net = Net(batch_norm=True, dropout=0.4)
     expected_history, expected = train(

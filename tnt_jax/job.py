@@ -8,6 +8,8 @@ One object holds all of it, and `shutdown` drops that object, so that two jobs o
 in one process start alike. What a module keeps for the life of the process instead says why there.
 """
 
+import hashlib
+import hmac
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -77,6 +79,33 @@ def once_per_job(function: Callable[_P, _T]) -> Callable[_P, _T]:
         return known[key]
 
     return call
+
+
+secret = Slot[bytes](bytes)
+"""What only the processes of the job know; empty if they were started without one."""
+
+
+def sign(purpose: str, data: bytes) -> bytes:
+    """Returns what shows that a process of this job wrote data: 32 bytes, by HMAC-SHA-256.
+
+    Args:
+        purpose: What the data are, such as their key, so that they cannot be taken for others.
+        data: The data.
+    """
+    # The length tells the purpose from the data.
+    message = f"{len(purpose)} {purpose}".encode() + data
+    return hmac.digest(secret.get(), message, hashlib.sha256)
+
+
+def check_signature(purpose: str, data: bytes, signature: bytes) -> None:
+    """Raises a RuntimeError unless a process of this job made the signature by `sign`."""
+    if not hmac.compare_digest(sign(purpose, data), signature):
+        raise RuntimeError(
+            f"{purpose} was not written by a process of this job: its signature is wrong. Either "
+            "the processes have different values of TNT_JOB_SECRET, which must be the same for "
+            "all of them, or somebody else on the network reached the job. See "
+            "docs/launching.md#a-trusted-network."
+        )
 
 
 def end_job() -> None:

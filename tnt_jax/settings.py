@@ -7,7 +7,7 @@ library alone, so that the launcher can share it without importing JAX.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -21,6 +21,7 @@ STALLED_EXIT_CODE = 76
 LOST_EXIT_CODE = 77
 """Exit code of a process that cannot continue because another ended without leaving the job."""
 
+_SECRET_CHARACTERS = 32
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -68,6 +69,8 @@ class Settings:
         restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
         device_memory: Bytes of a device for `Model(mesh="auto")` (`TNT_DEVICE_MEMORY`, such as
             `80GB` or `40GiB`); None for what the device states.
+        job_secret: What only the processes of the job know (`TNT_JOB_SECRET`), with which they sign
+            what they tell one another; empty if they were started without one.
         goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
             in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
     """
@@ -95,6 +98,7 @@ class Settings:
     scale_from: int = 1
     scale_weak: bool = False
     device_memory: int | None = None
+    job_secret: str = field(default="", repr=False)
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -143,6 +147,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
         device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
+        job_secret=_secret(env, "TNT_JOB_SECRET"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)
@@ -205,6 +210,16 @@ def _bytes(env: Mapping[str, str], name: str) -> int | None:
     if value and not nbytes:
         raise ValueError(f"{name} must be a size such as 80GB or 40GiB, but is {env[name]!r}.")
     return nbytes or None
+
+
+def _secret(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if 0 < len(value) < _SECRET_CHARACTERS:
+        raise ValueError(
+            f"{name} must be random text of at least {_SECRET_CHARACTERS} characters, but has "
+            f"{len(value)}. Take that of `openssl rand -hex 32`."
+        )
+    return value
 
 
 def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None:

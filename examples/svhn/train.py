@@ -18,6 +18,7 @@ from network import Network, make_optimizer, make_state
 
 import tnt_jax as tnt
 
+NUM_DRAWN = 16
 STEPS = {"exercise": exercise, "solution": solution}
 
 
@@ -44,8 +45,11 @@ def custom_loop(steps, train, test, *, batch_size, epochs, seed):
     return seconds, results[-1]
 
 
-def fit(train, test, *, batch_size, epochs, seed):
-    """Trains by `fit`; returns the seconds of each epoch and the test accuracy."""
+def fit(train, test, *, batch_size, epochs, seed, plot=None):
+    """Trains by `fit`; returns the seconds of each epoch and the test accuracy.
+
+    Draws the first test images to the file `plot`, if there is one.
+    """
     times = EpochTimes()
     model = tnt.Model(Network(), seed=seed)
     loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -60,7 +64,25 @@ def fit(train, test, *, batch_size, epochs, seed):
     ).history
     for epoch, logs in enumerate(zip(*map(history.get, LOGS), strict=True)):
         report("fit", epoch, *logs)
+    if plot:
+        images, labels = test[0][:NUM_DRAWN], test[1][:NUM_DRAWN]
+        draw_images(plot, images, labels, model.predict(images, verbose=0).argmax(-1))
     return times.seconds, history["val_accuracy"][-1]
+
+
+def draw_images(file, images, labels, predicted):
+    """Draws images with their labels and predictions, wrong ones in red, on the master."""
+    if not tnt.is_master_rank():
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 8.5), layout="constrained")
+    drawn = zip(figure.subplots(4, 4).flat, images, labels, predicted, strict=False)
+    for axes, image, label, found in drawn:
+        axes.imshow(image)
+        axes.set_title(f"{label}, predicted {found}", color="black" if label == found else "red")
+        axes.set_axis_off()
+    figure.savefig(file)
 
 
 LOGS = ("loss", "accuracy", "val_loss", "val_accuracy")
@@ -114,6 +136,7 @@ def parse_args():
     add("--batch_size", type=int, default=128, help="images of all devices together in a step")
     add("--epochs", type=int, default=5, help="epochs")
     add("--seed", type=int, default=0, help="seed of weights, order and dropout")
+    add("--plot", help="file for a picture of test images with predictions, such as a.png")
     return parser.parse_args()
 
 
@@ -126,7 +149,7 @@ def main():
     options = {"batch_size": args.batch_size, "epochs": args.epochs, "seed": args.seed}
     results = {
         "loop": custom_loop(STEPS[args.steps], train, test, **options),
-        "fit": fit(train, test, **options),
+        "fit": fit(train, test, plot=args.plot, **options),
     }
     print_table(results, len(train[1]))
 

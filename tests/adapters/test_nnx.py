@@ -125,7 +125,7 @@ def test_padding_stays_out_of_statistics_of_one_rank_each(use_ranks):
 def test_dropout_is_that_of_one_device(use_ranks, num_ranks):
     use_ranks(num_ranks)
     net, expected = Net(dropout=0.5), Net(dropout=0.5)
-    make_key = lambda step, rows: row_key(jax.random.fold_in(jax.random.key(3), step), 0, rows)  # noqa: E731
+    make_key = lambda step, rows: row_key(jax.random.fold_in(jax.random.key(3), step), 0)  # noqa: E731
     losses = train_by_hand(expected, 27, 10, make_key=make_key)
     np.testing.assert_allclose(fit(net, 27, 10, seed=3)[1], losses, rtol=TOLERANCE)
     assert_same_variables(net, expected)
@@ -233,6 +233,37 @@ def test_flag_sown_losses_and_shared_variables(use_ranks, num_ranks):
     )
     assert net.tied is net.linear
     assert not hasattr(net, "hidden")
+
+
+class Loss(nnx.Variable):
+    """As in Flax's own variational autoencoder."""
+
+
+class WithLosses(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(NUM_FEATURES, 1, use_bias=False, rngs=nnx.Rngs(1))
+        self.held = Loss(jnp.float32(0))
+
+    def __call__(self, x):
+        size = jnp.sum(self.linear.kernel[...] ** 2)
+        self.made, self.held[...] = Loss(0.1 * size), 0.2 * size
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
+def test_variables_of_a_class_loss_are_added_to_the_training_loss(use_ranks, num_ranks):
+    use_ranks(num_ranks)
+    net = WithLosses()
+    x, _ = make_data(8)
+    y = np.zeros((8, 1), np.float32)
+    kernel = jnp.asarray(net.linear.kernel[...])
+    squares = lambda kernel: jnp.mean((x @ kernel) ** 2)  # noqa: E731
+    model = tnt.Model(net)
+    model.compile(optax.sgd(0.1), loss="mse")
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(float(squares(kernel)), rel=1e-5)
+    model.fit(x, y, batch_size=8, verbose=0)
+    grads = jax.grad(lambda kernel: squares(kernel) + 0.3 * jnp.sum(kernel**2))(kernel)
+    np.testing.assert_allclose(net.linear.kernel[...], kernel - 0.1 * grads, rtol=1e-4, atol=1e-6)
 
 
 def test_view_computes_with_the_trained_variables(use_ranks):

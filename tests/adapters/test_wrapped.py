@@ -157,3 +157,169 @@ def test_linen_modules_hold_nothing_to_read(two_ranks):
     with pytest.raises(KeyboardInterrupt):
         fit(model, callbacks=[InterruptAfter(0)])
     assert model.optimizer.iterations == 1
+
+
+def with_statistics():
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="relu", name="body"),
+            layers.BatchNormalization(name="norm"),
+            layers.BatchNormalization(name="bare", center=False, scale=False),
+            layers.Dense(3, name="head", kernel_regularizer="l2"),
+        ]
+    )
+
+
+def freeze_all(model):
+    model.trainable = False
+
+
+def freeze_body(model):
+    for layer in model.layers[:-1]:
+        layer.trainable = False
+
+
+def freeze_bare(model):
+    model.get_layer("bare").trainable = False
+
+
+def freeze_head(model):
+    model.get_layer(index=-1).trainable = False
+
+
+@pytest.mark.parametrize("freeze", [freeze_all, freeze_body, freeze_bare, freeze_head])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("when", ["before build", "after build", "after compile", "after fit"])
+def test_a_frozen_keras_model_trains_as_in_keras(freeze, num_ranks, when, use_ranks):
+    use_ranks(num_ranks)
+    modules = [with_statistics() for _ in range(2)]
+    model = tnt.Model(modules[0], synchronize_batch_norm=True)
+    histories = []
+    for trained, module in zip((model, modules[1]), modules, strict=True):
+        if when == "before build":
+            freeze(trained)
+        elif when == "after build" and trained is model:
+            model.build((None, 4))
+        if when == "after build":
+            freeze(trained)
+        trained.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=LOSS)
+        if when == "after compile":
+            freeze(trained)
+        if when == "after fit":
+            fit(trained)
+            freeze(trained)
+            trained.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=LOSS)
+        before = module.get_weights()
+        histories.append(fit(trained, epochs=2))
+        moved = [
+            np.abs(a - b).max() > 1e-6 for a, b in zip(before, module.get_weights(), strict=True)
+        ]
+        assert not any(moved) if freeze is freeze_all else any(moved)
+    np.testing.assert_allclose(*histories, rtol=1e-5)
+    for mine, theirs in zip(*map(arrays, modules), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    trainable = [variable.path for variable in modules[0].trainable_variables]
+    assert [variable.path for variable in model.trainable_weights] == trainable
+    slots = jax.tree.leaves(model.state.opt_state)
+    assert sum(slot.ndim > 0 for slot in slots) == len(trainable)
+
+
+def test_the_flag_of_a_frozen_model_reads_as_in_keras(two_ranks):
+    model = compiled(make_keras())
+    fit(model)
+    model.trainable = False
+    assert model.trainable is False
+    assert model.trainable_weights == []
+    assert len(model.non_trainable_weights) == 4
+    model.trainable = True
+    assert len(model.trainable_weights) == 4
+    with pytest.raises(ValueError, match=r"Pass tnt_jax.Model\(module, frozen"):
+        tnt.Model(NnxNet()).trainable = False
+
+
+class FreezeInTraining(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            freeze_body(self.model)
+
+
+def test_freezing_while_training_is_refused_as_in_keras(two_ranks):
+    with pytest.raises(ValueError, match="frozen or unfrozen while the model was being trained"):
+        fit(compiled(make_keras()), callbacks=[FreezeInTraining()], epochs=3)
+
+
+class Annealed(keras.layers.Layer):
+    """Adds a loss with a factor that a callback changes."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="zeros", trainable=False, name="factor")
+
+    def call(self, x):
+        self.add_loss(self.factor * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Anneal(keras.callbacks.Callback):
+    def __init__(self, every):
+        super().__init__()
+        self.every = every
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.every == "epoch":
+            self.variable.assign(0.2 * epoch)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.every == "batch":
+            self.variable.assign_add(0.1)
+
+    def on_train_end(self, logs=None):
+        self.variable.assign_add(5.0)
+
+    @property
+    def variable(self):
+        module = getattr(self.model, "module", self.model)
+        return module.get_layer("annealed").factor
+
+
+@pytest.mark.parametrize("every", ["epoch", "batch"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_variable_assigned_by_a_callback_counts_as_in_keras(every, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    modules = []
+    for _ in range(2):
+        base = make_keras()
+        outputs = Annealed(name="annealed")(base.layers[0].output)
+        modules.append(keras.Model(base.inputs, base.layers[-1](outputs)))
+    losses = []
+    for trained in (tnt.Model(modules[0]), modules[1]):
+        trained.compile(keras.optimizers.SGD(0.1), loss=LOSS)
+        losses.append(fit(trained, epochs=3, callbacks=[Anneal(every)]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for mine, theirs in zip(*map(arrays, modules), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+class HalveInTraining(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        halve(getattr(self.model, "module", self.model))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen = arrays(self.model.module)
+
+
+@pytest.mark.parametrize("make", [make_keras, NnxNet])
+def test_a_callback_reads_and_assigns_trained_variables(make, two_ranks):
+    module, callback = make(), HalveInTraining()
+    fit(compiled(module), callbacks=[callback])
+    for kept, held in zip(callback.seen, arrays(module), strict=True):
+        np.testing.assert_array_equal(kept, held)
+    expected = make()
+    model = compiled(expected)
+    for start in range(0, 24, 8):
+        model.train_on_batch(X[start : start + 8], Y[start : start + 8])
+        halve(expected)
+    for mine, theirs in zip(arrays(module), arrays(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)

@@ -83,7 +83,7 @@ def test_a_port_trains_as_the_original(name, folder, use_ranks, monkeypatch):
             monkeypatch.setattr(example, "config", example.TransformerConfig(num_layers=1))
     # A distributed step draws random numbers by row of the global batch. Drawn so on one device, by
     # the original, they are the same.
-    by_row = row_key(jax.random.key(1), 0, original.BATCH_SIZE)
+    by_row = row_key(jax.random.key(1), 0)
     expected_params, expected = trained(original, folder, by_row)
     for num_ranks in (1, 4):
         use_ranks(num_ranks)

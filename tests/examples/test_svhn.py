@@ -107,6 +107,21 @@ def test_the_exercise_says_what_to_write(svhn_data):
         exercise.eval_step(None, None)
 
 
+def test_images_are_drawn_with_labels_and_predictions(svhn_data, tmp_path):
+    from matplotlib.image import imread
+
+    train = load("svhn_train", "train.py")
+    images, labels = svhn_data.draw(20, 0)
+    for name, predicted in (("right.png", labels), ("wrong.png", (labels + 1) % 10)):
+        train.draw_images(tmp_path / name, images, labels, predicted)
+    # Titles of wrong predictions are red.
+    num_red = [
+        int(np.all(imread(tmp_path / name)[..., :3] == (1, 0, 0), axis=-1).sum())
+        for name in ("right.png", "wrong.png")
+    ]
+    assert num_red[0] < num_red[1] // 10
+
+
 def losses_of(way, text):
     return np.array([float(x) for x in re.findall(rf"^{way}, epoch \d+: loss (\S+),", text, re.M)])
 

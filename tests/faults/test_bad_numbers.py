@@ -8,6 +8,7 @@ import optax
 import pytest
 from bad_numbers import NAN_ROW, Net, batches, compiled, fit, leaves, rows
 from processes import SCRIPTS, launch
+from warned import kept_warnings
 
 import tnt_jax as tnt
 from tnt_jax.train.loss_spikes import LossSpikes
@@ -168,8 +169,31 @@ def test_rollback_ends_where_it_does_not_help(use_ranks):
     use_ranks(2)
     x, y = rows(16)
     x[:] = np.nan
-    with pytest.raises(FloatingPointError, match=r"went back 3 times already\. Step 1 of epoch 4"):
+    with pytest.raises(FloatingPointError, match=r"Two epochs in a row .* of epoch 2"):
         fit(x, y, on_nan="rollback", epochs=9)
+    x, y = rows(8 * 30)
+    x[:] = np.nan
+    with pytest.raises(
+        FloatingPointError, match=r"went back 3 times already\. Step \d+ of epoch 1"
+    ):
+        fit(x, y, on_nan="rollback", epochs=9)
+
+
+@pytest.mark.parametrize(("bad_row", "is_lost"), [(43, True), (3, False)])
+def test_rollback_that_undoes_every_step_is_not_silent(use_ranks, bad_row, is_lost):
+    use_ranks(2)
+    x, y = rows(64)
+    x[bad_row] = np.nan
+    if not is_lost:
+        # Later steps of the epoch are kept.
+        _, history = fit(x, y, on_nan="rollback", epochs=3)
+        assert max(history["skipped_steps"]) < 8
+        return
+    lost = pytest.raises(FloatingPointError, match=r"Two epochs in a row were lost.* of epoch 2")
+    with kept_warnings() as texts, lost:
+        fit(x, y, on_nan="rollback", epochs=3)
+    told = [text for text in texts if "has undone every step of epoch 1, which changed no" in text]
+    assert len(told) == 1
 
 
 @pytest.mark.long

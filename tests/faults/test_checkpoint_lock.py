@@ -4,21 +4,26 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 
+import numpy as np
 import pytest
 
 from tnt_jax.train import checkpoint_lock
+from tnt_jax.train.checkpoint import Checkpoints
 from tnt_jax.train.checkpoint_lock import DirectoryLock, LockedError
 
 HOLDER = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path
-    from tnt_jax.train.checkpoint_lock import DirectoryLock
+    from tnt_jax.train.checkpoint_lock import DirectoryLock, fcntl
+    if "WITHOUT_OFD" in os.environ:
+        del fcntl.F_OFD_SETLK
     lock = DirectoryLock(Path(sys.argv[1]))
     child = os.fork() if "fork" in sys.argv else 1
     if child:
@@ -123,27 +128,69 @@ def wait_until(holds):
         time.sleep(0.01)
 
 
-def test_the_holder_renews_time_stamp_and_record_lock(tmp_path, monkeypatch):
+def is_refused(path):
+    """Returns whether another process does not get the lock."""
+    other, told = hold(path)
+    other.kill()
+    other.wait()
+    return not told
+
+
+def test_the_holder_renews_the_time_stamp(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_lock, "_RENEWAL_S", 0.05)
     lock = DirectoryLock(tmp_path / "lock")
-    try:
-        before = lock.path.stat().st_mtime_ns
-        wait_until(lambda: lock.path.stat().st_mtime_ns > before)
-        # To close any descriptor of the file frees the record lock of the process.
-        lock.path.read_bytes()
-        read = lock.path.stat().st_mtime_ns
-        wait_until(lambda: lock.path.stat().st_mtime_ns > read)
-        refused, told = hold(lock.path)
-        assert (told, refused.wait()) == ([], 1)
-    finally:
-        lock.release()
+    before = lock.path.stat().st_mtime_ns
+    wait_until(lambda: lock.path.stat().st_mtime_ns > before)
+    lock.release()
+
+
+@pytest.mark.parametrize("has_ofd", [True, False])
+def test_the_lock_stays_when_its_own_job_copies_the_directory(tmp_path, monkeypatch, has_ofd):
+    if not has_ofd:
+        monkeypatch.delattr(checkpoint_lock.fcntl, "F_OFD_SETLK")
+        monkeypatch.setenv("WITHOUT_OFD", "1")
+    (tmp_path / "run").mkdir()
+    lock = DirectoryLock(tmp_path / "run" / "lock")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert is_refused(lock.path)
+    lock.release()
+    assert not is_refused(lock.path)
+
+
+def test_a_lock_that_another_job_has_got_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_lock, "_RENEWAL_S", 0.05)
+    lock = DirectoryLock(tmp_path / "lock")
+    monkeypatch.setattr(checkpoint_lock, "_lock", lambda file: False)
+    wait_until(lambda: not lock.is_held())
+    lock.release()
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_job_whose_lock_was_replaced_writes_no_more(tmp_path, use_ranks):
+    use_ranks(1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"w": np.ones(2)}, step=1)
+    checkpoints.wait()
+    path = tmp_path / ".tnt_jax_step.lock"
+    path.unlink()
+    other, _ = hold(path)
+    with pytest.raises(LockedError, match=f"is in use by process {other.pid}"):
+        checkpoints.save({"w": np.ones(2)}, step=2)
+    other.kill()
+    other.wait()
+    # A lock file that was only deleted is created again.
+    path.unlink()
+    assert checkpoints.save({"w": np.ones(2)}, step=3) == 3
+    path.unlink()
+    assert checkpoints.save({"w": np.ones(2)}, step=4) == 4
+    checkpoints.close()
 
 
 def test_a_file_system_without_locks_leaves_the_time_stamp(tmp_path, monkeypatch):
-    def refuse(file, how):
+    def refuse(file, how, what):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checkpoint_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(checkpoint_lock.fcntl, "fcntl", refuse)
     number = errno.ENOLCK
     DirectoryLock(tmp_path / "lock").release()
     number = errno.EIO

@@ -1,5 +1,7 @@
 """Checkpoints that are damaged are noticed and named, and the one before is used."""
 
+import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,6 +15,7 @@ from damage import files_below, random_flips
 from warned import kept_warnings
 
 from tnt_jax.train.checkpoint import Checkpoints, Position
+from tnt_jax.train.checkpoint_checksums import _checksum_of_list
 from tnt_jax.train.checkpoint_files import DamagedCheckpointError
 from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import state_arrays
@@ -59,6 +62,60 @@ def is_what_was_saved(saved, step):
             for path, leaf in saved.arrays.items()
         )
     )
+
+
+def purge(folder):
+    """Deletes all files below a folder, and leaves the folders."""
+    for path in files_below(folder):
+        path.unlink()
+
+
+def delete_what_describes(folder):
+    for path in [folder / "_CHECKPOINT_METADATA", *(folder / "checksums").iterdir()]:
+        path.unlink()
+
+
+def leave_an_empty_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+LOSSES = [purge, delete_what_describes, leave_an_empty_folder]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_folders_without_their_files_are_an_error_not_a_fresh_start(tmp_path, lose):
+    newest = save(tmp_path, 1, 2)
+    for folder in tmp_path.glob("tnt_jax_step_*"):
+        lose(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        DamagedCheckpointError, match=f"No checkpoint in .*{newest} (has lost|is dam)"
+    ):
+        Checkpoints(tmp_path).read_newest_valid()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_the_one_before_a_folder_without_its_files_is_used_with_a_warning(tmp_path, lose, warnings):
+    newest = save(tmp_path, 1, 2)
+    lose(newest)
+    checkpoints = Checkpoints(tmp_path)
+    assert is_what_was_saved(checkpoints.read_newest_valid(), 1)
+    assert len(warnings) == 1
+    assert str(newest) in warnings[0]
+    # The next checkpoint takes its place.
+    checkpoints.save(state_at(1))
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tnt_jax_step_1", "tnt_jax_step_3"]
+
+
+def test_a_directory_without_any_checkpoint_starts_fresh(tmp_path):
+    unfinished = tmp_path / "tnt_jax_step_1.orbax-checkpoint-tmp"
+    for folder in (tmp_path / "missing", tmp_path):
+        assert Checkpoints(folder).read_newest_valid() is None
+    unfinished.mkdir()
+    assert Checkpoints(tmp_path).read_newest_valid() is None
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.long)])
@@ -176,3 +233,37 @@ def test_orbax_reads_what_is_written(tmp_path):
     assert restored.keys() == expected.keys()
     for path, leaf in restored.items():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[path]))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../outside", "state/../../../outside", "pipe"])
+def test_checksums_name_files_of_the_checkpoint_alone(tmp_path, warnings, name):
+    (tmp_path / "outside").write_bytes(b"secret")
+    newest = save(tmp_path / "run", 1, 2)
+    listed = newest / "checksums" / "files.json"
+    files = json.loads(listed.read_bytes())["files"] | {
+        name.replace("pipe", str(newest / "pipe")): [6, 1]
+    }
+    listed.write_text(json.dumps({"crc32": _checksum_of_list(files), "files": files}))
+    if name == "pipe":
+        os.mkfifo(newest / "pipe")
+    assert is_what_was_saved(Checkpoints(tmp_path / "run").read_newest_valid(), 1)
+    expected = "pipe in it must be regular files" if name == "pipe" else f"{name} is missing"
+    assert expected in warnings[-1]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "outside"])
+def test_entries_that_lead_out_of_a_checkpoint_are_refused(tmp_path, warnings, target):
+    folder = save(tmp_path / "run", 1, 2)
+    names = [str(path.relative_to(folder)) for path in files_below(folder)]
+    for name in [*names, "state", "checksums"]:
+        path, kept = folder / name, tmp_path / "outside"
+        path.rename(kept)
+        if target == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(kept if target == "outside" else target)
+        saved = Checkpoints(tmp_path / "run").read_newest_valid()
+        assert is_what_was_saved(saved, 1), name
+        assert f"{name} in it must be regular" in warnings[-1]
+        path.unlink()
+        kept.rename(path)

@@ -83,6 +83,19 @@ def test_two_processes_go_on_as_one_within_an_epoch(tmp_path):
     assert STEPS - 17 < whole["steps"] - STEPS < STEPS
 
 
+@pytest.mark.multiprocess
+def test_a_killed_run_is_refused_to_another_rate_on_every_process(tmp_path):
+    options = {"resume": str(tmp_path / "runs"), "out": str(tmp_path / "out.json")}
+    killed(tmp_path, 2, rank=1, step=17, **options)
+    other = launch(
+        2, SCRIPT, json.dumps(options | {"rate": 0.5}), flags=["--output-on-all-devices"]
+    )
+    assert other.returncode == 1
+    text = "fit-1 holds another run: optimizer.learning_rate: 0.125 in the checkpoint, 0.5 now."
+    assert (other.stdout + other.stderr).count(text) >= 2
+    run(tmp_path, 1, **options)
+
+
 @pytest.mark.long  # The tests above begin and end with other numbers of processes.
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("data", ["arrays", "tf"])

@@ -18,8 +18,8 @@ LEFT_OUT = {
     "losses.SparseCategoricalCrossentropy": "takes any axis, Keras on JAX the last one only",
     "losses: weights [rows] of values [rows, T]": "weigh whole rows; Keras takes them for "
     "weights [T], which fails unless rows == T",
-    "metrics.IoU and kin": "dtype is float32 by default, so that fractions of a weight count; "
-    "Keras truncates weights to integers",
+    "metrics.IoU and kin": "fractions of a weight count by default; Keras truncates weights to "
+    "integers",
     "metrics.Mean and kin, with a scalar weight": "weighs each row; Keras counts the whole "
     "update as one row",
     "metrics: dtype of sums": "at least float32, and results are cast; Keras adds up in half "

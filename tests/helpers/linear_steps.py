@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.adapters.base import Applied, Variables
+from tnt_jax.distributed.random_rows import key_for
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
 
 FEATURES, SCALE, PENALTY, MOMENTUM = 3, 0.5, 0.1, 0.9
@@ -45,8 +46,10 @@ def mask_of(batch):
 def apply(params, model_state, inputs, *, key, train, mask):
     """Returns `x w + b`, moving means of the inputs, and noise of which metrics take the sum."""
     rows = jnp.ones(len(inputs)) if mask is None else mask
-    noise = jnp.zeros(len(inputs)) if key is None else jax.random.uniform(key, (len(inputs),))
+    noise = jnp.zeros(len(inputs))
     if train:
+        draw = lambda key, x: jax.random.uniform(key, (len(x),))  # noqa: E731
+        noise = draw(key_for(draw, key, inputs, {}), inputs)
         mean = rows @ inputs / jnp.maximum(rows.sum(), 1)
         model_state = {
             "mean": MOMENTUM * model_state["mean"] + (1 - MOMENTUM) * mean,

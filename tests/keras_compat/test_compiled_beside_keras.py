@@ -5,12 +5,15 @@ with a state, steep losses.
 import logging
 
 import flax.linen as nn
+import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.log import logger
 
 
 class Binary(nn.Module):
@@ -199,3 +202,313 @@ def test_poisson_of_outputs_near_zero_trains_as_in_keras(use_ranks):
         max(np.abs(ours - theirs).max() for ours, theirs in zip(other, expected, strict=True))
         > 1e-6
     )
+
+
+def two_outputs(structure):
+    """A functional model with the outputs `p` and `q`, in a list or a dict."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    p = keras.layers.Dense(1, name="p", kernel_regularizer="l2")(inputs)
+    q = keras.layers.Dense(2, name="q")(inputs)
+    return keras.Model(inputs, [p, q] if structure == "list" else {"q": q, "p": p})
+
+
+_X, _P, _ = rows(27)  # The last batch has three rows.
+_Q = np.stack([_X[:, 0], _X[:, 1] ** 2], axis=1)
+PARTIAL = {
+    "a loss by name of a list": ("list", {"loss": {"p": "mse", "q": "mae"}}, [_P, _Q]),
+    "targets by name of a list": ("list", {"loss": ["mse", "mae"]}, {"p": _P, "q": _Q}),
+    "factors by name": (
+        "list",
+        {"loss": {"p": "mse", "q": "mae"}, "loss_weights": {"p": 0.2, "q": 3.0}},
+        [_P, _Q],
+    ),
+    "a loss for one of a list, one target": ("list", {"loss": [None, "mse"]}, _Q),
+    "a loss for one of a dict": ("dict", {"loss": {"p": "mse"}}, {"p": _P, "q": _Q}),
+    "a list of losses for an output": (
+        "list",
+        {"loss": ["mse", ["mse", "mae"]], "metrics": {"q": ["mae", "mse"]}},
+        [_P, _Q],
+    ),
+    "a metric for one output": (
+        "dict",
+        {"loss": {"p": "mse", "q": ["mae"]}, "metrics": {"q": "mae"}},
+        {"p": _P, "q": _Q},
+    ),
+    "metrics in a list for each output": (
+        "list",
+        {"loss": "mse", "metrics": [["mae"], ["mse", "mae"]], "weighted_metrics": ["mae", "mse"]},
+        [_P, _Q],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTIAL)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_losses_of_several_outputs_train_as_in_keras(case, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    structure, arguments, targets = PARTIAL[case]
+    histories, models = [], []
+    for wrap in (tnt.Model, lambda module: module):
+        models.append(two_outputs(structure))
+        model = wrap(models[-1])
+        model.compile(keras.optimizers.SGD(0.05), **arguments)
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
+        histories.append(model.fit(_X, targets, **options).history)
+    assert set(histories[0]) == set(histories[1])
+    for name, values in histories[0].items():
+        np.testing.assert_allclose(values, histories[1][name], rtol=2e-5, err_msg=name)
+    for mine, theirs in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"loss": {"output_a": "mse"}}, "loss"),
+        ({"loss": "mse", "metrics": {"output_a": ["mae"]}}, "metrics"),
+        ({"loss": ["mse"], "metrics": {"other": {"nested": "mae"}}}, "metrics"),
+    ],
+)
+def test_a_single_output_is_logged_without_its_name_as_in_keras(asked, named):
+    inputs = keras.Input((3,))
+    module = keras.Model(inputs, keras.layers.Dense(1, name="output_a")(inputs))
+    logs = []
+    for model in (tnt.Model(module), module):
+        model.compile("sgd", **asked)
+        logs.append(model.evaluate(_X, _P, batch_size=8, verbose=0, return_dict=True))
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+class WithAuxiliary(nn.Module):
+    other: str
+
+    @nn.compact
+    def __call__(self, x):
+        p = nn.Dense(1, kernel_init=nn.initializers.constant(0.3))(x)
+        return p, {"none": None, "array": x * 2, "dict": {"features": x, "norm": x**2}}[self.other]
+
+
+@pytest.mark.parametrize("other", ["none", "array", "dict"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_auxiliary_output_needs_no_target(other, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    model, plain = tnt.Model(WithAuxiliary(other)), tnt.Model(Binary())
+    loss = ["mse", *[None] * (2 if other == "dict" else 1)]
+    for fitted, given in ((model, loss), (plain, "mse")):
+        fitted.compile(tnt.optimizers.SGD(0.1), given, metrics=["mae"] if fitted is plain else None)
+        fitted.build((None, 3))
+        fitted.set_weights([np.zeros(1), np.full((3, 1), 0.3)])
+        fitted.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_targets_that_are_missing_or_too_many_are_named():
+    model = tnt.Model(two_outputs("list"))
+    model.compile("sgd", loss={"p": "mse"}, metrics={"q": "mae"})
+    with pytest.raises(ValueError, match="'q' has a loss or a metric, but the data has no target"):
+        model.fit(_X, {"p": _P}, verbose=0)
+    with pytest.raises(
+        ValueError, match=r"2 output\(s\) \(p, q\), of which 2 have a loss or metri"
+    ):
+        model.fit(_X, [_P, _Q, _Q], verbose=0)
+    model.compile("sgd", loss={"z": "mse"})
+    with pytest.raises(ValueError, match=r"loss names the output\(s\) \['z'\]"):
+        model.fit(_X, [_P, _Q], verbose=0)
+
+
+class Penalised(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("y", [None, _P])
+def test_added_losses_alone_train_as_in_keras(num_ranks, y, use_ranks):
+    use_ranks(num_ranks)
+    modules, losses = [], []
+    for wrap in (tnt.Model, lambda module: module):
+        keras.utils.set_random_seed(1)
+        modules.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Penalised()]))
+        model = wrap(modules[-1])
+        model.compile(keras.optimizers.SGD(0.1))
+        fitted = model.fit(_X[:24], y if y is None else y[:24], batch_size=8, epochs=2, verbose=0,
+                           shuffle=False)  # fmt: skip
+        losses.append(fitted.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for mine, theirs in zip(*(module.get_weights() for module in modules), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_metrics_of_the_model_have_the_results_of_the_last_call():
+    model = tnt.Model(Binary())
+    metrics = [
+        "mae",
+        tnt.metrics.BinaryAccuracy(threshold=0.0),
+        keras.metrics.AUC(from_logits=True),
+    ]
+    model.compile("sgd", tnt.losses.BinaryCrossentropy(from_logits=True), metrics=metrics)
+    x, y, _ = rows()
+    history = model.fit(x, y, epochs=2, verbose=0).history
+    for metric in model.metrics:
+        assert float(metric.result()) == pytest.approx(history[metric.name][-1], rel=1e-6)
+    logs = model.evaluate(x, y, verbose=0, return_dict=True)
+    for metric in model.metrics:
+        assert float(metric.result()) == pytest.approx(logs[metric.name], rel=1e-6)
+
+
+def two_inputs():
+    inputs = [keras.Input((3,)), keras.Input((2,))]
+    keras.utils.set_random_seed(2)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(inputs)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_single_batches_of_two_inputs_are_inputs(num_ranks, is_compiled, use_ranks):
+    use_ranks(num_ranks)
+    module = two_inputs()
+    model, inputs = tnt.Model(module), [_X, _Q]
+    expected = np.asarray(module(inputs))
+    if is_compiled:
+        model.compile("sgd", "mse")
+    for found in (model.predict_on_batch(inputs), model(inputs), model.predict(inputs, verbose=0)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch, self.calls = batch, []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(batch)
+        self.model.stop_evaluating = batch == self.batch
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls.append(batch)
+        self.model.stop_predicting = batch == self.batch
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_callback_stops_evaluation_and_prediction_as_in_keras(num_ranks, use_ranks):
+    use_ranks(num_ranks)
+    module = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    results = []
+    for model in (tnt.Model(module), module):
+        model.compile("sgd", "mse")
+        stop, shown = StopAfter(1), {"batch_size": 8, "verbose": 0}
+        loss = model.evaluate(_X, _P, callbacks=[stop], **shown)
+        outputs = model.predict(_X, callbacks=[stop], **shown)
+        assert stop.calls == [0, 1, 0, 1]
+        results.append((loss, outputs))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert results[0][1].shape == (16, 1)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-5)
+
+
+def test_the_bar_of_keras_shows_an_evaluation(capsys):
+    model = tnt.Model(Binary())
+    model.compile("sgd", "mse")
+    model.evaluate(_X, _P, callbacks=[keras.callbacks.ProgbarLogger()], verbose=1)
+    model.predict(_X, callbacks=[keras.callbacks.ProgbarLogger()], verbose=1)
+    assert "1/1" in capsys.readouterr().out
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_subclassed_model_that_was_called_has_variables():
+    module = Subclassed()
+    module(_X[:1])
+    model = tnt.Model(module)
+    assert model.count_params() == 4
+    assert len(model.trainable_weights) == 2
+    model.set_weights([np.ones((3, 1)), np.zeros(1)])
+    np.testing.assert_array_equal(module.get_weights()[0], np.ones((3, 1)))
+    losses = []
+    for trained in (model, module):
+        module.set_weights([np.ones((3, 1)), np.zeros(1)])
+        trained.compile(keras.optimizers.SGD(0.1), "mse")
+        fitted = trained.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        losses.append(fitted.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["scipy", "jax", "tensorflow"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_sparse_batches_train_as_dense_ones(kind, num_ranks, use_ranks):
+    use_ranks(num_ranks)
+
+    def sparse(rows):
+        if kind == "scipy":
+            return pytest.importorskip("scipy.sparse").coo_matrix(rows)
+        if kind == "jax":
+            return jax.experimental.sparse.BCOO.fromdense(rows)
+        return pytest.importorskip("tensorflow").sparse.from_dense(rows)
+
+    thin = np.where(np.abs(_X) > 0.5, _X, 0).astype(np.float32)
+    losses = []
+    for make in (sparse, np.asarray):
+        batches = [(make(thin[start : start + 8]), _P[start : start + 8]) for start in (0, 8, 16)]
+        model = tnt.Model(Binary())
+        model.compile(tnt.optimizers.SGD(0.1), "mse")
+        losses.append(model.fit(batches, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_array_equal(*losses)
+    with pytest.raises(ValueError, match="one sparse array"):
+        model.fit(sparse(thin), _P, verbose=0)
+
+
+def test_a_generator_that_ends_early_ends_training_with_a_warning(monkeypatch):
+    def batches():
+        yield from [(_X[:8], _P[:8]), (_X[8:16], _P[8:16])]
+
+    texts = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: texts.append(text % args))
+    model = tnt.Model(Binary())
+    model.compile("sgd", "mse")
+    assert len(model.fit(batches(), epochs=3, verbose=0).history["loss"]) == 1
+    assert any("ended after 1 of 3 epochs" in text and "steps_per_epoch" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": "3"}, "epochs must be a whole number, but is '3'"),
+        ({"x": _X.tolist()}, "x is a list of rows of Python numbers"),
+        ({"x": {"a": _X, "b": None}}, "x\\['b'\\] is None"),
+        ({"class_weight": {2: 1.0, 7: 2.0}}, "class_weight names class 7, but"),
+    ],
+)
+def test_mistakes_in_the_arguments_of_fit_are_named(arguments, message):
+    model = tnt.Model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)]))
+    model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+    given = {"x": _X, "y": _P[:, 0].astype(int), "verbose": 0} | arguments
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.fit(**given)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
+def test_an_overridden_train_step_is_named_without_a_loss_too():
+    inputs = keras.Input((3,))
+    with pytest.raises(ValueError, match="overrides train_step"):
+        tnt.Model(OwnStep(inputs, keras.layers.Dense(1)(inputs))).compile("sgd")
+
+
+def test_what_cannot_be_set_says_so():
+    model = tnt.Model(Binary())
+    for name in ("metrics_names", "metrics", "layers", "module"):
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(model, name, [])

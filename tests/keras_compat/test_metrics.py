@@ -233,6 +233,25 @@ def test_mean_iou_equals_keras_whole_and_in_parts(ignore_class, weighted):
     assert theirs.name.startswith(ours.name)  # Keras numbers the instances of a process.
 
 
+def test_iou_counts_every_label_beyond_2_to_the_24():
+    def update(metric):
+        metric.total_cm.assign([[2**24 + 1, 3], [2**25 + 1, 0]])
+        for _ in range(3):
+            metric.update_state([0, 1, 0], [0, 0, 0])
+        return metric.result()
+
+    ours, theirs = metrics.MeanIoU(2), keras_metrics().MeanIoU(2)
+    np.testing.assert_allclose(update(ours), update(theirs), rtol=1e-6)
+    np.testing.assert_array_equal(ours.total_cm, [[2**24 + 7, 3], [2**25 + 4, 0]])
+    many = metrics.BinaryIoU().increments(np.zeros(2**24 + 9, bool), np.zeros(2**24 + 9, bool))
+    assert int(many["total_cm"][0, 0]) == 2**24 + 9
+    ours.update_state([1, 1], [0, 0], sample_weight=[0.25, 2.5])
+    np.testing.assert_array_equal(ours.total_cm, [[2**24 + 7, 3], [2**25 + 6, 0]])
+    np.testing.assert_array_equal(ours.fractions, [[0, 0], [0.75, 0]])
+    again = metrics.deserialize(metrics.serialize(ours))
+    assert again.total_cm.dtype == ours.total_cm.dtype == "int32"
+
+
 @pytest.mark.parametrize("cls", [metrics.Precision, metrics.Recall, metrics.AUC])
 def test_nothing_to_count_gives_zero(cls):
     metric = cls()

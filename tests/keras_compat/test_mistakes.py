@@ -35,6 +35,12 @@ class Normalizing(nn.Module):
         return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
 
 
+class OverAnotherAxis(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train, axis_name="batch")(x))
+
+
 class OfTwo(nn.Module):
     @nn.compact
     def __call__(self, image, text, train: bool = False):
@@ -149,11 +155,11 @@ MISTAKES = {
     ),
     "dropout without flag": (
         lambda: fit(module=Dropping()),
-        "draws random numbers in evaluation.*Dropout_0.*flag.*train",
+        "applies dropout in evaluation.*Dropout_0.*flag.*train",
     ),
     "dropout without flag to predict": (
         lambda: tnt.Model(Dropping()).predict(X, verbose=0),
-        "draws random numbers",
+        "applies dropout",
     ),
     "batch norm without flag": (
         lambda: fit(module=Normalizing()),
@@ -315,3 +321,9 @@ def test_a_model_of_any_length_takes_inputs_of_other_shapes(use_ranks):
     model = fit(module=pooled, fit={"validation_data": (X[:, :4], Y)})
     assert np.isfinite(model.history.history["val_loss"]).all()
     assert model.predict(X[:, :3], verbose=0).shape == (len(X), 3)
+
+
+def test_an_axis_of_another_name_is_told_with_the_one_that_exists(use_ranks):
+    use_ranks(2)
+    with pytest.raises(ValueError, match=r"unbound axis name: batch.*axis_name='data'"):
+        fit(module=OverAnotherAxis())

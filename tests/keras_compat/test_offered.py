@@ -19,6 +19,7 @@ def test_what_parts_of_a_model_do_is_offered_with_arguments_and_documentation():
         name for name in dir(tnt.Model) if not name.startswith("_") and name != "train_function"
     ]
     undocumented = {name for name in public if not inspect.getattr_static(tnt.Model, name).__doc__}
-    assert all(f"        {name}: " in tnt.Model.__doc__ for name in undocumented), undocumented
+    documented = inspect.getdoc(tnt.Model)
+    assert all(f"    {name}: " in documented for name in undocumented), undocumented
     with pytest.raises(AttributeError):
         tnt.Model(nn.Dense(3)).layers = []

@@ -1,5 +1,9 @@
 """Where `fit` begins after callbacks have spoken: once, and with the sums that were there."""
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -11,7 +15,7 @@ from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.keras_compat.resume import Resumption, Start
 from tnt_jax.train.checkpoint import Position
 from tnt_jax.train.data_position import describe_position
 
@@ -80,3 +84,62 @@ def test_the_logs_of_a_resumed_epoch_count_the_batches_before(use_ranks):
     assert interrupted.data["rows"] == 8
     # Gradient descent has no other state, so the run must go on as if nothing had happened.
     assert losses(Resuming(interrupted)) == losses()
+
+
+DESCRIBE = """
+import functools, json, os
+os.environ["KERAS_BACKEND"] = "jax"
+import flax.linen as nn, jax, keras, numpy as np, optax
+from flax import nnx
+import tnt_jax as tnt
+from tnt_jax.keras_compat import resume
+
+class Net(nn.Module):
+    activation: object = jax.nn.gelu
+    start: object = nn.initializers.normal(0.3)
+    sizes: object = frozenset({"b", "a", "c"})
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1, kernel_init=self.start)(self.activation(nn.Dense(4)(x)))
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.dense, self.act = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), lambda x: 2 * x
+        self.other = functools.partial(jax.nn.leaky_relu, negative_slope=0.3)
+
+    def __call__(self, x):
+        return self.other(self.act(self.dense(x)))
+
+linear = keras.Sequential([keras.layers.Dense(3, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+seen, describe = [], resume.describe_run
+resume.describe_run = lambda *arguments: seen.append(describe(*arguments)) or seen[-1]
+x = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
+for module in Net(), Nnx(), linear:
+    for optimizer in "adam", optax.adamw(lambda step: 0.1 / (1 + step)), keras.optimizers.Lion(0.1):
+        rates = [tnt.callbacks.ReduceLROnPlateau("loss")] if optimizer == "adam" else []
+        model = tnt.Model(module)
+        model.compile(optimizer, loss=lambda y, p: (y - p) ** 2, metrics=["mae", tnt.metrics.MeanSquaredError()])
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[tnt.callbacks.BackupAndRestore("runs"), *rates])
+print(json.dumps(seen))
+"""
+
+
+def test_descriptions_of_a_run_are_the_same_in_every_process(tmp_path):
+    script = tmp_path / "describe.py"
+    script.write_text(DESCRIBE)
+    texts = [
+        subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in (1, 2)
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert " 0x" not in texts[0]
+    linen, nnx, keras = (json.loads(texts[0])[number]["model"] for number in (0, 3, 6))
+    assert "gelu" in linen["model.activation"]
+    assert any("code" in value for name, value in nnx.items() if name.endswith("act"))
+    assert keras["model.layers[1].rate"] == "0.1"
+    assert "callback 1, ReduceLROnPlateau.patience" in json.loads(texts[0])[0]["learning_rate"]
+    assert json.loads(texts[0])[2]["optimizer"]["optimizer.beta_1"] == "0.9"

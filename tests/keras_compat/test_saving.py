@@ -182,6 +182,33 @@ def test_a_mismatch_names_the_leaves(tmp_path, name):
         deep.load_weights(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", [*PATHS, "run.safetensors"])
+def test_what_does_not_fit_is_skipped_if_asked(tmp_path, name, caplog):
+    wide = tnt.Model(nn.Sequential([nn.Dense(8), nn.Dense(5)]), seed=1)
+    wide.compile("sgd", loss="mse")
+    wide.build((None, 4))
+    wide.save_weights(tmp_path / name)
+    narrow = tnt.Model(nn.Sequential([nn.Dense(8), nn.Dense(3), nn.Dense(2)]), seed=2)
+    narrow.compile("adam", loss="mse")
+    narrow.build((None, 4))
+    before = narrow.variables["params"]
+    logger = __import__("logging").getLogger("tnt_jax")
+    logger.addHandler(caplog.handler)
+    try:
+        narrow.load_weights(tmp_path / name, skip_mismatch=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "keep their values. " in caplog.text
+    assert "params/layers_1/kernel (file: float32[8, 5], model: float32[8, 3])" in caplog.text
+    assert "not in the file: params/layers_2/bias" in caplog.text
+    after = narrow.variables["params"]
+    np.testing.assert_array_equal(
+        after["layers_0"]["kernel"], wide.variables["params"]["layers_0"]["kernel"]
+    )
+    for layer in ("layers_1", "layers_2"):
+        np.testing.assert_array_equal(after[layer]["kernel"], before[layer]["kernel"])
+
+
 def test_the_state_of_another_optimizer_is_left_out(tmp_path, caplog):
     model = make_model()
     fit(model)

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import numpy as np
+import optax
 import pytest
 
 import tnt_jax as tnt
@@ -62,6 +63,114 @@ def test_weights_go_to_a_fresh_model_of_either_kind(trained, tmp_path):
     wrapped.compile("sgd", loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
     wrapped.load_weights(path)
     np.testing.assert_array_equal(wrapped.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+T, K = tnt, keras
+DECAY = {"initial_learning_rate": 0.05, "decay_steps": 3, "decay_rate": 0.5}
+COMPILED = {
+    "names": {"optimizer": "adam", "loss": "mse", "metrics": ["mae", "accuracy"]},
+    "a name that Keras lacks": {"optimizer": "lamb", "loss": "huber"},
+    "objects": {
+        "optimizer": T.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0),
+        "loss": T.losses.Huber(0.5),
+        "metrics": [T.metrics.RootMeanSquaredError(name="error"), T.metrics.mean_absolute_error],
+        "weighted_metrics": ["mse"],
+    },
+    "a schedule inside loss scaling": {
+        "optimizer": T.optimizers.LossScaleOptimizer(
+            T.optimizers.AdamW(T.schedules.ExponentialDecay(**DECAY), weight_decay=0.01)
+        ),
+        "loss": T.losses.mean_squared_error,
+    },
+    "objects of Keras": {
+        "optimizer": K.optimizers.RMSprop(K.optimizers.schedules.ExponentialDecay(**DECAY)),
+        "loss": K.losses.LogCosh(),
+        "metrics": [K.metrics.CategoricalAccuracy(name="share")],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_keras_opens_the_model_compiled(trained, tmp_path, kind):
+    _, inner, x, _ = trained
+    model = tnt.Model(inner)
+    model.compile(**COMPILED[kind])
+    y = np.eye(3, dtype=np.float32)[np.arange(24) % 3]
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    model.save(tmp_path / "model.keras")
+    read = keras.models.load_model(tmp_path / "model.keras")
+    assert "get_compile_config" not in vars(inner)
+    assert read.compiled
+    assert type(read.optimizer).__module__.startswith("keras.")
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    found = read.evaluate(x, y, verbose=0, return_dict=True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    ours = {key: value for key, value in model.optimizer.get_config().items() if key != "name"}
+    theirs = read.optimizer.get_config()
+    for key, value in ours.items():
+        if isinstance(value, (int, float)):
+            assert theirs[key] == pytest.approx(value, rel=1e-6), key
+    read.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optimizer": optax.sgd(0.1), "loss": "mse"},
+        {"optimizer": "sgd", "loss": lambda y_true, y_pred: (y_true - y_pred).mean(-1)},
+        {"optimizer": "sgd", "objective": lambda forward, x, y: ((forward(x) - y) ** 2).mean(-1)},
+    ],
+    ids=["Optax", "function", "objective"],
+)
+def test_keras_opens_the_model_without_what_it_lacks(trained, tmp_path, name, arguments):
+    _, inner, x, _ = trained
+    model = tnt.Model(inner)
+    model.compile(**arguments)
+    model.save(tmp_path / name)
+    read = keras.models.load_model(tmp_path / name)
+    assert not read.compiled
+    np.testing.assert_allclose(
+        read.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def make_other_head():
+    keras.utils.set_random_seed(4)
+    return keras.Sequential(
+        [keras.Input((5,)), *make_keras_model().layers[:2], keras.layers.Dense(7)]
+    )
+
+
+@pytest.mark.parametrize("name", ["model.weights.h5", "model.keras", "model.h5"])
+def test_skip_mismatch_keeps_what_keras_keeps(trained, tmp_path, name):
+    model, *_ = trained
+    (model.save_weights if name.endswith("weights.h5") else model.save)(tmp_path / name)
+    plain, wrapped = make_other_head(), tnt.Model(make_other_head())
+    wrapped.compile("sgd", loss="mse")
+    wrapped.build((None, 5))
+    changed = [weight + 1 for weight in plain.get_weights()]
+    for one in (plain, wrapped):
+        one.set_weights(changed)
+        with pytest.raises(ValueError, match=r"could not be loaded|mismatch|shape|axes"):
+            one.load_weights(tmp_path / name)
+        one.set_weights(changed)
+        with pytest.warns(UserWarning, match=r"could not be loaded|Skipping loading"):
+            one.load_weights(tmp_path / name, skip_mismatch=True)
+    for a, b, before in zip(wrapped.get_weights(), plain.get_weights(), changed, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.shape[-1] == 7) == np.array_equal(a, before)
+
+
+def test_sharded_weights_of_keras_are_loaded(trained, tmp_path):
+    model, inner, x, _ = trained
+    keras.saving.save_weights(inner, tmp_path / "a.weights.json", max_shard_size=3e-7)
+    assert len(list(tmp_path.glob("a_*.weights.h5"))) > 1
+    fresh = tnt.Model(make_keras_model())
+    fresh.compile("sgd", loss="mse")
+    fresh.build((None, 5))
+    fresh.load_weights(tmp_path / "a.weights.json")
+    np.testing.assert_array_equal(fresh.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
 def test_loading_the_file_gives_a_model_that_trains_on(trained, tmp_path):

@@ -277,7 +277,7 @@ LEFT_OUT = {
     _LAYER: """add_loss add_metric add_variable add_weight build_from_config call compute_dtype compute_mask compute_output_shape
         compute_output_spec dtype dtype_policy get_build_config input input_dtype input_spec losses output path supports_masking
         symbolic_call variable_dtype export get_quantization_layer_structure quantization_mode quantize quantized_build
-        quantized_call rematerialized_call load_own_variables save_own_variables trainable stateless_call""",
+        quantized_call rematerialized_call load_own_variables save_own_variables stateless_call""",
     _STEP: """compute_loss compute_loss_and_updates compute_metrics predict_step test_step train_step make_predict_function
         make_test_function make_train_function stateless_compute_loss jit_compile run_eagerly jax_state_sync metrics_variables""",
     "`state`, `set_state` and `tnt_jax.train.checkpoint` hold the whole state": "get_state_tree set_state_tree",

@@ -168,16 +168,57 @@ def test_expand_nodes(text, expected):
     assert expand_nodes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2"])
-def test_malformed_node_list_is_refused(text):
-    with pytest.raises(ValueError, match="SLURM lists nodes as"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "n[1-2", "n[]", "n[3-1]", "n[a-b]", "n[0-99999999999]", "n[0-99999],m[0-99999999999]",
+        "r[0-99999]n[0-99999]", f"n[0-{'9' * 5000}]", "n" + "[1]" * 30_000, "n[1-65537]",
+    ],
+)  # fmt: skip
+def test_malformed_and_endless_node_lists_are_refused(text):
+    with pytest.raises(ValueError, match=r"SLURM lists nodes as .* 65536 at most, but here as"):
         expand_nodes(text)
 
 
-def test_malformed_counts_are_refused():
+def test_as_many_nodes_as_slurm_allows_are_listed():
+    assert expand_nodes("n[1-65536]")[-1] == "n65536"
+
+
+def test_a_node_list_that_contradicts_the_number_of_nodes_is_refused():
+    assert detect({**SLURM, "SLURM_STEP_NUM_NODES": "2"}) == detect(SLURM)
+    with pytest.raises(ValueError, match=r"NUM_NODES is 3, but .*\(gpu\[07-08\]\) lists 2 nodes"):
+        detect({**SLURM, "SLURM_STEP_NUM_NODES": "3"})
+
+
+def test_malformed_and_endless_counts_are_refused():
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    with pytest.raises(ValueError, match="SLURM states counts as"):
-        expand_counts("2x3")
+    for text in ("2x3", "2(x99999999999)", "2(x99999)," * 2000 + "1"):
+        with pytest.raises(ValueError, match="SLURM states counts as"):
+            expand_counts(text)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "99999999999"},
+        {**SLURM, "SLURM_PROCID": "4"},
+        {**OPEN_MPI_4, "OMPI_COMM_WORLD_SIZE": "99999999999"},
+        {**OPEN_MPI_4, "OMPI_COMM_WORLD_RANK": "-1"},
+        {
+            "TNT_COORDINATOR_ADDRESS": "a:1",
+            "TNT_NUM_PROCESSES": "99999999999",
+            "TNT_PROCESS_ID": "1",
+        },
+        {
+            "JAX_COORDINATOR_ADDRESS": "a:1",
+            "JAX_NUM_PROCESSES": "99999999999",
+            "JAX_PROCESS_ID": "1",
+        },
+    ],
+)
+def test_numbers_of_processes_out_of_range_are_refused(environ):
+    with pytest.raises(ValueError, match="processes are numbered from 0 to below their number"):
+        detect(environ)
 
 
 # Open MPI.

@@ -166,6 +166,7 @@ def test_slots_give_each_host_its_own_number():
     ("hosts", "changes", "message"),
     [
         ([host(slots=2)], {"devices_per_node": 4}, r"slots=2.*asks for 4.*Leave one"),
+        ([host(slots=99999999999)], {}, r"at most, but 99999999999 are asked for"),
         ([host(gpus=4), host("node2", gpus=2)], {}, "node1 has 4, node2 has 2"),
         (
             [host(gpus=4), host("node2")],
@@ -345,6 +346,18 @@ def test_only_variables_that_concern_training_are_carried_to_other_hosts():
     assert carried_environment(environ) == {
         name: value for name, value in environ.items() if name not in ("HOME", "SSH_TTY")
     }
+
+
+def test_a_script_on_ray_starts_with_the_environment_of_the_launcher():
+    of_a_host = {"HOME": "h", "SSH_TTY": "t", "CUDA_VISIBLE_DEVICES": "3", "RAY_ADDRESS": "a:1"}
+    environ = {"PATH": "p", "MYVAR": "hello", "EMPTY": "", "XLA_FLAGS": "2", **of_a_host}
+    hosts = [host(is_remote=True)]
+    (process,) = plan(hosts, options(use_gpus=False, ray_address="auto"), environ=environ)
+    assert {name: process.environment.get(name) for name in environ} == {
+        **environ, **dict.fromkeys(of_a_host)
+    }  # fmt: skip
+    (process,) = plan(hosts, options(use_gpus=False), environ=environ)
+    assert "MYVAR" not in process.environment
 
 
 def test_task_of_a_cluster_gets_its_place_and_devices():

@@ -56,12 +56,17 @@ def await_lines(program, count):
 
 
 @pytest.mark.multiprocess
-def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_cluster, tmp_path):
+def test_a_failing_rank_gives_its_code_and_output_through_ray(
+    launcher, ray_cluster, tmp_path, monkeypatch
+):
+    # The cluster was started without it.
+    monkeypatch.setenv("MYVAR", "hello")
     program = launcher(
         "import os, pathlib, sys, time\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "rank = os.environ['TNT_PROCESS_ID']\n"
-        "print('I am', rank, 'of', os.environ['TNT_NUM_PROCESSES'], flush=True)\n"
+        "of = os.environ['TNT_NUM_PROCESSES']\n"
+        "print(os.environ.get('MYVAR'), 'I am', rank, 'of', of, flush=True)\n"
         "(folder / f'printed{rank}').touch()\n"
         "while len(list(folder.glob('printed*'))) < 3: time.sleep(0.05)\n"
         "if rank == '1': time.sleep(1); sys.exit('the cause')\n"
@@ -71,7 +76,7 @@ def test_a_failing_rank_gives_its_code_and_output_through_ray(launcher, ray_clus
     )  # fmt: skip
     out, err = program.communicate(timeout=90)
     assert program.returncode == 1
-    assert sorted(out.splitlines()) == [f"[rank {r}] I am {r} of 3" for r in range(3)]
+    assert sorted(out.splitlines()) == [f"[rank {r}] hello I am {r} of 3" for r in range(3)]
     assert "failed with exit code 1" in err
     assert "the cause" in err
 

@@ -53,3 +53,12 @@ def test_a_claim_removes_its_folder(folders):
     (folders / "mine-1" / "checkpoint").mkdir()
     claim.remove()
     assert not list(folders.iterdir())
+
+
+def test_a_folder_that_others_can_write_to_is_not_claimed(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("shared", "link"):
+        with pytest.raises(OSError, match="is no directory that this user alone can write to"):
+            Claim(tmp_path / name)

@@ -35,11 +35,11 @@ def in_worker(monkeypatch):
         said = []
         monkeypatch.setattr(cluster_ray, "broadcast", lambda value: said.append(value) or told)
         monkeypatch.setattr(cluster_ray, "node_address", lambda: "10.0.0.5")
-        cluster_ray._address.cache_clear()
+        cluster_ray._agreed.cache_clear()
         return said
 
     yield enter
-    cluster_ray._address.cache_clear()
+    cluster_ray._agreed.cache_clear()
 
 
 def test_a_process_that_has_not_loaded_ray_is_no_worker(monkeypatch):
@@ -51,11 +51,12 @@ def test_a_process_that_has_not_loaded_ray_is_no_worker(monkeypatch):
 
 
 def test_worker_0_chooses_an_address_at_which_it_can_listen(in_worker):
-    said = in_worker(0, 4, told="10.0.0.5:4711")
+    said = in_worker(0, 4, told=("10.0.0.5:4711", b"secret"))
     job = detect_job({}, count_gpus=lambda environ: 0)
     assert (job.num_processes, job.process_id, job.source) == (4, 0, "Ray Train")
     assert job.coordinator_address == "10.0.0.5:4711"
-    (address,) = said
+    ((address, secret),) = said
+    assert len(secret) == 32
     host, port = address.split(":")
     assert host == "10.0.0.5"
     with socket.socket() as listener:
@@ -63,14 +64,15 @@ def test_worker_0_chooses_an_address_at_which_it_can_listen(in_worker):
 
 
 def test_the_others_take_the_address_that_worker_0_says(in_worker):
-    said = in_worker(3, 4, told="10.0.0.9:4711")
+    said = in_worker(3, 4, told=("10.0.0.9:4711", b"secret"))
     job = detect_job({}, count_gpus=lambda environ: 0)
     assert (job.process_id, job.coordinator_address) == (3, "10.0.0.9:4711")
+    assert cluster_ray.train_secret() == b"secret"
     assert said == [None]
 
 
 def test_a_worker_asks_the_others_once_in_its_life(in_worker):
-    said = in_worker(1, 2, told="10.0.0.9:4711")
+    said = in_worker(1, 2, told=("10.0.0.9:4711", b"secret"))
     assert detect_job({}) == detect_job({})
     assert len(said) == 1
 
@@ -82,7 +84,7 @@ INHERITED = {
 
 
 def test_what_started_ray_does_not_count_in_its_workers(in_worker):
-    in_worker(1, 2, told="10.0.0.9:4711")
+    in_worker(1, 2, told=("10.0.0.9:4711", b"secret"))
     assert detect_job(INHERITED).num_processes == 2
 
 

@@ -1,5 +1,7 @@
 """Parameter servers on a Ray cluster, beside `fit` in this process."""
 
+import re
+import time
 from contextlib import nullcontext
 
 import jax
@@ -8,6 +10,7 @@ import optax
 import pytest
 from pages import ROOT, fences
 from ray_clusters import leave_cluster, ray_cluster_of
+from warned import kept_warnings
 
 import tnt_jax as tnt
 from tnt_jax.parameter_server.crew import Crew
@@ -300,11 +303,15 @@ def test_the_page_runs(use_ranks):
     assert all(np.isfinite(value.fetch()) for value in names["losses"])
 
 
-@pytest.mark.long
-def test_a_cluster_without_place_says_what_is_missing(connected, use_ranks):
+def test_a_cluster_without_room_says_at_once_and_at_the_end_what_is_missing(connected, use_ranks):
     use_ranks(1)
-    with pytest.raises(RuntimeError, match=r"need 102 CPU, but within 2 s the Ray cluster .* free"):
-        tnt.ParameterServer(make_model(), num_workers=100, start_timeout_s=2)
+    lack = r"100 worker\(s\) need 102 CPU; of \d+ CPU in the cluster \d+ CPU are free"
+    begun_at = time.monotonic()
+    expected = f"no room within 4 s: .*{lack}. Start fewer"
+    with kept_warnings() as texts, pytest.raises(RuntimeError, match=expected):
+        tnt.ParameterServer(make_model(), num_workers=100, start_timeout_s=4)
+    assert time.monotonic() - begun_at < 20
+    assert re.search(f"Waiting up to 4 s for room on the Ray cluster: .*{lack}", texts[-1])
 
 
 def test_a_process_that_is_lost_before_it_starts_is_started_once_more(

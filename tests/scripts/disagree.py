@@ -2,9 +2,13 @@
 within seconds, after which they go on; `stops` are agreed instead.
 """
 
+import os
 import time
 
+os.environ["KERAS_BACKEND"] = "jax"
+
 import flax.linen as nn
+import keras
 import numpy as np
 import optax
 
@@ -15,6 +19,8 @@ is_other = tnt.get_process_index() == 1
 x = np.arange(256, dtype=np.float32).reshape(64, 4) / 256
 y = np.ascontiguousarray(x[:, :1])
 batches = [(x[first : first + 8], y[first : first + 8]) for first in range(0, 64, 8)]
+DTYPE = "mixed_bfloat16" if is_other else "float32"
+FOLDER = "/tmp/tnt_jax_disagree"  # Nothing is written there.
 OPTIONS = {"batch_size": 8, "verbose": 0}
 
 
@@ -26,9 +32,9 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.Dropout(self.dropout)(x, deterministic=not train))
 
 
-def make(optimizer="sgd", loss="mse", metrics=None, module=None, **options):
+def make(optimizer="sgd", loss="mse", metrics=None, module=None, on_nan=None, **options):
     model = tnt.Model(module or nn.Dense(1), **options)
-    model.compile(optimizer, loss=loss, metrics=metrics)
+    model.compile(optimizer, loss=loss, metrics=metrics, on_nan=on_nan)
     return model
 
 
@@ -89,6 +95,7 @@ first, second = trained(seed=3), trained(seed=3, optimizer=sgd(0.3))
 second.compile("sgd", loss="mse")
 first.compile("sgd", loss="mse")
 by_ring, by_xla = trained(), trained(fusion_threshold="xla")
+layered = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype=DTYPE)])
 other_number = 1 + is_other
 
 CASES = {
@@ -129,6 +136,33 @@ CASES = {
         "number of examples of validation_data: 64 on process 0, 63 on process 1",
     ),
     "callbacks": (lambda: fit(callbacks=[Stop(99)] * is_other), "process 0 has [] and process 1 has [Stop]"),
+    "backup's directory": (
+        lambda: fit(callbacks=callbacks.BackupAndRestore(f"{FOLDER}/{other_number}")),
+        f"BackupAndRestore.backup_dir: {FOLDER}/1 on process 0, {FOLDER}/2 on process 1",
+    ),
+    "backup's times": (
+        lambda: fit(callbacks=callbacks.BackupAndRestore(FOLDER, save_freq=other_number)),
+        "BackupAndRestore.save_freq: 1 on process 0, 2 on process 1",
+    ),
+    "settings of a Keras optimizer": (
+        lambda: fit(make(keras.optimizers.Lion(0.1, beta_1=0.9 - 0.1 * is_other))),
+        "optimizer.beta_1: 0.9 on process 0, 0.8 on process 1",
+    ),
+    "dtype of a Keras layer": (
+        lambda: fit(make(module=layered)),
+        "mixed_bfloat16 on process 1",
+    ),
+    "patience": (
+        lambda: fit(callbacks=callbacks.EarlyStopping("loss", patience=other_number)),
+        "EarlyStopping.patience: 1 on process 0, 2 on process 1",
+    ),
+    "on_nan": (lambda: fit(make(on_nan="skip" if is_other else None)), "on_nan: None on process 0, skip on process 1"),
+    "a file in the way": (
+        lambda: fit(resume=f"{__file__}/runs"), f"Checkpoints cannot be written to {__file__}/runs/fit-"
+    ),
+    "a read-only file system": (
+        lambda: fit(callbacks=callbacks.ModelCheckpoint("/proc/mine")), "Nothing can be saved in /proc/mine"
+    ),
     "variables": (lambda: fit(first if is_other else make()), "variables of the model: not yet made on process 0"),
     "weights": (
         lambda: fit(first if is_other else second),
@@ -162,7 +196,7 @@ def refuse(name, call, text):
     start = time.monotonic()
     try:
         call()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         told, took_s = str(error), time.monotonic() - start
     else:
         told, took_s = "no error", 0.0

@@ -89,7 +89,7 @@ def train(options):
     y = rng.standard_normal(NUM_ROWS).astype(np.float32)
     model = tnt.Model(Counting(), seed=options.get("seed", 0))
     steps = options.get("accumulation_steps")
-    optimizer = tnt.optimizers.SGD(RATE, gradient_accumulation_steps=steps)
+    optimizer = tnt.optimizers.SGD(options.get("rate", RATE), gradient_accumulation_steps=steps)
     model.compile(optimizer, loss=SquaresAndSeen(reduction="sum"))
     history = model.fit(
         **data_of(options, x, y),

@@ -118,6 +118,10 @@ def test_each_stage_holds_its_layers_alone(use_ranks):
     ("options", "message"),
     [
         ({"pipeline": tnt.Pipeline("layers", microbatches=2)}, "needs a mesh with an axis 'stage'"),
+        (
+            {"mesh": {"data": 2}, "pipeline": tnt.Pipeline("no/such", microbatches=2)},
+            r"over the axis 'stage', which mesh=\{'data': 2\} lacks. Add it",
+        ),
         ({"mesh": {"stage": 4}}, "needs a pipeline: pipeline=tnt_jax.Pipeline"),
         ({"remat": "half"}, "remat must be 'none', 'dots' or 'full'"),
     ],
@@ -131,6 +135,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
     ("path", "stages", "message"),
     [
         ("layers", 3, r"of 3 devices: its first dimension, the layers, must be a multiple"),
+        ("blocks", 1, "needs stacked layers of this path.*Parameters lie in embedding"),
         ("blocks", 4, "needs stacked layers of this path.*Parameters lie in embedding"),
     ],
 )

@@ -60,7 +60,7 @@ def trainer(monkeypatch):
 def test_no_program_leaves_its_convolutions_to_ynnpack(trainer):
     plain = jax.jit(Net().apply).lower({"params": trainer.state.params}, X).compile()
     predict = trainer.predict_step.lower(
-        trainer.state.params, trainer.state.model_state, X
+        trainer.state.params, trainer.state.model_state, X, np.uint32(0)
     ).compile()
     assert ynn_convolutions(plain) > 0
     assert (
@@ -72,7 +72,7 @@ def test_no_program_leaves_its_convolutions_to_ynnpack(trainer):
 
 def test_results_of_both_libraries_agree(trainer):
     plain = jax.jit(Net().apply)({"params": trainer.state.params}, X)
-    ours = trainer.predict_step(trainer.state.params, trainer.state.model_state, X)
+    ours = trainer.predict_step(trainer.state.params, trainer.state.model_state, X, np.uint32(0))
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 

@@ -138,8 +138,6 @@ def make(change, **fields):
         (centred_beside_a_counter, COMPARES),
         (constant_noise, PLACE),
         (constant_noise_in_training, PLACE),
-        (key_for_each_row, PLACE),
-        (dropout_over_flat_rows, PLACE),
     ],
 )
 def test_a_module_whose_rows_know_each_other_is_refused_on_any_number_of_devices(
@@ -159,6 +157,8 @@ def test_a_module_whose_rows_know_each_other_is_refused_on_any_number_of_devices
         all_rows,
         dropout,
         noise,
+        key_for_each_row,
+        dropout_over_flat_rows,
         attention,
         steep,
         layer_norm_of_large_numbers,

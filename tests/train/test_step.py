@@ -58,7 +58,7 @@ def test_training_steps_equal_numpy_on_whole_batches(use_ranks, num_ranks):
 
 @cache
 def noise():
-    keys = [row_key(jax.random.fold_in(jax.random.key(5), step), 0, 16) for step in range(4)]
+    keys = [row_key(jax.random.fold_in(jax.random.key(5), step), 0) for step in range(4)]
     draws = np.array([jax.random.uniform(key, (16,)) for key in keys])
     return sum(row[:real].sum() for row, real in zip(draws, ROWS, strict=True))
 
@@ -105,7 +105,7 @@ def test_evaluation_and_prediction_change_nothing_and_draw_no_numbers(use_ranks,
     by_hand.assert_state_is(job.state)
     assert float(sums["metrics"]["model"]["noise"]) == 0
     outputs = make_predict_step(apply, job.mesh)(
-        job.state.params, job.state.model_state, batches[1].inputs
+        job.state.params, job.state.model_state, batches[1].inputs, np.uint32(0)
     )
     expected = batches[1].inputs @ parameters()["w"] + parameters()["b"]
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)

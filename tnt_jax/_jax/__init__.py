@@ -1,20 +1,9 @@
 """Every name of JAX that is private, experimental or differs between the supported versions.
 
 The rest of the package calls JAX through its documented API and these names; each says with which
-versions it was checked and what would replace it.
+versions it was checked and what would replace it. Where one is missing, plain JAX is used, with one
+warning that says what is lost (`fallbacks.py`).
 """
-
-# Documented, but experimental. Checked with JAX 0.10.0 and 0.10.2. A jitted jax.lax.all_gather over
-# all devices would replace both.
-from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
-
-# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. There is no other
-# public way to look into a traced program or to change it.
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun, jaxprs_in_params
-
-# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Without them, dropout
-# by row of the global batch would need a generator of its own in every layer.
-from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_impl
 
 from tnt_jax._jax.arrays import (
     DATA_AXIS,
@@ -35,7 +24,6 @@ from tnt_jax._jax.arrays import (
     put,
     rank_axes,
     replicate,
-    shard_map,
     shard_rows,
     varying_axes,
     varying_axes_of,
@@ -48,9 +36,10 @@ from tnt_jax._jax.compiler import (
 )
 from tnt_jax._jax.frames import compiles, is_of_jax
 from tnt_jax._jax.gathered import keep_all_but_gathered
-from tnt_jax._jax.host_call import called_function, host_call
+from tnt_jax._jax.generators import define_prng_impl, threefry2x32_p, threefry_prng_impl
+from tnt_jax._jax.host_call import called_function, calls_python, host_call
 from tnt_jax._jax.kept_programs import keep_programs_of_each_process
-from tnt_jax._jax.mapped import mapped_axes, tracks_varying, was_summed
+from tnt_jax._jax.mapped import mapped_axes, shard_map, tracks_varying, was_summed
 from tnt_jax._jax.processes import (
     await_disconnection,
     backends_are_initialized,
@@ -65,14 +54,21 @@ from tnt_jax._jax.profile import Recording, profile
 from tnt_jax._jax.programs import (
     CASTS,
     PLAIN,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
     called_program,
     check_axes,
     check_local,
     communicates,
     computes_in_half,
     convolves,
+    draws_in,
     function_of,
     is_collective,
+    jaxpr_as_fun,
+    jaxprs_in_params,
     last_activations,
     loop_sizes,
     needed_constants,
@@ -98,9 +94,9 @@ __all__ = [
     "await_disconnection",
     "backends_are_initialized",
     "before_abort",
-    "broadcast_one_to_all",
     "called_function",
     "called_program",
+    "calls_python",
     "check_axes",
     "check_local",
     "communicates",
@@ -112,6 +108,7 @@ __all__ = [
     "coordinator_listens",
     "define_prng_impl",
     "deterministic_options",
+    "draws_in",
     "finished",
     "from_local_parts",
     "function_of",
@@ -137,7 +134,6 @@ __all__ = [
     "num_ranks",
     "one_rank_mesh",
     "options_of_one_run",
-    "process_allgather",
     "profile",
     "put",
     "rank_axes",

@@ -1,7 +1,9 @@
 """Meshes, `shard_map`, and arrays on several devices."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -11,12 +13,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tnt_jax._jax.fallbacks import or_plain
 from tnt_jax.job import Slot
 
 DATA_AXIS = "data"
 # Axis over whose devices the parameters are sharded; rows are split over it as well.
 FSDP_AXIS = "fsdp"
-_RANK_AXES = (DATA_AXIS, FSDP_AXIS)
+RANK_AXES = (DATA_AXIS, FSDP_AXIS)
 # Axis over whose devices the layers of a pipeline are divided.
 STAGE_AXIS = "stage"
 
@@ -30,7 +33,7 @@ def make_data_mesh(devices: Sequence[Any]) -> Mesh:
 
 def one_rank_mesh(device: Any, like: Mesh) -> Mesh:
     """Returns a mesh of one device, with those axes of another mesh that rows are split over."""
-    names = [name for name in _RANK_AXES if name in like.axis_names]
+    names = [name for name in RANK_AXES if name in like.axis_names]
     devices = np.asarray(device).reshape((1,) * len(names))
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
@@ -49,7 +52,7 @@ def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
         mesh: The mesh; by default the axes that the traced function is mapped over.
     """
     sizes = mapped_sizes() if mesh is None else mesh.shape
-    axes = tuple(name for name in _RANK_AXES if sizes.get(name, 1) > 1)
+    axes = tuple(name for name in RANK_AXES if sizes.get(name, 1) > 1)
     if len(axes) == 1:
         return axes[0]
     return axes or DATA_AXIS
@@ -57,7 +60,7 @@ def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
 
 def num_ranks(mesh: Any) -> int:
     """Returns the number of parts that the rows of a batch are split into on a mesh."""
-    return math.prod(mesh.shape.get(name, 1) for name in _RANK_AXES)
+    return math.prod(mesh.shape.get(name, 1) for name in RANK_AXES)
 
 
 def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
@@ -67,8 +70,8 @@ def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
         mesh: The mesh.
         process: Number of the process; this one by default.
     """
-    sizes = [mesh.shape[name] for name in mesh.axis_names if name in _RANK_AXES]
-    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in _RANK_AXES]
+    sizes = [mesh.shape[name] for name in mesh.axis_names if name in RANK_AXES]
+    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in RANK_AXES]
     # A rank is spread over the devices of the axes that do not split the rows.
     by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(
         math.prod(sizes), -1
@@ -81,42 +84,27 @@ def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
     ]
 
 
+def _own_mapped_sizes() -> dict[Any, int]:
+    """Returns the sizes of those axes that the package names."""
+    found = {}
+    for name in (*RANK_AXES, STAGE_AXIS):
+        with contextlib.suppress(NameError):
+            found[name] = jax.lax.axis_size(name)
+    return found
+
+
+@or_plain(_own_mapped_sizes, lost="Messages do not name the axes of your own programs.")
 def mapped_sizes() -> dict[Any, int]:
     """Returns the sizes of the axes that the traced function is mapped over, by name."""
-    # Private. Checked with JAX 0.10.2. No public question exists.
+    # Private. Checked with JAX 0.10.2 and 0.12.0. No public question exists.
     from jax._src import core
 
     return dict(core.get_axis_env().axis_sizes)
 
 
-def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on.
-
-    It is mapped over the axis `stage`, too, if `in_specs` name it. The compiler divides the work
-    over the other axes of the mesh. One rank alone is not checked: nothing can differ, and `psum`
-    needs no collective to make that known.
-    """
-    specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    has_stages = any(STAGE_AXIS in spec for spec in specs)
-    manual = {*_RANK_AXES, STAGE_AXIS} if has_stages else {*_RANK_AXES}
-    mapped: dict[str, Any] = {}
-    if set(mesh.axis_names) - manual:
-        mapped["axis_names"] = set(mesh.axis_names) & manual
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-        check_vma=num_ranks(mesh) > 1 or has_stages, **mapped,
-    )  # fmt: skip
-
-
 def all_gather_invariant(x: jax.Array, axis_name: Any = None) -> jax.Array:
     """Returns the parts of all ranks concatenated, typed as equal on every rank, in `shard_map`."""
     axis_name = rank_axes() if axis_name is None else axis_name
-    # Private. Checked with JAX 0.10.0 and 0.10.2. Versions in which jax.lax.all_gather takes
-    # to="invarying" do without.
-    from jax._src.lax import parallel
-
-    if hasattr(parallel, "all_gather_invariant"):
-        return parallel.all_gather_invariant(x, axis_name, axis=0, tiled=True)
     return jax.lax.all_gather(x, axis_name, axis=0, tiled=True, to="invarying")
 
 
@@ -128,10 +116,17 @@ def local_parts(x: jax.Array) -> Sequence[jax.Array]:
     whole, parts = _known_parts.get().get(id(x), (None, ()))
     if whole is not None and whole() is x:
         return parts
-    # Private. Checked with JAX 0.10.0 and 0.10.2. The public addressable_shards would replace it,
-    # but makes an object with an index for each device, which takes longer than the step of a small
-    # model.
-    return list(x._arrays)  # type: ignore[attr-defined]
+    return _parts(x)
+
+
+_SLOWER = "The steps of small models take longer."
+
+
+@or_plain(lambda x: [shard.data for shard in x.addressable_shards], lost=_SLOWER)
+def _parts(x: Any) -> Sequence[jax.Array]:
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. The public addressable_shards makes an
+    # object with an index for each device, which takes longer than the step of a small model.
+    return list(x._arrays)
 
 
 def from_local_parts(
@@ -142,16 +137,26 @@ def from_local_parts(
     avals = _avals.get()
     if kind not in avals:
         avals[kind] = jax.make_array_from_single_device_arrays(shape, sharding, list(parts)).aval
-    # Private arguments. Checked with JAX 0.10.0 and 0.10.2. The public
-    # make_array_from_single_device_arrays would replace them, but looks at every part again, which
-    # takes longer than to start the programs of a small model.
-    make: Any = type(parts[0])
-    whole = make(avals[kind], sharding, list(parts), committed=True, _skip_checks=True)
+    whole = _joined(avals[kind], sharding, list(parts))
     # To take it apart again takes as long.
     known = _known_parts.get()
     key = id(whole)
     known[key] = ref(whole, lambda _: known.pop(key, None)), parts
     return whole
+
+
+@or_plain(
+    lambda aval, sharding, parts: jax.make_array_from_single_device_arrays(
+        aval.shape, sharding, parts
+    ),
+    lost=_SLOWER,
+)
+def _joined(aval: Any, sharding: NamedSharding, parts: list[jax.Array]) -> jax.Array:
+    # Private arguments. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. The public
+    # make_array_from_single_device_arrays looks at every part again, which takes longer than to
+    # start the programs of a small model.
+    make: Any = type(parts[0])
+    return make(aval, sharding, parts, committed=True, _skip_checks=True)
 
 
 _avals = Slot[dict[Any, Any]](dict)
@@ -167,7 +172,7 @@ def is_varying(x: jax.Array, axis_name: str | None = None) -> bool:
         axis_name: An axis of the ranks; any of them by default.
     """
     varying = varying_axes(x)
-    return any(name in varying for name in (_RANK_AXES if axis_name is None else (axis_name,)))
+    return any(name in varying for name in (RANK_AXES if axis_name is None else (axis_name,)))
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -175,11 +180,17 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return varying_axes_of(jax.typeof(x))
 
 
+def _printed_varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the axes in the text of a type, such as `float32[8]{V:data}`, `{V:(data,fsdp)}`."""
+    found = re.search(r"\{V:\(?([^)}]*)", str(aval))
+    return frozenset(re.findall(r"\w+", found[1])) if found else frozenset()
+
+
+@or_plain(_printed_varying_axes, lost="Types are read from their text; tracing takes longer.")
 def varying_axes_of(aval: Any) -> frozenset[str]:
     """Returns the mesh axes over which values of a type may differ inside `shard_map`."""
-    # Differs by version: the set of varying axes stands in the manual axis type, or directly in
-    # `vma`, as in JAX 0.10.0 and 0.10.2. A public question would replace it.
-    return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+    # Undocumented. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. A public question would replace it.
+    return frozenset(aval.mat.varying)
 
 
 def make_varying(tree: Any) -> Any:

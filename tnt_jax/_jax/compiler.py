@@ -1,12 +1,12 @@
 """Options of the compiler, which come and go with its versions."""
 
+import importlib.metadata
 import os
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 from jax.sharding import Mesh, SingleDeviceSharding
 
 
@@ -37,19 +37,19 @@ def _num_cores() -> int:
 
 
 # Versions of jaxlib that know the option below; others are asked, which takes a compilation.
-_WITH_YNN = ("0.10.0", "0.10.2")
+_WITH_YNN = ("0.10.0", "0.10.2", "0.12.0.1")
 
 
 # Depends on the version of XLA alone, so that it outlives the job.
 @cache
 def _without_ynn_convolutions() -> dict[str, Any]:
-    # Experimental. Checked with JAX 0.10.0 and 0.10.2; a version without it does without. XLA hands
+    # Experimental. Checked with JAX 0.10.0 to 0.12.0; a version without it does without. XLA hands
     # wide convolutions on CPUs to YNNPACK, which is slower there than Eigen
     # (benchmarks/convolutions.py). The option names the kinds of operations that are left to it:
     # the default without convolutions.
     kinds = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
     options: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": kinds}
-    if jaxlib.version.__version__ in _WITH_YNN:
+    if importlib.metadata.version("jaxlib") in _WITH_YNN:
         return options
     number = jax.ShapeDtypeStruct(
         (), jnp.float32, sharding=SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -67,10 +67,9 @@ def _without_ynn_convolutions() -> dict[str, Any]:
 def options_of_one_run() -> dict[str, Any]:
     """Returns the compiler options for a program of the default device that runs once.
 
-    On CPUs the compiler then spends a third of the time or less on random numbers, whose bits are
-    the same.
+    On CPUs the compiler then spends a third of the time or less on random numbers. From JAX 0.12
+    on, these differ by rounding.
     """
-    # Level 0 would compute other bits: its code generator does not join products and sums.
     return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {}
 
 

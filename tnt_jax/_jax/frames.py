@@ -2,25 +2,32 @@
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import jax
 
+from tnt_jax._jax.fallbacks import or_plain
+
 _FOLDER = str(Path(jax.__file__).parent) + os.sep
-# Private. Checked with JAX 0.10.0 and 0.10.2. What traces, lowers and compiles; no public question
-# exists before it is done. Without these files a long compilation counts as a step.
-_COMPILING = (
-    *(
-        _FOLDER + os.path.join("_src", *parts)
-        for parts in (
-            ("compiler.py",),
-            ("interpreters", "partial_eval.py"),
-            ("interpreters", "mlir.py"),
-        )
-    ),
-    str(Path(__file__).with_name("kept_programs.py")),
+_KEPT = str(Path(__file__).with_name("kept_programs.py"))
+
+
+@cache
+@or_plain(
+    lambda: (_KEPT,), lost="A long compilation counts as a step, and may be taken for a stall."
 )
+def _compiling() -> tuple[str, ...]:
+    """Returns the files that trace, lower and compile programs."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0; no public question exists before it is
+    # done.
+    parts = ("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py")
+    files = [_FOLDER + os.path.join("_src", *names) for names in parts]
+    for file in files:
+        if not os.path.exists(file):
+            raise ImportError(f"{file} does not exist")
+    return (*files, _KEPT)
 
 
 def is_of_jax(frame: FrameType) -> bool:
@@ -30,4 +37,4 @@ def is_of_jax(frame: FrameType) -> bool:
 
 def compiles(frames: Iterable[FrameType]) -> bool:
     """Returns whether one of the frames of a stack traces, lowers or compiles a program."""
-    return any(frame.f_code.co_filename in _COMPILING for frame in frames)
+    return any(frame.f_code.co_filename in _compiling() for frame in frames)

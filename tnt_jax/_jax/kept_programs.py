@@ -1,24 +1,27 @@
 """Compiled programs for CPUs that jobs of several processes find again at their next start.
 
-JAX's compilation cache leaves out two kinds of programs: those that call Python, as sums by the
-ring do, and those of all processes but the first. On other devices the processes share what the
+JAX's compilation cache leaves out the programs of all processes but the first and, before JAX
+0.12, those that call Python, as sums by the ring do. On other devices the processes share what the
 first one writes; on CPUs JAX gives each of them keys of its own, because a key contains the
-devices of the process. Here the processes share their programs, in JAX's own cache with its limits
-and its format, under keys without devices. One process of a machine compiles a program that several
+devices of the process. Here the processes share their programs, in JAX's own cache with its limits,
+under keys without devices. One process of a machine compiles a program that several
 of them need, and the others wait for it.
 
 A program holds no pointer to a function, only its place among the functions that it calls (seen in
-JAX 0.10.0 and 0.10.2; no program that holds another address is found again, as the key contains the
-whole program). It is loaded with the functions and the devices of the process that asks for it,
-which has lowered the same text, so each function is called where the compiler would have called it.
+JAX 0.10.0, 0.10.2 and 0.12.0; no program that holds another address is found again, as the key
+contains the whole program). It is loaded with the functions and the devices of the process that
+asks for it, which has lowered the same text, so each function is called where the compiler would
+have called it.
 """
 
 import fcntl
 import hashlib
+import importlib.metadata
 import inspect
 import os
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,12 +29,7 @@ from typing import Any
 
 import jax
 
-# Private. Checked with JAX 0.10.0 and 0.10.2. No setting has processes other than the first write,
-# and no public function loads a program that calls Python.
-from jax._src import cache_key, compilation_cache, compiler
-from jax._src.lib import version_str
-from jax._src.lru_cache import _CACHE_SUFFIX
-
+from tnt_jax._jax.fallbacks import CHANGED, or_plain
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
@@ -39,43 +37,53 @@ _PARAMETERS = (
     "backend", "computation", "devices", "compile_options", "host_callbacks",
     "executable_devices", "pgle_profiler",
 )  # fmt: skip
-_PARTS_OF_KEYS = (
-    "_hash_computation", "_hash_serialized_compile_options", "_hash_xla_flags",
-    "get_flag_prefixes", "custom_hook",
-)  # fmt: skip
 # Programs that are compiled in less time are not worth waiting for.
 _SHORT_S = 0.1
+# What a file holds: a checksum, and the seconds of the compilation and the program, compressed.
+_FORMAT = "blake2b, zlib"
 _EVENTS = "/jax/compilation_cache/"
 
 
 def _restore(compile_before: Callable | None) -> None:
     if compile_before is not None:
+        # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+        from jax._src import compiler
+
         compiler.compile_or_get_cached = compile_before
 
 
 _compile_before = Slot[Callable | None](lambda: None, close=_restore)
 
 
+_LOST = "Programs of other processes than the first are compiled at every start."
+
+
+@or_plain(lambda processor, *, turns=None: None, lost=_LOST)
 def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -> None:
     """Has this process keep all programs that it compiles for CPUs, until its job ends.
 
     Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
-    nothing is kept. A version of JAX whose compiler is called in another way is left alone.
+    nothing is kept.
 
     Args:
         processor: What processors must have in common that run the same programs.
         turns: A name that only the processes of this job on this machine use, of which one then
             compiles a program for all; None if each compiles for itself.
     """
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No setting has processes other than the
+    # first write.
+    from jax._src import compiler
+
     before = compiler.compile_or_get_cached
-    is_known = tuple(inspect.signature(before).parameters) == _PARAMETERS and all(
-        hasattr(cache_key, name) for name in _PARTS_OF_KEYS
-    )
-    if is_known and _compile_before.get() is None:
+    if _compile_before.get() is None:
+        names = tuple(inspect.signature(before).parameters)
+        if names != _PARAMETERS:
+            raise TypeError(f"compile_or_get_cached takes {', '.join(names)}")
         _compile_before.set(before)
         compiler.compile_or_get_cached = partial(_find_or_compile, before, processor, turns)
 
 
+@or_plain(lambda before, processor, turns, *args, **named: before(*args, **named), lost=_LOST)
 def _find_or_compile(
     compile_before: Callable,
     processor: str,
@@ -89,6 +97,8 @@ def _find_or_compile(
     pgle_profiler: Any = None,
 ) -> Any:
     """Stands for JAX's function of the same parameters after the third."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    from jax._src import compiler
 
     def compile_it() -> Any:
         return compiler.backend_compile_and_load(
@@ -119,7 +129,8 @@ def _is_to_be_kept(backend: Any) -> bool:
     config: Any = jax.config
     return (
         backend.platform == "cpu"
-        and compilation_cache.is_persistent_cache_enabled()
+        and config.jax_enable_compilation_cache
+        and config.jax_compilation_cache_dir is not None
         # Then a process may wait for what another one compiles.
         and not config.jax_share_binary_between_hosts
         # JAX's function writes the text.
@@ -138,16 +149,17 @@ def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str
 
     It is none of JAX's, which would load a program without the functions that it calls.
     """
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function makes keys.
+    from jax._src import cache_key
+
     found = hashlib.sha256()
     # Differs by version: False in JAX 0.12, in 0.10 a value of an enumeration.
     choices = getattr(cache_key, "IgnoreCallbacks", None)
     cache_key._hash_computation(found, computation, choices.NO if choices else False)
     cache_key._hash_serialized_compile_options(found, compile_options, strip_device_assignment=True)
     cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
-    # The compression depends on what is installed.
-    compression = compilation_cache.compress_executable(b"").hex()
-    others = (backend.platform, backend.platform_version, compression, "blake2b", processor)
-    found.update(repr((version_str, *others, cache_key.custom_hook())).encode())
+    versions = (importlib.metadata.version("jaxlib"), backend.platform, backend.platform_version)
+    found.update(repr((*versions, _FORMAT, processor, cache_key.custom_hook())).encode())
     name = str(computation.operation.attributes["sym_name"]).strip('"')
     return f"{name}-{found.hexdigest()}"
 
@@ -188,8 +200,13 @@ def _lock_first(file: int) -> bool:
 
 def _open_cache(backend: Any) -> Any:
     """Returns JAX's cache, or None if its folder cannot be used."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function opens the cache.
+    from jax._src import compilation_cache
+
     try:
         return compilation_cache._get_cache(backend)
+    except CHANGED:
+        raise
     except Exception as error:
         _report("No compiled programs are kept", error)
         return None
@@ -205,16 +222,15 @@ def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
         entry = cache.get(key)
         if entry is None:
             return None
-        serialized, compile_s = compilation_cache.extract_executable_and_time(
-            compilation_cache.decompress_executable(_checked(entry))
-        )
-        program = load(serialized)
+        content = zlib.decompress(_checked(entry))
+        program = load(content[4:])
+    except CHANGED:
+        raise
     except Exception as error:
         _report(f"The kept program {key} cannot be read, and is compiled again", error)
         _remove(cache, key)
         return None
-    compiler.log_persistent_cache_hit(key, key)
-    _record_hit(compile_s, time.monotonic() - begin)
+    _record_hit(int.from_bytes(content[:4], "big"), time.monotonic() - begin)
     return program
 
 
@@ -226,13 +242,14 @@ def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> An
     if compile_s < config.jax_persistent_cache_min_compile_time_secs:
         return program
     try:
-        compressed = compilation_cache.compress_executable(
-            compilation_cache.combine_executable_and_time(program.serialize(), int(compile_s))
-        )
+        content = int(compile_s).to_bytes(4, "big") + program.serialize()
+        compressed = zlib.compress(content, level=1)
         entry = _checksum(compressed) + compressed
         if len(entry) >= config.jax_persistent_cache_min_entry_size_bytes:
             _write(cache, key, entry)
             jax.monitoring.record_event(_EVENTS + "cache_misses")
+    except CHANGED:
+        raise
     except Exception as error:
         _report(f"The program {key} cannot be kept", error)
     return program
@@ -245,7 +262,7 @@ def _checksum(compressed: bytes) -> bytes:
 def _checked(entry: bytes) -> bytes:
     """Returns what stands behind the checksum in a kept file.
 
-    zstd finds two of five changed bits, and XLA loads another program or ends the process.
+    XLA loads another program, or ends the process, where a bit of a program has changed.
     """
     checksum, compressed = entry[:32], entry[32:]
     if _checksum(compressed) != checksum:
@@ -253,12 +270,19 @@ def _checked(entry: bytes) -> bytes:
     return compressed
 
 
+def _file(cache: Any, key: str) -> Any:
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    from jax._src.lru_cache import _CACHE_SUFFIX
+
+    return cache._path / f"{key}{_CACHE_SUFFIX}"
+
+
 def _write(cache: Any, key: str, entry: bytes) -> None:
     if getattr(cache, "eviction_enabled", True):
         cache.put(key, entry)  # Under a lock.
         return
     # Other jobs may read at the same time, and this process may be killed.
-    path = cache._path / f"{key}{_CACHE_SUFFIX}"
+    path = _file(cache, key)
     unfinished = cache._path / f"{key}.{secrets.token_hex(4)}.unfinished"
     try:
         unfinished.write_bytes(entry)
@@ -270,7 +294,7 @@ def _write(cache: Any, key: str, entry: bytes) -> None:
 def _remove(cache: Any, key: str) -> None:
     """Removes a file that JAX would not overwrite."""
     try:
-        (cache._path / f"{key}{_CACHE_SUFFIX}").unlink(missing_ok=True)
+        _file(cache, key).unlink(missing_ok=True)
     except OSError as error:
         _report(f"The kept program {key} cannot be removed", error)
 

@@ -1,14 +1,38 @@
-"""What a function that is traced in `shard_map` or `pmap` can ask about its axes and values."""
+"""`shard_map`, and what a function traced in it or in `pmap` can ask about its axes and values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
-from tnt_jax._jax.arrays import is_varying, mapped_sizes
-from tnt_jax._jax.programs import PLAIN
+from tnt_jax._jax.arrays import RANK_AXES, STAGE_AXIS, is_varying, mapped_sizes, num_ranks
+from tnt_jax._jax.fallbacks import or_plain
+from tnt_jax._jax.programs import PLAIN, refusing_draws
 
 # Operations that keep a value what it is the sum of, but for a factor.
 _SCALING = (*PLAIN, "mul", "div", "neg")
+
+
+def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Maps `function` over the ranks of `mesh`, with the check of replicated outputs on.
+
+    It is mapped over the axis `stage`, too, if `in_specs` name it. The compiler divides the work
+    over the other axes of the mesh. One rank alone is not checked: nothing can differ, and `psum`
+    needs no collective to make that known.
+    """
+    specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    has_stages = any(STAGE_AXIS in spec for spec in specs)
+    manual = {*RANK_AXES, STAGE_AXIS} if has_stages else {*RANK_AXES}
+    mapped: dict[str, Any] = {}
+    if set(mesh.axis_names) - manual:
+        mapped["axis_names"] = set(mesh.axis_names) & manual
+    if num_ranks(mesh) > 1:
+        function = refusing_draws(function)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+        check_vma=num_ranks(mesh) > 1 or has_stages, **mapped,
+    )  # fmt: skip
 
 
 def tracks_varying(axis_name: str) -> bool:
@@ -21,12 +45,16 @@ def mapped_axes() -> list[str]:
     return [name for name in mapped_sizes() if isinstance(name, str)]
 
 
+@or_plain(
+    lambda x, axis_name: False,
+    lost="Gradients that pmap or psum have summed before pass unnoticed.",
+)
 def was_summed(x: Any, axis_name: str) -> bool:
     """Returns whether a traced value is a sum over an axis, perhaps scaled or reshaped since.
 
     It finds sums in the function that is traced, outside of `jit` within it.
     """
-    # Private. Checked with JAX 0.10.2. Tracers of older versions do not know what made them.
+    # Private. Checked with JAX 0.10.2 and 0.12.0. Tracers of older versions lack it.
     equation = getattr(x, "parent", None)
     if equation is None:
         return False

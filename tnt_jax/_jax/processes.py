@@ -5,18 +5,25 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from tnt_jax._jax.fallbacks import or_plain
+from tnt_jax.job import check_signature, sign
+
 # What a process calls before it aborts may take so long before the system ends it.
 _LONGEST_LAST_CALL_S = 10
+# Of SHA-256, in hexadecimal.
+_SIGNATURE_DIGITS = 64
 
 
+@or_plain(lambda: False, lost="JAX alone says if devices were opened before the job was joined.")
 def backends_are_initialized() -> bool:
     """Returns whether JAX has already opened its devices, after which no job can be joined."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public question exists.
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public question exists.
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
@@ -27,19 +34,80 @@ def is_distributed() -> bool:
     return jax.distributed.is_initialized()
 
 
-def coordination_client() -> Any:
+class SignedStore:
+    """The client of the coordination service, whose values carry the signature of the job.
+
+    Anyone who can connect to the service can write to it. A value that no process of this job wrote
+    raises a RuntimeError where it is read.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the client itself has."""
+        return getattr(self._client, name)
+
+    def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
+        """Sets a key."""
+        signature = sign(f"The key {key}", text.encode()).hex()
+        self._client.key_value_set(key, f"{signature}{text}", allow_overwrite=allow_overwrite)
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns the value of a key, which must be there."""
+        return self._checked(key, self._client.key_value_try_get(key))
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        """Returns the value of a key once it is there."""
+        return self._checked(key, self._client.blocking_key_value_get(key, timeout_ms))
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        """Returns the keys below a folder, with their values."""
+        entries = self._client.key_value_dir_get(folder)
+        return [(key, self._checked(key, value)) for key, value in entries]
+
+    def _checked(self, key: str, value: str) -> str:
+        signature, text = value[:_SIGNATURE_DIGITS], value[_SIGNATURE_DIGITS:]
+        check_signature(f"The key {key}", text.encode(), _bytes_of(signature))
+        return text
+
+
+def _bytes_of(digits: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return b""
+
+
+def coordination_client() -> SignedStore:
     """Returns the client of the job's coordination service.
 
     Its key/value store and its barriers need no device.
     """
-    # Private. Checked with JAX 0.10.0 and 0.10.2. The client has no public name.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
+    client = _client()
     assert client is not None, (
         "The coordination service exists after jax.distributed.initialize only."
     )
-    return client
+    return SignedStore(client)
+
+
+def _found_client() -> Any:
+    """Returns what can be asked for keys among the values that JAX's modules hold."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax"):
+            for state in list(vars(module).values()):
+                for value in (state, *getattr(state, "__dict__", {}).values()):
+                    if not isinstance(value, type) and hasattr(value, "key_value_set_bytes"):
+                        return value
+    return None
+
+
+@or_plain(_found_client, lost="The coordination client is searched for; nothing is lost.")
+def _client() -> Any:
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. The client has no public name.
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def value_of_key(client: Any, key: str) -> str | None:
@@ -49,33 +117,47 @@ def value_of_key(client: Any, key: str) -> str | None:
     `blocking_key_value_get` that runs out of time leaves 20 to 35 kB in the process (JAX 0.10.2).
     """
     try:
-        return client.key_value_try_get(key)
+        return _try_get(client, key)
     except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
+        if "NOT_FOUND" not in str(error) and "DEADLINE_EXCEEDED" not in str(error):
             raise
         return None
 
 
+@or_plain(
+    lambda client, key: client.blocking_key_value_get(key, 1),
+    lost="A process that waits for others grows by some kB a second.",
+)
+def _try_get(client: Any, key: str) -> str:
+    return client.key_value_try_get(key)
+
+
+@or_plain(lambda: None, lost="A process that fails waits for its programs before it ends.")
 def skip_cleanup() -> None:
     """Lets the interpreter end without waiting for programs that still run on the devices."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. What JAX registers for the end has no public
-    # name.
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. What JAX registers for the end has no
+    # public name.
     from jax._src import api
 
     atexit.unregister(api.clean_up)
 
 
+@or_plain(
+    lambda client, num_processes: None,
+    lost="Process 0 does not wait for the others at the end, and ends them if they are behind.",
+)
 def await_disconnection(client: Any, num_processes: int) -> None:
     """Waits, on process 0, until all others have disconnected from the coordination service."""
-    # Undocumented. Checked with JAX 0.10.0 and 0.10.2. Nothing public tells who is there without
-    # opening devices. The service answers when every process that is connected has asked, and the
-    # others do not ask.
+    # Undocumented. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. Nothing public tells who is there
+    # without opening devices. The service answers when every process that is connected has asked,
+    # and the others do not ask.
     client.get_live_nodes(list(range(num_processes)))
 
 
+@or_plain(lambda: True, lost="Processes that have lost process 0 end by SIGABRT.")
 def coordinator_listens() -> bool:
     """Returns whether the coordination service takes connections."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. The address has no public name.
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. The address has no public name.
     from jax._src import distributed
 
     host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")

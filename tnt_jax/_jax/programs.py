@@ -1,16 +1,19 @@
 """What traced programs compute."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Outside JAX's promise of compatibility. Checked with JAX 0.10.0 and 0.10.2. Nothing else finds the
-# programs that an equation calls.
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
-
 from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
+from tnt_jax._jax.fallbacks import or_plain
+from tnt_jax._jax.generators import threefry2x32_p
+
+# The types of a traced program and its parts. From JAX 0.12 on, the first two are one.
+_traced: Any = jax.make_jaxpr(lambda x: (x, 1.0))(jax.ShapeDtypeStruct((), jnp.float32))
+ClosedJaxpr, Jaxpr = type(_traced), type(_traced.jaxpr)
+Var, Literal = map(type, _traced.jaxpr.outvars)
 
 # What names axes without communication.
 _SILENT = ("pvary", "pcast", "axis_index")
@@ -21,11 +24,33 @@ def check_local(function: Callable, *args: Any, advice: str) -> None:
 
     The message ends with `advice`.
     """
-    primitive = _communication(jax.make_jaxpr(function)(*args).jaxpr)
+    primitive = _communication(jax.make_jaxpr(refusing_draws(function))(*args).jaxpr)
     if primitive is not None:
         raise ValueError(
             f"The model communicates over the axis {DATA_AXIS!r} ({primitive}). {advice}"
         )
+
+
+def refusing_draws(function: Callable) -> Callable:
+    """Returns a function that draws no random numbers if they cannot be drawn per global row.
+
+    Then, and if `function` draws some, it raises a ValueError.
+    """
+    if threefry2x32_p is not None:
+        return function
+
+    def checked(*args: Any) -> Any:
+        equations = _equations(jax.make_jaxpr(function)(*args).jaxpr)
+        if any(equation.primitive.name == "random_bits" for equation in equations):
+            raise ValueError(
+                "The model draws random numbers, as for dropout. In JAX "
+                f"{jax.__version__}, tnt_jax cannot draw them per row of the global batch, so that "
+                "results would depend on the number of devices. Install a version of JAX that "
+                "tnt_jax knows, use one device, or leave dropout out."
+            )
+        return function(*args)
+
+    return checked
 
 
 def check_axes(jaxpr: Any, *, advice: str) -> None:
@@ -48,6 +73,14 @@ def is_collective(equation: Any) -> bool:
     """Returns whether an equation, or a program that it calls, exchanges data over the ranks."""
     inner = jaxprs_in_params(equation.params)
     return _names_axis(equation) or any(_communication(jaxpr) for jaxpr in inner)
+
+
+def jaxprs_in_params(params: Any) -> Iterator[Any]:
+    """Yields the programs among the parameters of an equation."""
+    for value in params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, (ClosedJaxpr, Jaxpr)):
+                yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
 
 
 def without_dead_code(jaxpr: Any) -> Any:
@@ -79,15 +112,56 @@ def needed_constants(program: Any, results: list[bool]) -> list[bool]:
         program: The value of `jax.make_jaxpr(...)(...)`.
         results: For each result, whether it is one of them.
     """
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves equations out.
+    return _needed_constants(program.jaxpr, results)
+
+
+@or_plain(
+    lambda jaxpr, results: [var in _needed(jaxpr, results)[1] for var in jaxpr.constvars],
+    lost="Some results that do not depend on a constant count as if they did.",
+)
+def _needed_constants(jaxpr: Any, results: list[bool]) -> list[bool]:
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function leaves equations out.
     from jax._src.interpreters import partial_eval
 
-    return list(partial_eval.dce_jaxpr_consts(program.jaxpr, results)[1])
+    return list(partial_eval.dce_jaxpr_consts(jaxpr, results)[1])
 
 
+class _Program(NamedTuple):
+    """Part of a program."""
+
+    eqns: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+
+
+def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[_Program, list[bool]]:
+    """As `_eliminated`, but programs that equations call are taken whole."""
+    kept, needed = _needed(jaxpr, results)
+    used = [var in needed for var in jaxpr.invars]
+    invars = [var for var in jaxpr.invars if var in needed]
+    outvars = [var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted]
+    return _Program(kept, invars, outvars), used
+
+
+def _needed(jaxpr: Any, results: list[bool]) -> tuple[list[Any], set[Any]]:
+    """Returns the equations that results and effects need, and all variables that these read."""
+    outvars = (var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted)
+    needed = {var for var in outvars if isinstance(var, Var)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            kept.append(equation)
+            needed.update(var for var in equation.invars if isinstance(var, Var))
+    return kept[::-1], needed
+
+
+_LARGER = "Some results that do not depend on an input count as if they did."
+
+
+@or_plain(_eliminated_here, lost=_LARGER)
 def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
     """Returns a program for some of its results alone, and which operands it needs for them."""
-    # Private. Checked with JAX 0.10.0 and 0.10.2. No public function leaves equations out.
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function leaves equations out.
     from jax._src.interpreters import partial_eval
 
     return partial_eval.dce_jaxpr(jaxpr, results)
@@ -125,19 +199,67 @@ def loop_sizes(equation: Any) -> tuple[int, int]:
 
 def function_of(jaxpr: Any) -> str | None:
     """Returns name and place of the function that was traced to a program, if it is known."""
-    # Private. Checked with JAX 0.10.2. Nothing public tells functions with equal programs apart.
+    # Private. Checked with JAX 0.10.2 and 0.12.0. Nothing public tells functions with equal
+    # programs apart.
     known = getattr(jaxpr.debug_info, "func_src_info", None)
     return None if known is None else str(known)
 
 
 def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
     """Returns the results of an equation of a traced program for other operands."""
-    # Differs by version: JAX's page on interpreters of programs has a pair of functions and
-    # parameters, JAX 0.10.2 parameters alone.
-    bound = equation.primitive.get_bind_params(equation.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    results = equation.primitive.bind(*functions, *operands, **params)
+    results = equation.primitive.bind(*operands, **_bind_params(equation))
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns what a program draws in order: `"random_bits"` or `"random_split"`, and the shape.
+
+    Args:
+        jaxpr: The program.
+        key_dtype: Dtype of the keys to look for.
+    """
+    return [
+        (equation.primitive.name, tuple(equation.params["shape"]))
+        for equation in _equations(jaxpr)
+        if equation.primitive.name in ("random_bits", "random_split")
+        and equation.invars[0].aval.dtype == key_dtype
+    ]
+
+
+@or_plain(
+    lambda equation: equation.params,
+    lost="Functions with a derivative of their own cannot be run again.",
+)
+def _bind_params(equation: Any) -> Mapping[str, Any]:
+    # Undocumented. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    return equation.primitive.get_bind_params(equation.params)
+
+
+def _as_function(program: Any) -> Callable:
+    """Returns a function that runs the equations of a program one by one."""
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr = program.jaxpr
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+
+        def read(variables: Sequence[Any]) -> list[Any]:
+            return [v.val if isinstance(v, Literal) else values[v] for v in variables]
+
+        for equation in jaxpr.eqns:
+            results = run_equation(equation, read(equation.invars))
+            values.update(zip(equation.outvars, results, strict=True))
+        return read(jaxpr.outvars)
+
+    return run
+
+
+@or_plain(_as_function, lost="Errors in programs name no lines of your own.")
+def jaxpr_as_fun(program: Any) -> Callable:
+    """Returns a function that runs a `ClosedJaxpr`."""
+    # Outside JAX's promise of compatibility. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    from jax.extend import core
+
+    return core.jaxpr_as_fun(program)
 
 
 def _communication(jaxpr: Any) -> str | None:
@@ -254,5 +376,5 @@ def unjitted(jitted: Any) -> Callable:
 
     A program with compiler options cannot be called within another.
     """
-    # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 and 0.10.2.
+    # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 to 0.12.0.
     return jitted.__wrapped__

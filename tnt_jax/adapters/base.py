@@ -13,6 +13,10 @@ TRAIN_FLAGS = {
     "deterministic": False, "inference": False, "eval_mode": False, "use_running_average": False,
 }  # fmt: skip
 
+# Names of Linen collections and of classes of NNX variables whose values are added to the training
+# loss.
+LOSSES = ("losses", "loss", "Losses", "Loss")
+
 
 class CallError(ValueError):
     """A module cannot be called as required; the message alone says what to do."""
@@ -113,8 +117,8 @@ class Adapter(Protocol):
             params: Trained arrays.
             model_state: Arrays that the model updates itself.
             inputs: Pytree of arrays `[rows, ...]`.
-            key: This rank's key for this step; outside training None, or a key that is the same for
-                every batch.
+            key: This rank's key for this step, or for these rows of the data in evaluation; None
+                for that of the first rows.
             train: Whether dropout and batch statistics are on.
             mask: float32 `[rows]`, 0 for padded rows that must not enter batch statistics; None
                 when there are none.
@@ -147,13 +151,36 @@ class Adapter(Protocol):
         """Returns variables in the form that the model's library uses."""
         ...
 
-    def has_changed(self) -> bool:
-        """Returns whether the user's object has other variables than when last read or written."""
+    def trains_others(self) -> bool:
+        """Returns whether the user's object trains other variables than when last read.
+
+        For instance because a layer was frozen.
+        """
+        ...
+
+    def has_assigned(self) -> bool:
+        """Returns whether arrays were assigned to the user's object since last read or written.
+
+        Training asks before each step.
+        """
+        ...
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the user's object."""
         ...
 
     def write_back(self, variables: Variables) -> None:
         """Stores trained variables in the user's own object, if it holds any."""
         ...
+
+
+def check_trains_the_same(adapter: Adapter) -> None:
+    """Raises a ValueError if the user's object has come to train other variables in a call."""
+    if adapter.trains_others():
+        raise ValueError(
+            f"A layer of the model {adapter.name!r} was frozen or unfrozen while the model was "
+            "being trained. Do so between two calls of fit."
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _FLAG = (
 
 @contextmanager
 def explained(name: str, inputs: Any, *, train: bool) -> Iterator[None]:
-    """Turns errors of the forward pass caused by a missing flag or a wrong key into a `CallError`.
+    """Turns errors of a forward pass with a missing flag, wrong key or axis into a `CallError`.
 
     Args:
         name: Name of the model.
@@ -29,8 +29,9 @@ def explained(name: str, inputs: Any, *, train: bool) -> Iterator[None]:
         if train:
             raise
         raise CallError(
-            f"The model {name!r} draws random numbers in evaluation, where there are none "
-            f"({_first_sentence(error)}). {_FLAG}, and nn.Dropout(rate, deterministic=not train)."
+            f"The model {name!r} applies dropout in evaluation ({_first_sentence(error)}). "
+            f"{_FLAG}, and nn.Dropout(rate, deterministic=not train). For numbers that a model "
+            "samples in evaluation, too, take another stream, such as make_rng('sample')."
         ) from None
     except errors.ModifyScopeVariableError as error:
         if train:
@@ -39,6 +40,13 @@ def explained(name: str, inputs: Any, *, train: bool) -> Iterator[None]:
             f"The model {name!r} changes its variables in evaluation, as a BatchNorm that always "
             f"trains does ({_first_sentence(error)}). {_FLAG}, and "
             "nn.BatchNorm(use_running_average=not train)."
+        ) from None
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise CallError(
+            f"The model {name!r} names a mesh axis that does not exist ({_first_sentence(error)}). "
+            "The ranks form the axis 'data': BatchNorm(axis_name='data')."
         ) from None
     except KeyError as error:
         if not isinstance(inputs, Mapping) or not error.args or error.args[0] in inputs:

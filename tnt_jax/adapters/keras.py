@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tnt_jax.adapters.base import Applied, Variables
+from tnt_jax.adapters.base import Applied, Variables, check_trains_the_same
 from tnt_jax.adapters.keras_layers import layers_of_a_rank
 from tnt_jax.adapters.keras_limits import require_trainable
 from tnt_jax.adapters.keras_paths import paths_of
 from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
-from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.variable_path import VariablePath
 from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.random_rows import evaluation_key
+from tnt_jax.distributed.random_rows import Draws
 from tnt_jax.log import logger
 
 # Name of the variable of a seed generator.
@@ -47,9 +47,9 @@ class KerasAdapter:
     with padded rows, a scalar loss on the activations includes the repeated rows of its rank, with
     a warning.
 
-    Random numbers follow from the step and not from the states of the seed generators, which do not
-    change. Dropout therefore differs from that of `keras_model.fit`, and evaluation draws the same
-    numbers for every batch.
+    Random numbers follow from the step, in evaluation from the place of a row in the data, and not
+    from the states of the seed generators, which do not change. Dropout therefore differs from that
+    of `keras_model.fit`.
 
     Args:
         model: Model to train.
@@ -75,18 +75,26 @@ class KerasAdapter:
         self._synchronized = synchronized
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._kinds: dict[bool, tuple[Kind, ...]] = {}
-        self._seen: list[list[Any]] = []
+        # Trained and other variables by path, as of the last call of `attach`.
+        self._parts: tuple[dict[VariablePath, keras.Variable], ...] = ({}, {})
+        # When the variables were last read or written: their arrays, and what was trained.
+        self._seen: list[tuple[VariablePath, keras.Variable, Any]] = []
+        self._flags: list[Any] = []
         self._sample: Any = None
         self._has_warned = False
+        self.draws: dict[Any, Draws] = {}
 
     def sample_inputs(self) -> Any:
         """Returns one row for each input if the model knows its inputs.
 
-        It does once it was called, and as a functional or Sequential model with given inputs.
+        It does as a functional or Sequential model with given inputs, and after `attach`. Of
+        another model that was called, there are no inputs but its variables.
         """
         inputs = getattr(self.module, "inputs", None)
         if not self.module.built or not inputs:
-            return self._sample
+            # A model that was called holds its variables; `attach` then needs no inputs yet.
+            is_called = self.module.built and all(layer.built for layer in self._layers())
+            return () if is_called and self._sample is None else self._sample
         given = inputs[0] if len(inputs) == 1 else self.module.input
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
@@ -101,9 +109,7 @@ class KerasAdapter:
         self.attach(inputs)
         self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
-        return Variables(
-            self._collect(self.module.trainable_variables, values), self._collect_state(values)
-        )
+        return Variables(self._params(values), self._state(values))
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns None: the model holds its variables already."""
@@ -118,17 +124,25 @@ class KerasAdapter:
                 f"The Keras model {self.name!r} does not know its inputs: call it on a sample, or "
                 "call build(shape_or_sample) of the tnt_jax.Model, before you use its variables."
             )
-        self._sample = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
-        )
+        is_known = bool(jax.tree.leaves(inputs))
+        if is_known:
+            self._sample = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
+            )
         if not all(layer.built for layer in self._layers()):
             self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
         require_trainable(self.module)
+        both = (self.module.trainable_variables, self.module.non_trainable_variables)
+        self._parts = tuple(paths_of(self.module, variables) for variables in both)
+        # Without inputs what the model adds to the loss is unknown: `trains_others` is then true,
+        # so that the first data attaches again.
+        self._flags = self._trainable_flags() if is_known else []
         for metric in self._metrics():
             _require_sums(metric)
-        for train in (True, False):
+        for train in (True, False) if is_known else ():
             self._kinds[train] = self._find_kinds(inputs, train=train)
 
+    @with_draws_by_row
     @with_varying_loops
     def apply(
         self,
@@ -136,13 +150,13 @@ class KerasAdapter:
         model_state: Any,
         inputs: Any,
         *,
-        key: jax.Array | None,
+        key: jax.Array,
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
         """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
+        check_trains_the_same(self)
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        key = evaluation_key(num_rows) if key is None else key
         values = self._by_variable(params, model_state)
         trained = {
             id(v): jnp.zeros(v.shape, v.dtype)
@@ -155,7 +169,7 @@ class KerasAdapter:
             call = self._call({**values, **trained}, inputs, train=train)
         if mask is not None:
             self._warn_of_repeated_rows(call.losses, len(regularized), num_rows)
-        changed = self._collect_state(call.values) if train else model_state
+        changed = self._state(call.values) if train else model_state
         penalty = penalty_of(call.losses, self._kinds[train], mask, num_rows)
         return Applied(
             call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
@@ -167,11 +181,7 @@ class KerasAdapter:
 
     def held_variables(self) -> Mapping[str, keras.Variable]:
         """Returns all variables by path."""
-        paths = (
-            paths_of(self.module, v)
-            for v in (self.module.trainable_variables, self.module.non_trainable_variables)
-        )
-        return dict(item for known in paths for item in known.items())
+        return {path: variable for part in self._parts for path, variable in part.items()}
 
     def held_metrics(self) -> dict[str, keras.Metric]:
         """Returns the metrics of layers by name."""
@@ -202,19 +212,41 @@ class KerasAdapter:
             variable.assign(values[id(variable)])
         self._seen = self._held_arrays()
 
-    def has_changed(self) -> bool:
-        """Returns whether the model has other arrays, or trains others, than when last read."""
-        held = self._held_arrays()
-        return any(
-            len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
-            for now, before in zip(held, self._seen, strict=True)
+    def trains_others(self) -> bool:
+        """Returns whether a layer or variable was frozen or unfrozen since it was last read."""
+        return self._flags != self._trainable_flags()
+
+    def has_assigned(self) -> bool:
+        """Returns whether an array was assigned to a variable since it was last read."""
+        return any(v._value is not array for _, v, array in self._seen)
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the model's own."""
+        assigned = {path: v._value for path, v, array in self._seen if v._value is not array}
+        self._seen = self._held_arrays()
+        return Variables(
+            *(
+                type(part)((path, assigned.get(path, array)) for path, array in part.items())
+                for part in variables
+            )
         )
 
-    def _held_arrays(self) -> list[list[Any]]:
+    def _trainable_flags(self) -> list[Any]:
+        # A frozen layer may have no trained variable, and batch normalisation then uses its moving
+        # statistics.
+        trained = {id(v) for v in self.module.trainable_variables}
+        flags = [id(v) in trained for v in self.module.variables]
+        return [flags, [layer.trainable for layer in self._layers()]]
+
+    def _held_arrays(self) -> list[tuple[VariablePath, keras.Variable, Any]]:
         # Without the states of seed generators, which are not used and change with every call in
-        # training mode.
-        both = (self.module.trainable_variables, self.module.non_trainable_variables)
-        return [[v.value for v in variables if v.name != _SEED] for variables in both]
+        # training mode. The public `value` of a variable costs a microsecond.
+        return [
+            (path, v, v._value)
+            for part in self._parts
+            for path, v in part.items()
+            if v.name != _SEED
+        ]
 
     def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
         """Calls the model with the given variables and no side effects, as Keras's trainer does."""
@@ -290,11 +322,7 @@ class KerasAdapter:
         ]
 
     def _by_variable(self, params: Any, model_state: Any) -> dict[int, Any]:
-        both = (
-            (self.module.trainable_variables, params),
-            (self.module.non_trainable_variables, model_state),
-        )
-        paths = [(paths_of(self.module, variables), arrays) for variables, arrays in both]
+        paths = list(zip(self._parts, (params, model_state), strict=True))
         missing = [path for known, arrays in paths for path in known if path not in arrays]
         if missing:
             raise ValueError(
@@ -303,19 +331,12 @@ class KerasAdapter:
             )
         return {id(v): arrays[path] for known, arrays in paths for path, v in known.items()}
 
-    def _collect(
-        self, variables: Sequence[keras.Variable], values: dict[int, Any]
-    ) -> OrderedDict[VariablePath, Any]:
-        """Returns values by path, in Keras's order.
+    def _params(self, values: dict[int, Any]) -> OrderedDict[VariablePath, Any]:
+        """Returns the values of trained variables by path, in Keras's order."""
+        return OrderedDict((path, values[id(v)]) for path, v in self._parts[0].items())
 
-        The paths do not depend on the numbers of layers or models.
-        """
-        return OrderedDict(
-            (path, values[id(v)]) for path, v in paths_of(self.module, variables).items()
-        )
-
-    def _collect_state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:
-        return dict(self._collect(self.module.non_trainable_variables, values))
+    def _state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:
+        return {path: values[id(v)] for path, v in self._parts[1].items()}
 
     def _layers(self) -> list[keras.Layer]:
         # The public `layers` leaves out layers within layers.

@@ -11,17 +11,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import errors
 
-from tnt_jax import _jax
-from tnt_jax.adapters.base import Applied, CallStyle, FreshVariables, Variables
+from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.initializer_shapes import InitializerShapes
-from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.replacing import replaced
-
-# Values that a module sows here are added to the training loss.
-_LOSSES = "losses"
+from tnt_jax.distributed.random_rows import Draws
 
 
 class LinenAdapter:
@@ -45,6 +43,7 @@ class LinenAdapter:
         self._given = variables
         self._style = CallStyle.of(module.__call__)
         self._shapes = InitializerShapes()
+        self.draws: dict[Any, Draws] = {}
 
     def sample_inputs(self) -> None:
         """Returns None: a Linen module does not know its inputs."""
@@ -56,7 +55,7 @@ class LinenAdapter:
         """
         if self._given is not None:
             return self._separated(self._given)
-        return self._fresh(inputs, seed, compiler_options=_jax.options_of_one_run())
+        return self._fresh(inputs, seed)
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns what makes fresh variables; None if variables were given."""
@@ -68,7 +67,7 @@ class LinenAdapter:
         """Returns the program that makes fresh variables; None if variables were given."""
         if self._given is not None:
             return None
-        make, args = self._maker(inputs, compiler_options=_jax.options_of_one_run())
+        make, args = self._maker(inputs)
         key = partial(jax.random.key, seed)  # A program of its own.
         with explained(self.name, inputs, train=False):
             traced = make.trace(jax.eval_shape(key), args)
@@ -77,6 +76,7 @@ class LinenAdapter:
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
+    @with_draws_by_row
     @with_varying_loops
     def apply(
         self,
@@ -84,7 +84,7 @@ class LinenAdapter:
         model_state: Any,
         inputs: Any,
         *,
-        key: jax.Array | None,
+        key: jax.Array,
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
@@ -92,31 +92,39 @@ class LinenAdapter:
         args, kwargs = self._style.arguments(inputs, train=train)
         variables = {"params": params, **model_state}
         # Linen falls back to the stream "params" for every stream it is not given.
-        rngs = (
-            None
-            if key is None or not train
-            else {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
-        )
+        rngs = {"params": jax.random.fold_in(key, 0)}
         known_shapes = replaced(jax, {"eval_shape": self._shapes.eval_shape})
         if not train:
-            with explained(self.name, inputs, train=False), known_shapes:
+            no_dropout = replaced(nn.Module, {"make_rng": _make_rng_in_evaluation})
+            with explained(self.name, inputs, train=False), known_shapes, no_dropout:
                 return Applied(
                     self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0
                 )
-        with nn.intercept_methods(statistics_without_padding(mask)), known_shapes:
+        rngs["dropout"] = jax.random.fold_in(key, 1)
+        real_rows = nn.intercept_methods(statistics_without_padding(mask))
+        with explained(self.name, inputs, train=True), real_rows, known_shapes:
             outputs, changed = self.module.apply(
-                variables, *args, rngs=rngs, mutable=[*model_state, _LOSSES], **kwargs
+                variables, *args, rngs=rngs, mutable=[*model_state, *LOSSES], **kwargs
             )
-        penalty = sum((jnp.sum(x) for x in jax.tree.leaves(changed.get(_LOSSES, {}))), start=0.0)
+        sown = [changed.get(name, {}) for name in LOSSES]
+        penalty = sum((jnp.sum(x) for x in jax.tree.leaves(sown)), start=0.0)
         return Applied(
             outputs,
             {name: changed.get(name, value) for name, value in model_state.items()},
             penalty,
         )
 
-    def has_changed(self) -> bool:
+    def trains_others(self) -> bool:
         """Returns False: a Linen module holds no variables."""
         return False
+
+    def has_assigned(self) -> bool:
+        """Returns False: a Linen module holds no variables."""
+        return False
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns the variables: a Linen module holds none."""
+        return variables
 
     def write_back(self, variables: Variables) -> None:
         """Does nothing: a Linen module holds no variables."""
@@ -141,22 +149,16 @@ class LinenAdapter:
         """Returns variables in the form that `module.apply` takes."""
         return {"params": variables.params, **variables.model_state}
 
-    def _fresh(self, inputs: Any, seed: int, **options: Any) -> Variables:
-        make, args = self._maker(inputs, **options)
+    def _fresh(self, inputs: Any, seed: int) -> Variables:
+        make, args = self._maker(inputs)
         with explained(self.name, inputs, train=False):
             return self._separated(make(jax.random.key(seed), args))
 
-    def _maker(
-        self, inputs: Any, *, compiler_options: dict[str, Any] | None = None
-    ) -> tuple[Any, tuple[Any, ...]]:
+    def _maker(self, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the jitted function of a key and a row that makes fresh variables, and a row."""
         row = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), jnp.result_type(x)), inputs)
         args, kwargs = self._style.arguments(row, train=False)
-        make = jax.jit(
-            lambda key, args: self.module.init(key, *args, **kwargs),
-            compiler_options=compiler_options,
-        )
-        return make, args
+        return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs)), args
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         return Variables(variables.get("params", {}), self._without_params(variables))
@@ -165,8 +167,18 @@ class LinenAdapter:
         return {
             name: value
             for name, value in variables.items()
-            if name not in ("params", _LOSSES, "intermediates")
+            if name not in ("params", "intermediates", *LOSSES)
         }
+
+
+_make_rng = nn.Module.make_rng
+
+
+def _make_rng_in_evaluation(module: nn.Module, name: str = "params") -> jax.Array:
+    """Returns a key of a module that samples, and refuses dropout."""
+    if name == "dropout" or isinstance(module, nn.Dropout):
+        raise errors.InvalidRngError(f'{module.name} needs PRNG for "{name}"')
+    return _make_rng(module, name)
 
 
 def statistics_without_padding(mask: jax.Array | None) -> Callable:

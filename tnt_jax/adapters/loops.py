@@ -1,4 +1,4 @@
-"""Loops that start from constants, and branches that return constants, inside `shard_map`.
+"""What a forward pass needs inside `shard_map`: random numbers by row, and loops from constants.
 
 A recurrent layer of any library starts its `scan` from zeros, which are the same on every rank, and
 continues with activations, which are not. A layer may keep a state value in one branch of a `cond`
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.replacing import replaced
+from tnt_jax.distributed.random_rows import data_key, key_for
 
 _scan, _while_loop, _fori_loop, _cond = (
     jax.lax.scan,
@@ -40,6 +41,34 @@ def with_varying_loops(apply: Callable) -> Callable:
         }
         with replaced(jax.lax, loops):
             return apply(*args, **kwargs)
+
+    return wrapped
+
+
+def with_draws_by_row(apply: Callable) -> Callable:
+    """Decorates an adapter's `apply`: its key draws per row of the global batch.
+
+    The adapter's attribute `draws` keeps what is known of them.
+    """
+
+    @functools.wraps(apply)
+    def wrapped(
+        self: Any,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
+    ) -> Any:
+        def forward(key: jax.Array, rows: Any) -> Any:
+            inputs, mask = rows
+            return apply(self, params, model_state, inputs, key=key, train=train, mask=mask)
+
+        rows = inputs, mask
+        key = data_key(0) if key is None else key
+        return forward(key_for(forward, key, rows, self.draws, kind=train), rows)
 
     return wrapped
 

@@ -12,16 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from tnt_jax.adapters.base import Applied, CallStyle, Variables
+from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
-from tnt_jax.adapters.loops import with_varying_loops
-from tnt_jax.distributed.random_rows import evaluation_key
+from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
+from tnt_jax.distributed.random_rows import Draws
 
-# Values that a module sows as this type, by `self.sow("losses", name, value)`, are added to the
-# training loss.
 _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
-_Loss = nnx.variable_type_from_name("losses", allow_register=True)
 
 
 class NnxAdapter:
@@ -30,10 +27,10 @@ class NnxAdapter:
     Training starts from these variables and is written back into them.
 
     Params are the variables of type `nnx.Param`; all other variables and arrays are model state,
-    except random streams. Those are reseeded in every step from the step's key and the position of
-    the stream in the module, so dropout depends neither on the number of ranks nor on earlier calls
-    of the module. A `__call__` that takes `rngs` gets such streams; in evaluation and prediction
-    they are the same for every batch.
+    except random streams, and losses that the module adds itself (variables of a class `Loss` or
+    `losses`), which count in training. The streams are reseeded in every step from its key and the
+    position of the stream in the module, so random numbers depend neither on the number of ranks
+    nor on earlier calls of the module. A `__call__` that takes `rngs` gets such streams.
 
     Args:
         module: Module to train.
@@ -51,8 +48,11 @@ class NnxAdapter:
         self.name = type(module).__name__
         self._takes_rngs = "rngs" in inspect.signature(module).parameters
         self._style = CallStyle.of(module)
-        self._seen: dict[tuple[str, ...], Any] = {}
-        self._graph, _, self._random, _ = nnx.split(module, nnx.Param, is_random, ...)
+        self._seen: list[tuple[tuple[str, ...], nnx.Variable, Any]] = []
+        self.draws: dict[Any, Draws] = {}
+        self._graph, self._losses, _, self._random, _ = nnx.split(
+            module, is_loss, nnx.Param, is_random, ...
+        )
 
     def sample_inputs(self) -> tuple[()]:
         """Returns no inputs: the module holds its variables already."""
@@ -61,7 +61,7 @@ class NnxAdapter:
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables that the module holds, whatever the inputs and the seed."""
         self._seen = self._held_arrays()
-        _, params, _, rest = nnx.split(self.module, nnx.Param, is_random, ...)
+        _, _, params, _, rest = nnx.split(self.module, is_loss, nnx.Param, is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
@@ -73,6 +73,7 @@ class NnxAdapter:
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
+    @with_draws_by_row
     @with_varying_loops
     def apply(
         self,
@@ -80,7 +81,7 @@ class NnxAdapter:
         model_state: Any,
         inputs: Any,
         *,
-        key: jax.Array | None,
+        key: jax.Array,
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
@@ -89,28 +90,27 @@ class NnxAdapter:
         The module is in its mode `train()` or `eval()`; if its call takes a flag such as `train`,
         the flag is passed, too.
         """
-        random = self._random if key is None or not train else reseeded(self._random, key)
+        random = reseeded(self._random, key)
         # A copy, because the variables of the user's own object belong to another trace.
-        module = nnx.merge(
-            self._graph, self._state(Variables(params, model_state)), random, copy=True
-        )
+        variables = self._state(Variables(params, model_state))
+        module = nnx.merge(self._graph, variables, random, self._losses, copy=True)
         module.train() if train else module.eval()
         if train and mask is not None:
             _leave_out_padding(module, mask)
         args, kwargs = self._style.arguments(inputs, train=train)
         if self._takes_rngs:
-            own_key = evaluation_key(len(jax.tree.leaves(inputs)[0])) if key is None else key
-            kwargs = {**kwargs, "rngs": nnx.Rngs(jax.random.fold_in(own_key, _RNGS_OF_CALL))}
+            kwargs = {**kwargs, "rngs": nnx.Rngs(jax.random.fold_in(key, _RNGS_OF_CALL))}
         with explained(self.name, inputs, train=train):
             outputs = module(*args, **kwargs)
-        penalty = sum(
-            (jnp.sum(loss) for loss in jax.tree.leaves(nnx.pop(module, _Loss))), start=0.0
-        )
-        return Applied(outputs, _changed(module, model_state) if train else model_state, penalty)
+        if not train:
+            return Applied(outputs, model_state, 0.0)
+        losses = jax.tree.leaves(nnx.pop(module, is_loss))
+        penalty = sum((jnp.sum(loss) for loss in losses), start=0.0)
+        return Applied(outputs, _changed(module, model_state), penalty)
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
         """Returns the metadata `sharding` of the module's parameters, by path."""
-        _, params, _, _ = nnx.split(self.module, nnx.Param, is_random, ...)
+        params = nnx.state(self.module, nnx.Param)
         named = {
             "/".join(_names(path)): _axis_names(leaf) for path, leaf in nnx.to_flat_state(params)
         }
@@ -132,11 +132,33 @@ class NnxAdapter:
         """Returns variables as a state for `nnx.update(module, state)`."""
         return self._state(jax.tree.map(jnp.asarray, variables))
 
-    def has_changed(self) -> bool:
-        """Returns whether the module has other arrays than when last read or written."""
-        held = self._held_arrays()
-        return held.keys() != self._seen.keys() or any(
-            held[path] is not array for path, array in self._seen.items()
+    def trains_others(self) -> bool:
+        """Returns whether the module has other variables than when last read or written."""
+        held, seen = (
+            [(path, id(leaf)) for path, leaf, _ in listed]
+            for listed in (self._held_arrays(), self._seen)
+        )
+        return held != seen
+
+    def has_assigned(self) -> bool:
+        """Returns whether an array was assigned to a variable since it was last read."""
+        return any(leaf.get_value() is not array for _, leaf, array in self._seen)
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the module's own."""
+        news = {id(leaf.get_value()) for _, leaf, old in self._seen if leaf.get_value() is not old}
+        leaves = nnx.to_flat_state(nnx.state(self.module, _is_kept))
+        held = {_names(path): leaf.get_value() for path, leaf in leaves}
+        assigned = {path: array for path, array in held.items() if id(array) in news}
+        self._seen = self._held_arrays()
+        flat = map(traverse_util.flatten_dict, variables)
+        return Variables(
+            *(
+                traverse_util.unflatten_dict(
+                    {path: assigned.get(path, array) for path, array in part.items()}
+                )
+                for part in flat
+            )
         )
 
     def write_back(self, variables: Variables) -> None:
@@ -147,12 +169,13 @@ class NnxAdapter:
         nnx.update(self.module, self.export(variables))
         self._seen = self._held_arrays()
 
-    def _held_arrays(self) -> dict[tuple[str, ...], Any]:
-        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(is_random)))
-        return {
-            _names(path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-            for path, leaf in leaves
-        }
+    def _held_arrays(self) -> list[tuple[tuple[str, ...], nnx.Variable, Any]]:
+        """Returns the variables of the module with their paths and arrays."""
+        return [
+            (_names(path), leaf, leaf.get_value())
+            for path, leaf in nnx.iter_graph(self.module)
+            if isinstance(leaf, nnx.Variable) and _is_kept(path, leaf)
+        ]
 
     def _state(self, variables: Variables) -> nnx.State:
         """Returns the given arrays as the state of the module without its random streams."""
@@ -160,7 +183,7 @@ class NnxAdapter:
             **traverse_util.flatten_dict(variables.params),
             **traverse_util.flatten_dict(variables.model_state),
         }
-        leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Not(is_random)))
+        leaves = nnx.to_flat_state(nnx.state(self.module, _is_kept))
         missing = ["/".join(_names(path)) for path, _ in leaves if _names(path) not in arrays]
         if missing:
             raise ValueError(
@@ -275,6 +298,15 @@ def is_random(path: Any, value: Any) -> bool:
     return isinstance(value, nnx.RngState) or jnp.issubdtype(
         getattr(value, "dtype", jnp.float32), jax.dtypes.prng_key
     )
+
+
+def is_loss(path: Any, value: Any) -> bool:
+    """Returns whether a variable is a loss of the module's own, by the name of its class."""
+    return any(base.__name__ in LOSSES for base in type(value).__mro__)
+
+
+def _is_kept(path: Any, value: Any) -> bool:
+    return not is_random(path, value) and not is_loss(path, value)
 
 
 def _nested(state: nnx.State) -> dict[str, Any]:

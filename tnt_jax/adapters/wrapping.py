@@ -94,9 +94,17 @@ class WrappingAdapter:
         """Returns variables in the form that the model's library uses."""
         return self.inner.export(self.inside(variables))
 
-    def has_changed(self) -> bool:
-        """Returns whether the user has changed the variables of the wrapped object."""
-        return self.inner.has_changed()
+    def trains_others(self) -> bool:
+        """Returns whether the user's object trains other variables than when last read."""
+        return self.inner.trains_others()
+
+    def has_assigned(self) -> bool:
+        """Returns whether the user has assigned arrays to variables of the wrapped object."""
+        return self.inner.has_assigned()
+
+    def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that the user has assigned."""
+        return self.outer(self.inner.with_assigned(self.inside(variables)))
 
     def write_back(self, variables: Variables) -> None:
         """Stores variables in the user's own object."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 _FIRST_PORT = 61440
 _NUM_PORTS = 4096
+# More than any machine has: variables that ask for more are wrong, and would exhaust the memory.
+MOST_PROCESSES = 2**20
 GpuCounter = Callable[[Mapping[str, str]], int]
 
 
@@ -23,6 +25,9 @@ class Job:
             for all.
         source: Where this comes from, for messages: "Ray Train", "TNT_*", "TF_CONFIG", "Open MPI",
             "SLURM" or "Kubernetes".
+
+    Raises:
+        ValueError: If the numbers are out of range.
     """
 
     coordinator_address: str
@@ -30,6 +35,15 @@ class Job:
     process_id: int
     local_device_ids: tuple[int, ...] | None
     source: str
+
+    def __post_init__(self) -> None:
+        """Checks the numbers, which come from variables that anything may have set."""
+        if not 0 <= self.process_id < self.num_processes <= MOST_PROCESSES:
+            raise ValueError(
+                f"{self.source} names process {self.process_id} of {self.num_processes}, but "
+                "processes are numbered from 0 to below their number, which is "
+                f"{MOST_PROCESSES} at most. Correct the variables of {self.source}."
+            )
 
 
 def choose_port(number: int) -> int:

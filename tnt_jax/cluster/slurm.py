@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 
 from tnt_jax.cluster.job import GpuCounter, Job, choose_port, coordinator_address, own_devices
 
+# SLURM's own limits are 65,533 nodes and as many dimensions of their names as there are letters.
+_MOST_NODES, _MOST_RANGES = 2**16, 16
+_PATTERN = r"(?:[^\[\]]|\[\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*\])+"
 _NEEDED = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 
 
@@ -20,6 +24,13 @@ def detect_slurm(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job | No
     if num_processes == 1:
         return None
     nodes = expand_nodes(environ["SLURM_STEP_NODELIST"])
+    stated = environ.get("SLURM_STEP_NUM_NODES") or len(nodes)
+    if int(stated) != len(nodes):
+        raise ValueError(
+            f"SLURM_STEP_NUM_NODES is {stated}, but SLURM_STEP_NODELIST "
+            f"({environ['SLURM_STEP_NODELIST']:.80}) lists {len(nodes)} nodes. Start the script by "
+            "srun, which sets both."
+        )
     port = choose_port(int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID") or 0))
     return Job(
         coordinator_address=coordinator_address(environ, nodes[0], port),
@@ -58,11 +69,14 @@ def expand_counts(text: str) -> list[int]:
         >>> expand_counts("2(x3),1")
         [2, 2, 2, 1]
     """
-    counts = []
+    counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
-            raise ValueError(f"SLURM states counts as 2(x3),1, but here as {text!r}.")
+        found = re.fullmatch(r"(\d+)(?:\(x(\d{1,5})\))?", part.strip())
+        if found is None or len(counts) > _MOST_NODES:
+            raise ValueError(
+                f"SLURM states counts as 2(x3),1, of at most {_MOST_NODES} nodes, but here as "
+                f"{text!r:.80}."
+            )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -76,11 +90,20 @@ def expand_nodes(text: str) -> list[str]:
         >>> expand_nodes("rack[1-2]node[8-9]")
         ['rack1node8', 'rack1node9', 'rack2node8', 'rack2node9']
     """
-    if not text.strip() or text.count("[") != text.count("]"):
-        raise ValueError(f"SLURM lists nodes as node[01-03,7],other, but here as {text!r}.")
     # A comma separates nodes outside the brackets only.
     patterns = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip())
-    return [name for pattern in patterns for name in _expand(pattern.strip())]
+    is_list = text.count("[") == text.count("]") and all(
+        pattern.count("[") <= _MOST_RANGES and re.fullmatch(_PATTERN, pattern)
+        for pattern in patterns
+    )
+    names = chain.from_iterable(_expand(pattern.strip()) for pattern in patterns if is_list)
+    nodes = list(islice(names, _MOST_NODES + 1))
+    if not 0 < len(nodes) <= _MOST_NODES:
+        raise ValueError(
+            f"SLURM lists nodes as node[01-03,7],other, {_MOST_NODES} at most, but here as "
+            f"{text!r:.80}."
+        )
+    return nodes
 
 
 def _expand(pattern: str) -> Iterator[str]:

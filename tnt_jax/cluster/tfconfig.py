@@ -53,9 +53,9 @@ def _parse(text: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
     try:
         config = json.loads(text)
         return config.get("cluster") or {}, config.get("task") or {}
-    except (json.JSONDecodeError, AttributeError) as error:
+    except (json.JSONDecodeError, AttributeError, RecursionError) as error:
         raise ValueError(
             'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", '
             '"host2:port"]}, "task": {"type": "worker", '
-            f'"index": 0}}}}, but is {text!r}.'
+            f'"index": 0}}}}, but is {text!r:.200}.'
         ) from error

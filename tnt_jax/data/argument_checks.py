@@ -1,11 +1,13 @@
 """What arrays show at once that no step could work with: text, mixed tables, rows in lists."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.data.elements import as_dense, is_numbers
 from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.torch_tensors import is_torch_tensor
 
@@ -30,6 +32,17 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
         ValueError: If an array holds text or other objects, a table has columns of mixed types, or
             a list holds rows.
     """
+    if as_dense(x) is not x or as_dense(y) is not y:
+        raise ValueError(
+            "x or y is one sparse array, but a batch is dense. Pass a generator or a PyDataset "
+            "that yields sparse batches, each of which is made dense, or a dense array."
+        )
+    missing = [key for key in x if x[key] is None] if isinstance(x, Mapping) else []
+    if missing:
+        raise ValueError(
+            f"x[{missing[0]!r}] is None, but each input of a dict is an array. Leave the key out, "
+            "or pass an array."
+        )
     for name, value, other in (("x", x, y), ("y", y, x), ("sample_weight", sample_weight, None)):
         is_text = isinstance(value, (list, tuple)) and any(
             isinstance(item, str) for item in value[:1]
@@ -45,6 +58,15 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
                 hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
             ):
                 check_numbers(name, leaf)
+    if isinstance(x, list) and x and _is_rows(x):
+        raise ValueError(
+            "x is a list of rows of Python numbers. As in Keras, a list means several inputs: make "
+            "one array, numpy.asarray(x)."
+        )
+
+
+def _is_rows(x: list[Any]) -> bool:
+    return all(isinstance(row, list) and bool(row) and is_numbers(row) for row in x)
 
 
 def _check_no_rows(name: str, value: Any, other: Any) -> None:

@@ -4,6 +4,7 @@ An element is `inputs`, `(inputs, targets)` or `(inputs, targets, sample_weight)
 only NumPy, so that worker processes start fast.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def as_batch(element: Any) -> Any:
 
 def as_tuple(element: Any) -> Any:
     """Returns a list of arrays or other parts as a tuple, and anything else unchanged."""
-    return tuple(element) if isinstance(element, list) and not _is_numbers(element) else element
+    return tuple(element) if isinstance(element, list) and not is_numbers(element) else element
 
 
 def _with_arrays(tree: Any, path: str) -> Any:
@@ -63,7 +64,7 @@ def _with_arrays(tree: Any, path: str) -> Any:
         return None
     if isinstance(tree, Mapping):
         return {key: _with_arrays(value, f"{path}[{key!r}]") for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)) and not _is_numbers(tree):
+    if isinstance(tree, (tuple, list)) and not is_numbers(tree):
         parts = [_with_arrays(value, f"{path}[{index}]") for index, value in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return _as_array(tree, path)
@@ -72,7 +73,7 @@ def _with_arrays(tree: Any, path: str) -> Any:
 def _as_array(leaf: Any, path: str) -> np.ndarray:
     where = f"the component {path}" if path else "an element"
     try:
-        array = torch_to_numpy(leaf) if is_torch_tensor(leaf) else np.asarray(leaf)
+        array = torch_to_numpy(leaf) if is_torch_tensor(leaf) else np.asarray(as_dense(leaf))
     except ValueError as error:
         raise ValueError(
             f"The rows of a batch must have one shape, but {where} of the data is a "
@@ -87,13 +88,25 @@ def _as_array(leaf: Any, path: str) -> np.ndarray:
     return array
 
 
-def _is_numbers(tree: Any) -> bool:
+def as_dense(x: Any) -> Any:
+    """Returns a sparse array of SciPy, JAX or TensorFlow as a dense one; others unchanged."""
+    module = type(x).__module__
+    if module.startswith("scipy.sparse"):
+        return x.toarray()
+    if module.startswith("jax.experimental.sparse"):
+        return x.todense()
+    if module.startswith("tensorflow") and type(x).__name__ == "SparseTensor":
+        return sys.modules["tensorflow"].sparse.to_dense(x)
+    return x
+
+
+def is_numbers(tree: Any) -> bool:
     """Returns whether a list or tuple holds only Python numbers and lists of them.
 
     Such a list is the rows of one array.
     """
     return isinstance(tree, list) and all(
-        isinstance(value, (bool, int, float, complex)) or _is_numbers(value) for value in tree
+        isinstance(value, (bool, int, float, complex)) or is_numbers(value) for value in tree
     )
 
 
@@ -101,6 +114,6 @@ def _is_list_of_parts(data: Any) -> bool:
     return (
         isinstance(data, list)
         and bool(data)
-        and not _is_numbers(data)
+        and not is_numbers(data)
         and not all(isinstance(v, (tuple, Mapping)) for v in data)
     )

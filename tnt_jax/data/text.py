@@ -10,7 +10,6 @@ The vocabulary is a SentencePiece model; token 0 is padding and token 1 ends a s
 
 import gzip
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.files import replacing
 from tnt_jax.log import logger
 
 OnError = Literal["raise", "skip"]
@@ -286,11 +286,9 @@ def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None
         raise ValueError(
             f"No vocabulary of {size} tokens can be learnt from these texts: {error}"
         ) from error
-    file.parent.mkdir(parents=True, exist_ok=True)
     # A process that finds the file under its final name finds all of it.
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.write_bytes(model.getvalue())
-    temporary.replace(file)
+    with replacing(file) as temporary:
+        temporary.write_bytes(model.getvalue())
 
 
 def _corpus(

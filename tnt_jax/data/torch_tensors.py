@@ -16,7 +16,7 @@ def torch_to_numpy(tensor: Any) -> np.ndarray:
 
     bfloat16 is kept.
     """
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     own = tensor.detach().cpu()
     if own.dtype == torch.bfloat16:

@@ -29,7 +29,7 @@ def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
     """
     if get_process_count() == 1:
         return
-    own = json.dumps({name: str(value) for name, value in values.items()})
+    own = json.dumps({name: str(value) for name, value in values.items()}, sort_keys=True)
     digests = meet(call, hashlib.sha256(own.encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -49,19 +49,23 @@ def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
 
 
 def describe_differences(
-    told: Sequence[Mapping[str, str]], groups: Sequence[Sequence[int]] | None = None
+    told: Sequence[Mapping[str, str]],
+    groups: Sequence[Sequence[int]] | None = None,
+    *,
+    whose: Sequence[str] | None = None,
 ) -> str:
     """Returns each value that differs, with the processes that have it; empty if none does.
 
     Args:
         told: The values of each group of processes, by name.
         groups: The processes of each group; by default, one group for each process from 0 on.
+        whose: What follows the value of each group instead of its processes, such as `"now"`.
     """
     members = [[process] for process in range(len(told))] if groups is None else groups
     names = dict.fromkeys(name for values in told for name in values)
     differing = [name for name in names if len({values.get(name, _NOTHING) for values in told}) > 1]
     listed = [
-        f"{name}: {_by_value([values.get(name, _NOTHING) for values in told], members)}"
+        f"{name}: {_by_value([values.get(name, _NOTHING) for values in told], members, whose)}"
         for name in differing[:_MOST_SETTINGS]
     ]
     if len(differing) > _MOST_SETTINGS:
@@ -69,14 +73,17 @@ def describe_differences(
     return "; ".join(listed)
 
 
-def _by_value(values: Sequence[str], members: Sequence[Sequence[int]]) -> str:
+def _by_value(
+    values: Sequence[str], members: Sequence[Sequence[int]], whose: Sequence[str] | None
+) -> str:
     """Returns each value and the processes that have it, the lowest process first."""
     processes: dict[str, list[int]] = {}
     for value, group in zip(values, members, strict=True):
         processes.setdefault(value, []).extend(group)
     start = _common_length(list(processes))
     parts = [
-        f"{_excerpt(value, start)} on {name_processes(sorted(group))}"
+        f"{_excerpt(value, start)} "
+        + (f"on {name_processes(sorted(group))}" if whose is None else whose[group[0]])
         for value, group in list(processes.items())[:_MOST_GROUPS]
     ]
     more = len(processes) - _MOST_GROUPS

@@ -11,7 +11,6 @@ times of a run that was started again add up.
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Literal
 
 import jax
 
+from tnt_jax.files import replacing
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
@@ -161,10 +161,9 @@ class AccountFile:
     def write(self, notes: Mapping[str, Any]) -> None:
         """Replaces the line of this run; a file that cannot be written costs a warning."""
         self._written_ns = time.perf_counter_ns()
-        new = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
         try:
-            new.write_text("\n".join([*self._lines, json.dumps(notes)]) + "\n")
-            new.replace(self._path)
+            with replacing(self._path) as new:
+                new.write_text("\n".join([*self._lines, json.dumps(notes)]) + "\n")
         except OSError as error:
             logger.warning("The account of the time could not be written: %s", error)
 

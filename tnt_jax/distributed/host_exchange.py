@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed import stall
@@ -238,7 +240,10 @@ def connect_devices() -> None:
     # after another.
     if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
         with stall.waiting("the first collective"):
-            _jax.process_allgather(np.zeros(1, np.uint8))
+            mesh = _jax.make_data_mesh(jax.devices())
+            ones = _jax.shard_rows(np.ones(mesh.size, np.int32), mesh)
+            total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)
+            jax.block_until_ready(total)
 
 
 def collected(

@@ -20,7 +20,9 @@ from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.cluster.devices import cpu_kind
 from tnt_jax.cluster.machine import machine_id
 from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
+from tnt_jax.cluster.ray import train_secret
 from tnt_jax.distributed import exits
+from tnt_jax.job import secret
 from tnt_jax.log import logger
 from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
 
@@ -46,6 +48,8 @@ def join_job() -> Settings:
     settings = read_settings()
     _make_threads_for_virtual_devices()
     job = detect_job(os.environ)
+    is_worker = job is not None and job.source == RAY_TRAIN
+    secret.set(train_secret() if is_worker else settings.job_secret.encode())
     turns = None
     if job is not None and job.num_processes > 1:
         turns = _join(job, settings)

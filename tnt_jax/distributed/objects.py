@@ -1,9 +1,10 @@
 """Python objects and training states between processes, outside of steps.
 
-Objects travel as pickles, which can run any code when they are read. They go from processes of the
-job to processes of the job alone, so the job's network must be one that you trust.
+Objects travel as pickles, which can run any code when they are read. They are signed with the
+secret of the job; processes without one pass on plain values alone, as JSON.
 """
 
+import json
 import pickle
 from typing import Any
 
@@ -15,18 +16,23 @@ from tnt_jax.distributed.collectives import broadcast
 from tnt_jax.distributed.host_exchange import bring, collected, exclusive, raise_first
 from tnt_jax.distributed.process_sets import ProcessSet, members_of, process_of
 from tnt_jax.distributed.rendezvous import meet
+from tnt_jax.job import check_signature, secret, sign
+
+_SIGNATURE_BYTES = 32
 
 
 def all_gather_object(value: Any, *, process_set: ProcessSet | None = None) -> list[Any]:
     """Returns the objects of all processes, by process, on every process.
 
     Args:
-        value: Anything that can be pickled; of each process another type if need be.
+        value: Anything that can be pickled; of each process another type if need be. Processes
+            without a secret (docs/launching.md) send plain values only.
         process_set: The ranks among whose processes this happens; all by default.
 
     Raises:
         Exception: What pickle raises on a process, there; a RuntimeError that quotes it on the
             others.
+        TypeError: If the processes have no secret, and the value is no plain one.
     """
     members = members_of(process_set)
     return _exchanged("all_gather_object", value, members, members)
@@ -38,7 +44,8 @@ def broadcast_object(
     """Returns the object that the process of rank `root_rank` passes, on every process.
 
     Args:
-        value: Anything that can be pickled; of processes other than the root's it is not looked at.
+        value: Anything that can be pickled, without a secret (docs/launching.md) plain values only;
+            of processes other than the root's it is not looked at.
         root_rank: A rank of the job.
         process_set: The ranks among whose processes this happens; all by default.
 
@@ -105,7 +112,7 @@ def _exchanged(
         data = b""
         try:
             if jax.process_index() in senders:
-                data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+                data = _signed(call, value, is_alone=len(members) == 1)
         except Exception as error:  # Raised on every process, below.
             problem = error
         brought = bring(
@@ -116,9 +123,48 @@ def _exchanged(
         problem = None
         objects = []
         try:
-            objects = [pickle.loads(pieces[members.index(sender)].data) for sender in senders]
+            for sender in senders:
+                data = pieces[members.index(sender)].tobytes()
+                objects.append(_checked(call, data, sender, is_alone=len(members) == 1))
         except Exception as error:  # A class that is not there, on one process alone perhaps.
             problem = error
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         raise_first(problem, meet(call, failure, members=members), members)
         return objects
+
+
+def _signed(call: str, value: Any, *, is_alone: bool) -> bytes:
+    """Returns an object as bytes, by `_checked` the same one; alone, it leaves the process not."""
+    if not (secret.get() or is_alone):
+        _check_is_plain(call, value)
+        return json.dumps(value).encode()
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return sign(_purpose(call, jax.process_index()), data) + data
+
+
+def _checked(call: str, signed: bytes, sender: int, *, is_alone: bool) -> Any:
+    if not (secret.get() or is_alone):
+        return json.loads(signed)
+    signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+    check_signature(_purpose(call, sender), data, signature)
+    return pickle.loads(data)
+
+
+def _purpose(call: str, sender: int) -> str:
+    return f"The object of process {sender} in {call}"
+
+
+def _check_is_plain(call: str, value: Any) -> None:
+    """Raises a TypeError unless JSON gives the same object back."""
+    if type(value) is dict and all(type(key) is str for key in value):
+        value = list(value.values())
+    if type(value) is list:
+        for entry in value:
+            _check_is_plain(call, entry)
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise TypeError(
+            f"{call} passes on None, numbers, text, lists, and dicts whose keys are text, but here "
+            f"{type(value).__name__}. Other objects can run code, so the processes need a secret "
+            "to sign them: start the job by tnt-jax, or set TNT_JOB_SECRET to the same random text "
+            "for all processes. See docs/launching.md#a-trusted-network."
+        )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from tnt_jax import _jax
 from tnt_jax.distributed import cpu_ring, modelled
 from tnt_jax.distributed.fused_psum import flatten, join_small_ones, psum, split_like
 from tnt_jax.distributed.rank_sums import sum_by_hosts, sum_in_bfloat16
@@ -77,7 +78,7 @@ def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> 
         num_processes: Processes of the job.
     """
     if platform == "cpu":
-        return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1)
+        return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1 and _jax.calls_python())
     if num_ranks <= modelled.RANKS_OF_A_HOST:
         return Reduction(modelled.HOST_BUCKET_BYTES, chained=modelled.IS_CHAINED)
     xla_bytes = modelled.XLA_BYTES if num_ranks <= modelled.MOST_RANKS_FOR_XLA else None

@@ -74,9 +74,11 @@ class Builder:
         if (problem := self.problem_of_inputs(batch.inputs)) is not None:
             raise problem
         trainer.build(batch.inputs)
-        # While fit runs, the wrapped object is out of date.
-        if not self._core.is_fitting:
-            take_over_changes(trainer, batch.inputs)
+        # While fit runs, only what callbacks assign is news in the wrapped object.
+        if self._core.is_fitting:
+            self._core.read_assigned()
+        elif take_over_changes(trainer, batch.inputs) and self._core.compilation is not None:
+            self._core.compilation.forget_data()
         self._check_shapes(batch, was_built=was_built)
 
     def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:

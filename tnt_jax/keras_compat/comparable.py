@@ -5,9 +5,14 @@ configuration is named by its class or its code.
 """
 
 import dataclasses
+import functools
+import inspect
+import os
+import sys
 import zlib
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -44,7 +49,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, jax.Array)):
         return _array(value)
     if isinstance(value, type):
-        return _name(value)
+        return class_name(value)
     return _object(value)
 
 
@@ -64,36 +69,106 @@ def flat(name: str, value: Any) -> dict[str, str]:
     return {path: text for part, item in parts.items() for path, text in flat(part, item).items()}
 
 
+def class_name(kind: type) -> str:
+    """Returns the name of a class, with a checksum of its code unless it is of a library."""
+    return _name(kind) if _is_of_library(kind) else f"{_name(kind)} (code {_checksum(kind):08x})"
+
+
 def _object(value: Any) -> Any:
     """Returns the class and the settings of an object."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if hasattr(value, "get_config"):
         try:
-            return {"class": _name(type(value)), **comparable(value.get_config())}
+            return {"class": class_name(type(value)), **comparable(value.get_config())}
         except Exception as error:  # A class of the user's need not support it.
-            return {"class": _name(type(value)), "get_config": type(error).__name__}
+            return {"class": class_name(type(value)), "get_config": type(error).__name__}
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: comparable(getattr(value, field.name, None))
             for field in dataclasses.fields(value)
             if field.name not in _OF_FLAX
         }
-        return {"class": _name(type(value)), **fields}
+        return {"class": class_name(type(value)), **fields}
     if isinstance(value, np.dtype):
         return value.name
-    return _name(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name(value)
+    return class_name(type(value))
 
 
 def _function(function: FunctionType) -> Any:
-    """Returns the name and the code of a function; of one of Optax also what it closes over.
+    """Returns the name and the code of a function, and the plain values that it closes over.
 
-    What functions of the user's close over may well be different on each process.
+    Of a function of Optax it returns all that it closes over. Other objects that functions of the
+    user's close over may well be different on each process.
     """
-    named = f"{_name(function)} (code {_checksum_of_code(function.__code__):08x})"
+    named = f"{_name(function)} (code {_checksum(function):08x})"
+    held = dict(
+        zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+    )
+    held |= {f"default {n}": x for n, x in enumerate(function.__defaults__ or ())}
+    held |= function.__kwdefaults__ or {}
     if not str(function.__module__).startswith("optax"):
-        return named
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {name: comparable(cell.cell_contents) for name, cell in cells}
-    return {"function": named, **held} if held else named
+        held = {name: x for name, x in held.items() if isinstance(x, (bool, int, float, str))}
+    return {"function": named, **{k: comparable(x) for k, x in held.items()}} if held else named
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # It is empty so far.
+        return None
+
+
+def _checksum(value: Any) -> int:
+    """Returns a checksum of the code of a function or class, and of what it uses of the user's."""
+    checksum, waiting, seen = 0, [value], {id(value)}
+    while waiting:
+        codes, used = _parts(waiting.pop())
+        for code in codes:
+            checksum = zlib.crc32(str(_checksum_of_code(code)).encode(), checksum)
+        new = [each for each in used if id(each) not in seen and not _is_of_library(each)]
+        seen.update(map(id, new))
+        waiting += new
+    return checksum
+
+
+def _parts(value: Any) -> tuple[list[CodeType], list[Any]]:
+    """Returns the code of a function or class, and the functions and classes that it names."""
+    if isinstance(value, type):
+        members = [inspect.unwrap(getattr(x, "__func__", x)) for x in vars(value).values()]
+        functions = [x for x in members if isinstance(x, FunctionType) and _has_source(x)]
+        used = [base for base in value.__bases__ if base is not object]
+    else:
+        functions, used = [inspect.unwrap(value)], []
+    for function in functions:
+        named = (function.__globals__.get(name) for name in _names(function.__code__))
+        used += [x for x in named if isinstance(x, (FunctionType, type))]
+    return [function.__code__ for function in functions], used
+
+
+def _has_source(function: FunctionType) -> bool:
+    """Returns whether the user wrote a method, rather than `dataclass`."""
+    return not function.__code__.co_filename.startswith("<")
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [*code.co_names, *(name for names in inner for name in names)]
+
+
+def _is_of_library(value: Any) -> bool:
+    return _is_library(str(value.__module__))
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Returns whether a module is of Python, of this package or of an installed one."""
+    root = module.partition(".")[0]
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_installed = bool({"site-packages", "dist-packages"} & set(Path(file).parts))
+    return root == "tnt_jax" or root in sys.stdlib_module_names - {"__main__"} or is_installed
 
 
 def _checksum_of_code(code: CodeType) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
+import jax
 import optax
 
 from tnt_jax.keras_compat.compiled import CompileArguments, Compiled
@@ -44,6 +45,12 @@ class Compilation:
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
 
+    def forget_data(self) -> None:
+        """Lets the next call check its data and compile its steps anew."""
+        self.functions = self.announced_kind = None
+        self.knows_rows = False
+        self.known_kinds, self.compiled_kinds = set(), set()
+
     @property
     def on_nan(self) -> OnNaN | None:
         """What follows a step that is not finite; None to take it."""
@@ -53,6 +60,14 @@ class Compilation:
     def accumulation_steps(self) -> int:
         """Steps whose mean gradient makes one update."""
         return self.optimizer.gradient_accumulation_steps or 1
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether a loss or metric compares outputs with targets."""
+        arguments = self.arguments
+        return bool(
+            jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics))
+        )
 
     @property
     def has_objective(self) -> bool:
@@ -66,17 +81,17 @@ def new_compilation(
     """Returns the compilation of a module with the arguments of `compile`.
 
     Raises:
-        ValueError: If a name is unknown, the loss is missing, an option is invalid, or a Keras
+        ValueError: If a name is unknown, an option is invalid, or a Keras
             model overrides methods of a step.
     """
     arguments = CompileArguments(
         **{field.name: given[field.name] for field in fields(CompileArguments)}
     )
-    _check_loss(arguments)
-    steps = given["steps_per_execution"]
-    _check_options(run_eagerly, steps, jit_compile, given["on_nan"])
     if arguments.objective is None:
         check_training_methods(module)
+    _check_objective(arguments)
+    steps = given["steps_per_execution"]
+    _check_options(run_eagerly, steps, jit_compile, given["on_nan"])
     optimizer = choose_optimizer(
         given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
     )
@@ -105,21 +120,15 @@ def compile_from_config(
     model.compile(**arguments)
 
 
-def _check_loss(arguments: CompileArguments) -> None:
-    """Raises a ValueError unless there is either a loss or an objective.
-
-    Arguments that belong to the other one are refused.
-    """
-    if (arguments.loss is None) == (arguments.objective is None):
+def _check_objective(arguments: CompileArguments) -> None:
+    """Raises a ValueError if there is an objective beside arguments that it replaces."""
+    replaced = (
+        arguments.loss, arguments.loss_weights, arguments.metrics, arguments.weighted_metrics,
+    )  # fmt: skip
+    if arguments.objective is not None and any(value is not None for value in replaced):
         raise ValueError(
-            "compile() needs a loss, for instance loss='sparse_categorical_crossentropy' or a "
-            "tnt_jax.losses object, or an objective."
-        )
-    of_loss = (arguments.loss_weights, arguments.metrics, arguments.weighted_metrics)
-    if arguments.objective is not None and of_loss != (None, None, None):
-        raise ValueError(
-            "An objective returns its own metrics; loss_weights, metrics and weighted_metrics "
-            "belong to a loss."
+            "An objective takes the place of a loss and returns its own metrics: leave loss, "
+            "loss_weights, metrics and weighted_metrics out."
         )
 
 

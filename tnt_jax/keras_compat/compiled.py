@@ -3,7 +3,7 @@
 They are for the shapes of the first batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -24,13 +24,11 @@ from tnt_jax.keras_compat.keras_objects import mask_of_outputs
 from tnt_jax.keras_compat.metrics import Metric
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper, and_valid
 from tnt_jax.keras_compat.output_specs import (
+    Layout,
     OutputSpec,
     is_users,
     log_names,
-    make_output_spec,
-    output_names,
-    per_output,
-    split,
+    make_output_specs,
 )
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, StepParts
 
@@ -82,31 +80,38 @@ class Compiled:
     Args:
         arguments: What `compile` was told.
         outputs: The model's outputs: pytree with shapes `[rows, ...]`.
-        targets: Targets of the same structure.
+        targets: Targets of outputs with a loss or metric; see `Layout.data`.
+        declared: Names that a Keras model gives its outputs.
 
     Raises:
         ValueError: If targets are missing, or do not fit the outputs, or a name is unknown.
     """
 
-    def __init__(self, arguments: CompileArguments, outputs: Any, targets: Any) -> None:
-        names = output_names(outputs)
-        true, pred = split(targets, names), split(outputs, names)
-        parts = [
-            per_output(arguments.loss, names, "loss"),
-            per_output(arguments.loss_weights, names, "loss_weights"),
-            per_output(arguments.metrics, names, "metrics", many=True),
-            per_output(arguments.weighted_metrics, names, "weighted_metrics", many=True),
+    def __init__(
+        self,
+        arguments: CompileArguments,
+        outputs: Any,
+        targets: Any,
+        declared: Sequence[str] | None = None,
+    ) -> None:
+        self._layout = layout = Layout(outputs, declared)
+        asked = [
+            layout.arguments(arguments.loss, "loss"),
+            layout.arguments(arguments.loss_weights, "loss_weights"),
+            layout.arguments(arguments.metrics, "metrics", many=True),
+            layout.arguments(arguments.weighted_metrics, "weighted_metrics", many=True),
         ]
-        self.names = names
+        parts = list(zip(*asked, strict=True))
+        self._needs_target = [
+            bool(jax.tree.leaves((loss, plain, weighted))) for loss, _, plain, weighted in parts
+        ]
+        true, pred = self._targets(targets), layout.outputs(outputs)
         self.specs = tuple(
-            make_output_spec(name, *part)
-            for name, *part in zip(names, *parts, true, pred, strict=True)
+            spec
+            for index, part in enumerate(parts)
+            for spec in make_output_specs(layout, index, part, true[index], pred[index])
         )
         self._metric_names = log_names(self.specs)
-        if all(spec.loss is None for spec in self.specs):
-            raise ValueError(
-                "compile() needs a loss for at least one output; pass for instance loss='mse'."
-            )
 
     def check_traced(self, outputs: Any, activations: Any, targets: Any) -> None:
         """Checks losses and metrics against the trace of a forward pass.
@@ -120,8 +125,13 @@ class Compiled:
             ValueError: If a loss of logits gets probabilities, a metric gets targets of another
                 kind, or a loss or metric of the user's is not written in JAX.
         """
-        parts = [split(tree, self.names) for tree in (targets, outputs, activations)]
-        for spec, true, pred, activation in zip(self.specs, *parts, strict=True):
+        all_true, all_pred = self._targets(targets), self._layout.outputs(outputs)
+        made_by = self._layout.outputs(activations)
+        for spec in self.specs:
+            true, pred = all_true[spec.index], all_pred[spec.index]
+            activation = made_by[spec.index]
+            if true is None:
+                continue
             # Targets are this process's rows, outputs those of all.
             rows = jax.tree.leaves(true)[0].shape[0]
             pred = jax.tree.map(
@@ -150,11 +160,12 @@ class Compiled:
         """
         sums = jax.tree.map(np.asarray, sums)
         logs: dict[str, Any] = {"loss": _ratio(sums["loss"])}
-        trained = [spec for spec in self.specs if spec.loss is not None]
-        if len(self.specs) > 1:
+        trained = self._trained()
+        if len(trained) > 1:
             logs |= {
                 f"{spec.prefix}loss": _ratio(pair)
                 for spec, pair in zip(trained, sums["losses"], strict=True)
+                if spec.prefix
             }
         for spec, names, spec_sums in zip(
             self.specs, self._metric_names, sums["metrics"]["outputs"], strict=True
@@ -167,11 +178,25 @@ class Compiled:
                 logs[name] = float(value) if value.ndim == 0 else value
         return logs
 
+    def metrics_by_log(self) -> dict[str, tuple[Metric, Callable[[Any], Any]]]:
+        """Returns each metric by the name of its log, with what finds its sums in an epoch's."""
+
+        def sums_of(output: int, number: int) -> Callable[[Any], Any]:
+            return lambda sums: sums["metrics"]["outputs"][output][number]
+
+        return {
+            name: (metric, sums_of(output, number))
+            for output, (spec, names) in enumerate(zip(self.specs, self._metric_names, strict=True))
+            for number, (metric, name) in enumerate(
+                zip(spec.metrics + spec.weighted_metrics, names, strict=True)
+            )
+        }
+
     def metrics_names(self) -> list[str]:
         """Returns the names of the logs, in the order in which `evaluate` lists them."""
         names = ["loss"]
-        if len(self.specs) > 1:
-            names += [f"{spec.prefix}loss" for spec in self.specs if spec.loss is not None]
+        if len(trained := self._trained()) > 1:
+            names += dict.fromkeys(f"{spec.prefix}loss" for spec in trained if spec.prefix)
         return names + [name for of_spec in self._metric_names for name in of_spec]
 
     @property
@@ -193,15 +218,26 @@ class Compiled:
         """
         if rows == 0:
             return
-        for index, (spec, true) in enumerate(
-            zip(self.specs, split(targets, self.names), strict=True)
-        ):
+        all_true = self._targets(targets)
+        for spec in self.specs:
+            if all_true[spec.index] is None:
+                continue
+            true = np.asarray(all_true[spec.index])[:rows]
             if spec.loss is not None:
-                losses.check_labels(spec.loss, np.asarray(true)[:rows], (rows, *spec.shape[1:]))
+                losses.check_labels(spec.loss, true, (rows, *spec.shape[1:]))
             if spec.looks_at_outputs and outputs is not None:
-                spec.check(
-                    np.asarray(true)[:rows], np.asarray(split(outputs, self.names)[index])[:rows]
-                )
+                spec.check(true, np.asarray(self._layout.outputs(outputs)[spec.index])[:rows])
+
+    def check_classes(self, class_weight: Mapping[int, float]) -> None:
+        """Raises a ValueError if a class has a weight that the single output does not have."""
+        shape = self.specs[0].shape
+        num_classes = shape[-1] if len(self.specs) == 1 and len(shape) == 2 else 1
+        highest = max(class_weight)
+        if 1 < num_classes <= highest:
+            raise ValueError(
+                f"class_weight names class {highest}, but the model's output has {num_classes} "
+                f"classes, 0 to {num_classes - 1}."
+            )
 
     def _loss_terms(self, outputs: Any, batch: Batch) -> list[LossTerm]:
         terms = []
@@ -234,19 +270,22 @@ class Compiled:
 
     def _by_output(self, outputs: Any, batch: Batch) -> list[tuple[OutputSpec, Any, Any, Any]]:
         weights = (
-            split(batch.weight, self.names)
+            self._layout.data(batch.weight, self._needs_target, "sample weight")
             if _is_per_output(batch.weight)
-            else [batch.weight] * len(self.names)
+            else [batch.weight] * len(self._layout.keys)
         )
-        return list(
-            zip(
-                self.specs,
-                split(batch.targets, self.names),
-                split(outputs, self.names),
-                weights,
-                strict=True,
-            )
-        )
+        true, pred = self._targets(batch.targets), self._layout.outputs(outputs)
+        return [
+            (spec, true[spec.index], pred[spec.index], weights[spec.index]) for spec in self.specs
+        ]
+
+    def _targets(self, targets: Any) -> list[Any]:
+        if targets is None:
+            return [None] * len(self._layout.keys)
+        return self._layout.data(targets, self._needs_target, "target")
+
+    def _trained(self) -> list[OutputSpec]:
+        return [spec for spec in self.specs if spec.loss is not None]
 
 
 def _is_per_output(weight: Any) -> bool:

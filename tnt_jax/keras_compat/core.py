@@ -1,24 +1,27 @@
 """The shared state of a `Model`: the module, its options, its trainer, and its compilation."""
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from tnt_jax import reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed import runtime
 from tnt_jax.distributed.reduction import Reduction, choose_reduction
+from tnt_jax.keras_compat.callbacks.scope import check_can_read
 from tnt_jax.keras_compat.compilation import Compilation
 from tnt_jax.keras_compat.compiled import Compiled
 from tnt_jax.keras_compat.keras_training import transformation_of
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.options import ModelOptions
-from tnt_jax.keras_compat.wrapped import write_back, writing_back
+from tnt_jax.keras_compat.wrapped import read_assigned, write_back, writing_back
 from tnt_jax.log import logger
 from tnt_jax.sharded import auto
 from tnt_jax.sharded.schedules import STAGE_AXIS
@@ -63,6 +66,8 @@ class Core:
         self.mesh_choice: auto.Choice | None = None
         self.is_fitting = False
         self._trainer: Trainer | None = None
+        # The state whose variables the wrapped object shows within `fit`.
+        self._shown: weakref.ref[Any] | None = None
 
     @property
     def saved_options(self) -> dict[str, Any]:
@@ -224,16 +229,39 @@ class Core:
         try:
             with writing_back(self.trainer):
                 yield
+                self.read_assigned()
         finally:
             self.is_fitting = False
+
+    @property
+    def current_module(self) -> Any:
+        """The module that was wrapped.
+
+        In a callback its variables have the values of the last step: an NNX module or a Keras model
+        gets a copy of them when this attribute is read. What a callback assigns to them counts from
+        the next step on; every process must assign the same.
+        """
+        state = self.trainer.state if self.is_fitting else None
+        if state is not None and (self._shown is None or self._shown() is not state):
+            for leaf in jax.tree.leaves((state.params, state.model_state)):
+                check_can_read(leaf)
+            self.write_back()
+            self._shown = weakref.ref(self.trainer.state)
+        return self.module
 
     def write_back(self) -> None:
         """Stores the trained variables in the wrapped object, if it holds variables.
 
-        `fit` does so when it ends or is interrupted. A Linen module holds none. Call this method in
-        a callback that reads the NNX module or the Keras model during training.
+        `fit` does so when it ends or is interrupted, and the attribute `module` when it is read. A
+        Linen module holds none.
         """
+        self.read_assigned()
         write_back(self.trainer)
+
+    def read_assigned(self) -> None:
+        """Reads what a callback has assigned to variables of the wrapped object."""
+        if self.is_fitting:
+            read_assigned(self.trainer)
 
     def write_back_outside_fit(self) -> None:
         """Stores the variables in the wrapped object, unless `fit` runs, which does so itself."""

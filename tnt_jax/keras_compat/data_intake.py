@@ -31,6 +31,7 @@ class DataArguments:
         shuffle: Whether arrays are shuffled anew in each epoch.
         distribute: False if each process brings its own shard.
         predicts: Whether targets and weights are ignored.
+        is_inputs: Whether `x` has no targets in it, even if it is a tuple or list.
     """
 
     x: Any
@@ -41,6 +42,7 @@ class DataArguments:
     shuffle: bool = False
     distribute: bool = True
     predicts: bool = False
+    is_inputs: bool = False
 
 
 class DataIntake:
@@ -143,7 +145,7 @@ class DataIntake:
 
     def _is_taken_apart(self, data: DataArguments) -> bool:
         """Returns whether `x` alone is `(inputs, targets[, weights])` and not several inputs."""
-        if not is_taken_apart(data.x, data.y, data.sample_weight):
+        if data.is_inputs or not is_taken_apart(data.x, data.y, data.sample_weight):
             return False
         if not data.predicts:
             return self._core.compilation is not None and self._core.calls_model

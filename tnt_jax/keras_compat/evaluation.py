@@ -1,5 +1,6 @@
 """Evaluation and prediction: runs a stream of batches through compiled steps."""
 
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -8,8 +9,10 @@ from tnt_jax.data.lockstep import read_in_lockstep
 from tnt_jax.data.sources import Source
 from tnt_jax.distributed import collectives, preemption
 from tnt_jax.distributed.preemption import Points
+from tnt_jax.distributed.shared_stop import SharedStop, shared_stop
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.callbacks import CallbackList
+from tnt_jax.keras_compat.callbacks.agreement import may_stop_within_epoch
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
 from tnt_jax.keras_compat.hooks import CallbackArguments, PhaseHooks
@@ -19,6 +22,7 @@ from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.keras_compat.start_check import compare_starts
 from tnt_jax.train.device_feed import device_feed
+from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.outputs import steps_per_program
 
 
@@ -67,15 +71,18 @@ class Evaluator:
         num_steps = steps_per_program(
             trainer, compilation.steps_per_execution or 1, to_batch(first)
         )
+        self._progress.stop_evaluating = False
         hooks.call("on_test_begin", {})
-        phase_hooks = PhaseHooks("test", hooks, progress=self._progress, read=self._core.logs)
         batches = read_in_lockstep(
             islice(stream.epoch(0), steps), stream.source, where="the data to evaluate"
         )
-        with device_feed(
+        with _stopping(hooks) as stop, device_feed(
             trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
             gives_up=points.gives_up,
         ) as feed:  # fmt: skip
+            phase_hooks = PhaseHooks(
+                "test", hooks, progress=self._progress, read=self._core.logs, stop=stop
+            )
             logs = self._core.logs(trainer.evaluate(points.before_each(feed), phase_hooks))
         hooks.call("on_test_end", logs)
         return logs
@@ -115,12 +122,20 @@ class Predictor:
             islice(stream.epoch(0), steps), source, where="the data to predict"
         )
         shown = callbacks.open(in_training=False, steps=steps or source.num_batches)
-        with shown as hooks, preemption.ending_call() as points, device_feed(
-            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
-            gives_up=points.gives_up,
-        ) as feed:  # fmt: skip
+        self._progress.stop_predicting = False
+        with (
+            shown as hooks,
+            preemption.ending_call() as points,
+            _stopping(hooks) as stop,
+            device_feed(
+                trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
+                gives_up=points.gives_up,
+            ) as feed,
+        ):  # fmt: skip
             hooks.call("on_predict_begin", {})
-            phase_hooks = PhaseHooks("predict", hooks, progress=self._progress, read=dict)
+            phase_hooks = PhaseHooks(
+                "predict", hooks, progress=self._progress, read=dict, stop=stop
+            )
             try:
                 outputs = trainer.predict(points.before_each(feed), phase_hooks)
             except CallError as error:
@@ -128,6 +143,11 @@ class Predictor:
                 raise CallError(str(error)) from None
             hooks.call("on_predict_end", {})
         return outputs
+
+
+def _stopping(hooks: CallbackList) -> AbstractContextManager[SharedStop]:
+    """Returns the context in which callbacks may end an evaluation or prediction early."""
+    return shared_stop(ahead=IN_FLIGHT + 1, is_watched=may_stop_within_epoch(hooks.callbacks))
 
 
 def as_returned(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.kinds import takes_batch_size
 from tnt_jax.data.lockstep import read_in_lockstep
@@ -33,7 +34,7 @@ from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.preempted import ending_on_request, save_and_exit
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resumption import Resumption, Start
+from tnt_jax.keras_compat.resume import Resumption, Start
 from tnt_jax.keras_compat.start_check import compare_sources, compare_starts
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
@@ -108,11 +109,12 @@ class FitLoop:
                 meanwhile=self._beside_first_batch(arguments, weighting),
             )  # fmt: skip
             self._preparation.prepare(first, weighting)
+            self._preparation.check_classes(arguments.class_weight)
             self._preparation.choose_mesh(first, weighting)
             plan = Plan(stream, first, weighting, None, arguments)
             if self.compiles_ahead and arguments.has_epochs:
                 self._preparation.compile_ahead(stream, first, plan.unpack)
-        self._preparation.check_rows(first, weighting)
+        self._preparation.check_rows(first, weighting, stream.source)
         return plan
 
     def _beside_first_batch(
@@ -136,6 +138,7 @@ class FitLoop:
         """Carries out the plan; returns the history, which one of the callbacks keeps."""
         self._intake.log_plan(plan.stream)
         self._resumption.begin(plan.stream, plan.arguments.initial_epoch)
+        self._resumption.describe_run(plan, callbacks.unwrapped)
         plan = replace(plan, validation=self._open_validation(plan))
         if self.compiles_ahead and plan.validation is not None and plan.ever_validates:
             self._preparation.compile_evaluation_ahead(plan.validation)
@@ -208,11 +211,15 @@ class FitLoop:
         for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
             phase_hooks = PhaseHooks(
-                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop
-            )
+                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop,
+                before_step=self._core.read_assigned,
+            )  # fmt: skip
+            check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
             with stall.in_phase(""):
                 logs = self._train_epoch(plan, epoch, phase_hooks, begin)
+            if logs is None:
+                return
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
@@ -229,8 +236,11 @@ class FitLoop:
 
     def _train_epoch(
         self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
-    ) -> dict[str, float]:
-        """Runs the steps of an epoch, from `start` on if it is given, and returns its logs."""
+    ) -> dict[str, float] | None:
+        """Runs the steps of an epoch, from `start` on if it is given.
+
+        Returns its logs, or None if the data has ended.
+        """
         stall.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
@@ -251,11 +261,16 @@ class FitLoop:
             self._time_steps(steps, hooks, batches, available=stream.num_steps)
         if not (had_ended or hooks.is_over):
             steps.run(batches, num_steps=compilation.steps_per_execution or 1)
+        if steps.sums is None and epoch > plan.arguments.initial_epoch:
+            logger.warning(
+                "The data ended after %d of %d epochs, and training ends with it. A generator is "
+                "read once: let it yield steps_per_epoch * epochs batches, or pass data that can "
+                "be read again.",
+                epoch, plan.arguments.epochs,
+            )  # fmt: skip
+            return None
         if steps.sums is None:
-            raise ValueError(
-                f"The dataset gave no batch in epoch {epoch + 1}. A generator is read once: pass "
-                f"steps_per_epoch."
-            )
+            raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
         self._core.trainer.end_epoch(steps.index)
         fit_reports.report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
         logs = self._core.training_logs(steps.sums)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.keras_compat.data_intake import DataArguments
@@ -28,6 +30,14 @@ class FitArguments:
     validation_freq: int | list[int]
     distribute_validation: bool
     checkpoint_directory: Path | None
+    ignored_changes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises a TypeError if a number is something else."""
+        for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} must be a whole number, but is {value!r}.")
 
     @property
     def has_epochs(self) -> bool:

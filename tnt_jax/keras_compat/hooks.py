@@ -65,7 +65,8 @@ class PhaseHooks:
         callbacks: The callbacks.
         progress: Where callbacks read the progress of the call, and ask it to stop.
         read: Maps the sums of an epoch so far to its logs.
-        stop: Decides with all processes whether training ends; None outside of training.
+        stop: Decides with all processes whether the loop ends; None if it does not end early.
+        before_step: Called after the callbacks, before each step.
     """
 
     def __init__(
@@ -76,10 +77,14 @@ class PhaseHooks:
         progress: Progress,
         read: Callable[[Any], dict[str, float]],
         stop: SharedStop | None = None,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
         self._trains = phase == "train"
+        self._flag = {"train": "stop_training", "test": "stop_evaluating"}.get(
+            phase, "stop_predicting"
+        )
         self._timeline = timeline.current()
         self._program = _STEP
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
@@ -88,16 +93,18 @@ class PhaseHooks:
         self._read = read
         self._has_end = callbacks.has_batch_hook(self._end)
         self._stop = stop
+        self._before_step = before_step
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
         self._here.step = index + 1
         self._callbacks.call_batch(self._begin, index, {})
+        self._before_step()
         self._here.doing = self._program
         self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Runs after step `index` was started; returns whether training ends with it."""
+        """Runs after step `index` was started; returns whether the loop ends with it."""
         if self._timeline is not None:
             place = {"epoch": self._here.epoch, "step": index + 1}
             end_ns = time.perf_counter_ns()
@@ -115,7 +122,7 @@ class PhaseHooks:
             self._callbacks.call_batch(
                 self._end, index, {} if sums is None else LazyLogs(lambda: self._logs(sums))
             )
-        return self._stop is not None and self._stop.after_program(self._progress.stop_training)
+        return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
 
     @property
     def is_over(self) -> bool:

@@ -13,6 +13,7 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import runtime
 from tnt_jax.distributed.collectives import Description, describe
+from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.compiled import Compiled
 from tnt_jax.keras_compat.configuration import plain
 from tnt_jax.keras_compat.core import Core
@@ -103,11 +104,14 @@ class Inspector:
         return self._core.adapter.name
 
     @property
-    def layers(self) -> list[Layer]:
-        """The layers of the model, with copies of their weights; empty before it is built.
+    def layers(self) -> list[Any]:
+        """The layers of a Keras model itself; of a Flax module, copies of their weights.
 
-        A layer is the first part of its weights' paths.
+        A layer of a Flax module is the first part of its weights' paths; there is none before it is
+        built. A callback gets the layers of a Keras model with the weights of the last step.
         """
+        if keras_files.is_keras(self._core.module):
+            return self._core.current_module.layers
         if not self._state.built:
             return []
         weights: dict[str, list[NamedWeight]] = {}
@@ -140,7 +144,13 @@ class Inspector:
             lambda s, new: replace(s, model_state=new),
             after=self._core.write_back_outside_fit,
         )
-        return [(params + others)[index] for index in self._state.order_of_weights(state)]
+        variables = [(params + others)[index] for index in self._state.order_of_weights(state)]
+        if held := self._core.adapter.held_variables():
+            # Layers may have been frozen since the state was made.
+            trained = {id(variable) for variable in self._core.module.trainable_variables}
+            for variable in variables:
+                variable.trainable = id(held.get(variable.path)) in trained
+        return variables
 
     @property
     def trainable_weights(self) -> list[StateVariable]:
@@ -161,6 +171,25 @@ class Inspector:
     def non_trainable_variables(self) -> list[StateVariable]:
         """The same as `non_trainable_weights`."""
         return self.non_trainable_weights
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a Keras model is trained; setting it freezes or unfreezes all of its layers.
+
+        As in Keras, the layers of `layers` can be frozen one by one. It takes effect in the next
+        call: the optimizer then starts afresh. The parameters of a Flax module are chosen by
+        `Model(trainable=..., frozen=...)`.
+        """
+        return getattr(self._core.module, "trainable", True)
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        if not keras_files.is_keras(self._core.module):
+            raise ValueError(
+                "model.trainable is for Keras models. Pass tnt_jax.Model(module, frozen=[...]) or "
+                "trainable=[...], with the paths of parameters."
+            )
+        self._core.module.trainable = value
 
     @property
     def compiled(self) -> bool:
@@ -189,7 +218,7 @@ class Inspector:
         """
         return sum(math.prod(variable.shape) for variable in self.weights)
 
-    def get_layer(self, name: str | None = None, index: int | None = None) -> Layer:
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
         """Returns one of `layers`.
 
         Args:
@@ -203,11 +232,12 @@ class Inspector:
             raise ValueError(
                 f"get_layer takes a name or an index, but got name={name!r} and index={index!r}."
             )
-        known = {layer.name: layer for layer in self.layers}
+        layers = self.layers
+        known = {layer.name: layer for layer in layers}
         if name is not None and name in known:
             return known[name]
         if index is not None and -len(known) <= index < len(known):
-            return self.layers[index]
+            return layers[index]
         wanted = f"number {index}" if name is None else repr(name)
         raise ValueError(
             f"There is no layer {wanted}: the layers with weights are "
@@ -239,16 +269,17 @@ class Inspector:
     def metrics_by_log(self) -> dict[str, Any]:
         """The metrics by the names of their logs; empty before data is known.
 
-        Metrics of Keras layers are included.
+        Their results are those of the last epoch or call. Metrics of Keras layers are included.
         """
         functions = self._core.functions
-        specs = functions.specs if isinstance(functions, Compiled) else ()
-        held = {} if functions is None else self._core.adapter.held_metrics()
-        return {
-            spec.prefix + metric.name: metric
-            for spec in specs
-            for metric in spec.metrics + spec.weighted_metrics
-        } | held
+        if functions is None:
+            return {}
+        found = functions.metrics_by_log() if isinstance(functions, Compiled) else {}
+        if (sums := self._progress.epoch_sums) is not None:
+            for metric, sums_of in found.values():
+                metric.show_sums(sums_of(sums))
+        metrics = {name: metric for name, (metric, _) in found.items()}
+        return metrics | self._core.adapter.held_metrics()
 
     @property
     def metrics(self) -> list[Any]:

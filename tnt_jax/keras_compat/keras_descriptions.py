@@ -1,8 +1,24 @@
 """Keras objects as JSON values, and back without running code that the values choose."""
 
+import copy
 import sys
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
+
+import jax
+
+from tnt_jax.keras_compat import configuration
+from tnt_jax.log import logger
+
+# Arguments of compile that Keras has, too, beside the optimizer.
+COMPILE_NAMES = ("loss", "loss_weights", "metrics", "weighted_metrics")
+_MODULES = {
+    **{f"tnt_jax.{kind}": f"keras.{kind}" for kind in ("losses", "metrics", "optimizers")},
+    "tnt_jax.schedules": "keras.optimizers.schedules",
+}
+# Names that Keras gives a meaning when it sees the data.
+_CHOSEN_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
 
 
 def describe(value: Any) -> Any:
@@ -13,6 +29,64 @@ def describe(value: Any) -> Any:
     import keras
 
     return keras.saving.serialize_keras_object(value)
+
+
+def describe_compile(optimizer: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of `compile` in the form of Keras's `get_compile_config`.
+
+    Objects of tnt_jax become Keras's objects of the same name. The result is None, with a line in
+    the log, if Keras cannot create one of them.
+
+    Args:
+        optimizer: An optimizer with its current learning rate.
+        given: The other arguments by name.
+    """
+    try:
+        state = {"config": configuration.plain(optimizer.get_config())}
+        config = {
+            "optimizer": _with_keras_modules({**configuration.serialize(optimizer.given), **state}),
+            **{name: _as_keras(given[name]) for name in COMPILE_NAMES},
+        }
+        # Keras changes what it reads.
+        _check_names(rebuild(copy.deepcopy(config), custom_objects={}, trust=False))
+    # Keras, and the classes of a user, can raise anything.
+    except Exception as error:
+        logger.info("Keras will open the file without the arguments of compile: %s", error)
+        return None
+    return config
+
+
+def _as_keras(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_keras(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_keras(item) for item in value]
+    if getattr(value, "__name__", "") == "<lambda>":
+        raise ValueError("a lambda has no name.")
+    if not str(getattr(value, "__module__", "")).startswith("tnt_jax."):
+        return describe(value)
+    config = _with_keras_modules(configuration.serialize(value))
+    if isinstance(value, FunctionType):
+        config = describe(getattr(sys.modules[config["module"]], config["config"]))
+    return config
+
+
+def _with_keras_modules(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {
+            key: _MODULES.get(item, item) if key == "module" else _with_keras_modules(item)
+            for key, item in config.items()
+        }
+    return [_with_keras_modules(item) for item in config] if isinstance(config, list) else config
+
+
+def _check_names(arguments: Mapping[str, Any]) -> None:
+    import keras
+
+    for name in ("loss", "metrics", "weighted_metrics"):
+        for leaf in jax.tree.leaves(arguments[name]):
+            if isinstance(leaf, str) and leaf not in _CHOSEN_BY_SHAPE:
+                (keras.losses if name == "loss" else keras.metrics).get(leaf)
 
 
 def rebuild(config: Any, *, custom_objects: Mapping[str, Any], trust: bool) -> Any:

@@ -62,7 +62,13 @@ def described_inputs(config: Mapping[str, Any]) -> Any:
     return jax.tree.map(struct, Rebuilder()(config.get("inputs")))
 
 
-def write(model: Any, path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+def write(
+    model: Any,
+    path: Path,
+    arrays: Mapping[str, Any],
+    notes: Mapping[str, Any],
+    compile_config: Mapping[str, Any] | None,
+) -> None:
     """Writes a Keras model, or its weights, to a new file that Keras can read.
 
     Only the weights are written if the name ends in `.weights.h5`.
@@ -72,16 +78,24 @@ def write(model: Any, path: Path, arrays: Mapping[str, Any], notes: Mapping[str,
         path: File to write.
         arrays: Arrays to add: the optimizer state.
         notes: JSON values to add.
+        compile_config: Arguments of `compile` for Keras, as its `get_compile_config` returns them;
+            None for those of the model itself. Only a `.keras` file holds them.
     """
     if path.name.endswith(H5_ENDING):
         model.save_weights(path)
         write_h5(path, arrays, mode="a")
         return
-    model.save(path)
-    if path.suffix != ".keras":
-        write_h5(path, arrays, mode="a", notes=json.dumps(dict(notes)))
+    if compile_config is not None and path.suffix == ".keras":
+        # Keras asks the model. Its own __setattr__ would track the function.
+        object.__setattr__(model, "get_compile_config", lambda: compile_config)
+    try:
+        model.save(path)
+    finally:
+        vars(model).pop("get_compile_config", None)
+    if path.suffix == ".keras":
+        add_to_archive(path, arrays, notes)
         return
-    add_to_archive(path, arrays, notes)
+    write_h5(path, arrays, mode="a", notes=json.dumps(dict(notes)))
 
 
 def add_to_archive(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
@@ -110,14 +124,16 @@ def holds_keras_model(path: Path) -> bool:
         return _KERAS_CONFIG in file.namelist()
 
 
-def read_weights(model: Any, path: Path) -> list[np.ndarray]:
+def read_weights(model: Any, path: Path, *, skip_mismatch: bool) -> list[np.ndarray]:
     """Returns the weights in a file for a Keras model, and also loads them into the model."""
-    model.load_weights(path)
+    model.load_weights(path, skip_mismatch=skip_mismatch)
     return model.get_weights()
 
 
 def read_extra(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays that `write` added to a file; none for files of Keras."""
+    if path.suffix == ".json":
+        return {}
     if not zipfile.is_zipfile(path):
         return read_h5(path)
     with zipfile.ZipFile(path) as file:
@@ -168,8 +184,9 @@ def compile_arguments(
     if not config:
         return None
     given = keras_descriptions.rebuild(config, custom_objects=custom_objects, trust=trust)
-    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
-    return {"optimizer": model.optimizer} | {name: given.get(name) for name in names}
+    return {"optimizer": model.optimizer} | {
+        name: given.get(name) for name in keras_descriptions.COMPILE_NAMES
+    }
 
 
 def inputs_of(model: Any) -> Any:

@@ -24,6 +24,7 @@ _ABSTRACT = (
     "Optimizer",
     "LossScaleOptimizer",
     "MultiOptimizer",
+    "OptimizerMap",
 )
 
 
@@ -37,7 +38,7 @@ def is_keras(value: Any, kind: str) -> bool:
     if "keras" not in sys.modules:
         return False
     module, name = kind.split(".")
-    return isinstance(value, getattr(getattr(sys.modules["keras"], module), name))
+    return issubclass(type(value), getattr(getattr(sys.modules["keras"], module), name))
 
 
 def require_jax_backend() -> ModuleType:

@@ -15,15 +15,19 @@ from tnt_jax.keras_compat.described_models import from_config
 from tnt_jax.keras_compat.evaluation import Evaluator, Predictor, as_returned
 from tnt_jax.keras_compat.fit_plan import FitArguments
 from tnt_jax.keras_compat.hooks import CallbackArguments
-from tnt_jax.keras_compat.inspector import Inspector, Layer
+from tnt_jax.keras_compat.inspector import Inspector
 from tnt_jax.keras_compat.model_state import ModelState
-from tnt_jax.keras_compat.offered import AttributeOf, method_of
+from tnt_jax.keras_compat.offered import AttributeOf, SettableAttributeOf, method_of
 from tnt_jax.keras_compat.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.options import ModelOptions
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resume_argument import choose_directory, with_backup
-from tnt_jax.keras_compat.resumption import Resumption
+from tnt_jax.keras_compat.resume import (
+    Resumption,
+    check_changes,
+    choose_directory,
+    with_backup,
+)
 from tnt_jax.keras_compat.saver import Saver
 from tnt_jax.keras_compat.single_batches import SingleBatches
 from tnt_jax.keras_compat.state_variable import StateVariable
@@ -72,6 +76,8 @@ class Model:
     Attributes:
         history: The `History` of the last `fit`.
         stop_training: Set it to True in a callback to end training after the current step.
+        stop_evaluating: The same for an evaluation, whose result is then that of the steps so far.
+        stop_predicting: The same for a prediction.
         rows_in_batch: Real rows of the global batch in the current step.
         epoch_sums: Sums behind the logs of the epoch so far, on the devices, or None.
         is_compiling: Whether the next step is compiled first, because its batch has a new shape.
@@ -167,8 +173,8 @@ class Model:
                 (docs/keras_models.md).
         """
         self._core.compilation = new_compilation(
-            self.module, run_eagerly=run_eagerly, jit_compile=jit_compile, optimizer=optimizer,
-            loss=loss, loss_weights=loss_weights,
+            self._core.module, run_eagerly=run_eagerly, jit_compile=jit_compile,
+            optimizer=optimizer, loss=loss, loss_weights=loss_weights,
             metrics=metrics, weighted_metrics=weighted_metrics,
             steps_per_execution=steps_per_execution, objective=objective,
             auto_scale_loss=auto_scale_loss, on_nan=on_nan,
@@ -195,6 +201,7 @@ class Model:
         validation_freq: int | list[int] = 1,
         *,
         resume: str | os.PathLike[str] | None = None,
+        tnt_ignore_changes: Sequence[str] = (),
         tnt_micro_batch_size: int | None = None,
         tnt_validation_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
@@ -226,6 +233,8 @@ class Model:
             resume: Directory for checkpoints, from which the same script, started again, goes on;
                 `"auto"` for that of `TNT_CHECKPOINT_DIR`, or `checkpoints/SCRIPT`. By default
                 that of `TNT_CHECKPOINT_DIR`, or no checkpoints. See docs/survival.md.
+            tnt_ignore_changes: What may differ from the run that is resumed, such as
+                `["learning_rate"]`; by default, a difference is an error that names it.
             tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
             tnt_validation_micro_batch_size: The same for validation.
             tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
@@ -243,7 +252,7 @@ class Model:
             class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
             validation_steps,
             validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
-            tnt_distribute_validation_dataset, directory,
+            tnt_distribute_validation_dataset, directory, check_changes(tnt_ignore_changes),
         )  # fmt: skip
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         with self._fit_loop.ending_on_request(calls):
@@ -342,14 +351,16 @@ class Model:
 
     # What the parts do, under the same names.
     options = AttributeOf[dict[str, Any]]("_core", Core, "saved_options")
-    module = AttributeOf[Any]("_core", Core)
+    module = AttributeOf[Any]("_core", Core, "current_module")
     write_back = method_of("_core", Core.write_back)
     compiled_kinds = AttributeOf[set[Any]]("_core", Core)
-    history = AttributeOf[History | None]("_progress", Progress)
-    stop_training = AttributeOf[bool]("_progress", Progress)
-    rows_in_batch = AttributeOf[int]("_progress", Progress)
-    epoch_sums = AttributeOf[Any]("_progress", Progress)
-    is_compiling = AttributeOf[bool]("_progress", Progress)
+    history = SettableAttributeOf[History | None]("_progress", Progress)
+    stop_training = SettableAttributeOf[bool]("_progress", Progress)
+    stop_evaluating = SettableAttributeOf[bool]("_progress", Progress)
+    stop_predicting = SettableAttributeOf[bool]("_progress", Progress)
+    rows_in_batch = SettableAttributeOf[int]("_progress", Progress)
+    epoch_sums = SettableAttributeOf[Any]("_progress", Progress)
+    is_compiling = SettableAttributeOf[bool]("_progress", Progress)
 
     train_on_batch = method_of("_single_batches", SingleBatches.train_on_batch)
     test_on_batch = method_of("_single_batches", SingleBatches.test_on_batch)
@@ -376,7 +387,8 @@ class Model:
     summary = method_of("_inspector", Inspector.summary)
     count_params = method_of("_inspector", Inspector.count_params)
     variables = AttributeOf[Any]("_inspector", Inspector)
-    layers = AttributeOf[list[Layer]]("_inspector", Inspector)
+    trainable = SettableAttributeOf[bool]("_inspector", Inspector)
+    layers = AttributeOf[list[Any]]("_inspector", Inspector)
     get_layer = method_of("_inspector", Inspector.get_layer)
     weights = AttributeOf[list[StateVariable]]("_inspector", Inspector)
     weights_by_path = method_of("_inspector", Inspector.weights_by_path)
@@ -395,5 +407,5 @@ class Model:
     # Keras's TensorBoard callback asks for a graph to draw, which a jitted step does not have; its
     # BackupAndRestore sets the epoch with which training goes on.
     train_function = None
-    _initial_epoch = AttributeOf[int | None]("resumption", Resumption, "initial_epoch")
+    _initial_epoch = SettableAttributeOf[int | None]("resumption", Resumption, "initial_epoch")
     _trainer = AttributeOf[Trainer]("_core", Core, "trainer")

@@ -71,6 +71,7 @@ class ModelState:
         Raises:
             RuntimeError: If the model has no variables yet.
         """
+        self._core.read_assigned()
         return self._core.trainer.require_state()
 
     def start_optimizer(self) -> None:
@@ -165,9 +166,17 @@ class ModelState:
             self.replace_variables(weights)
         self.replace_optimizer_state(arrays)
 
-    def replace_variables(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replaces parameters and model state by host arrays, which must fit."""
-        self._replace(arrays, "params", "model_state")
+    def replace_variables(
+        self, arrays: Mapping[str, np.ndarray], *, skip_mismatch: bool = False
+    ) -> None:
+        """Replaces parameters and model state by host arrays.
+
+        Args:
+            arrays: Arrays by path.
+            skip_mismatch: Whether to warn of leaves that do not fit, which keep their values,
+                rather than to raise an error.
+        """
+        self._replace(self._fitting(arrays) if skip_mismatch else arrays, "params", "model_state")
         self._core.write_back_outside_fit()
 
     def replace_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -184,12 +193,28 @@ class ModelState:
                 error,
             )
 
+    def _fitting(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Returns the variables, with those in `arrays` where they fit; warns of the others."""
+        current = only(state_arrays(self.require_built()), "params", "model_state")
+        try:
+            check_match(current, arrays)
+        except ValueError as error:
+            logger.warning("Leaves that do not fit keep their values. %s", error)
+        return {
+            path: arrays[path] if _fits(arrays.get(path), leaf) else leaf
+            for path, leaf in current.items()
+        }
+
     def _replace(self, arrays: Mapping[str, np.ndarray], *parts: str) -> None:
         state = self.require_built()
         current = state_arrays(state)
         check_match(only(current, *parts), arrays)
         put = {path: _jax.put(leaf, current[path].sharding) for path, leaf in arrays.items()}
         self._core.trainer.state = with_arrays(state, {**current, **put})
+
+
+def _fits(found: Any, leaf: Any) -> bool:
+    return found is not None and (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
 
 
 def only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.distributed.random_rows import evaluation_key
+from tnt_jax.distributed.random_rows import Draws, data_key, key_for
 from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
 from tnt_jax.keras_compat.metrics.reduction import Mean
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured
@@ -28,9 +28,9 @@ class CompiledObjective:
     dict of values per row. Values are weighted by sample weights and averaged over the real rows of
     all ranks. It is called with `params`, one rank's rows as a `tnt_jax.train.contracts.Batch`, and
     `rngs` as `module.apply` takes them, empty in evaluation. Two further arguments are passed if it
-    has them: `train` tells training from evaluation, and `rngs` are then there in both, in
-    evaluation the same for every batch; `apply` is the model's forward pass `apply(params, inputs)
-    -> outputs`, which keeps model state such as moving averages.
+    has them: `train` tells training from evaluation, and `rngs` are then there in both; `apply` is
+    the model's forward pass `apply(params, inputs) -> outputs`, which keeps model state such as
+    moving averages.
 
     Args:
         objective: `f(params, batch, rngs) -> values` or `-> (values, metrics)`.
@@ -75,6 +75,7 @@ class ObjectiveParts:
         self._objective = objective
         self._apply = apply
         self._names = names
+        self._draws: dict[Any, Draws] = {}
         parameters = inspect.signature(objective).parameters
         self._takes_apply, self._takes_train = "apply" in parameters, "train" in parameters
 
@@ -82,8 +83,7 @@ class ObjectiveParts:
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
         """Returns the objective of one rank's rows."""
-        forward = _Forward(self._apply, model_state, batch, key, train)
-        values, metrics = self._call(params, batch, key, forward, train=train)
+        values, metrics, forward = self._call(params, model_state, batch, key, train=train)
         self._names[:] = sorted(metrics)
         total, count = _mean_over_rows.terms(values, values, batch.weight, batch.mask)
         increments = {name: Mean().increments(value, batch.mask) for name, value in metrics.items()}
@@ -94,23 +94,28 @@ class ObjectiveParts:
         self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
     ) -> tuple[Any, Any]:
         """Returns the values and metrics of each row, and the model state after the call."""
-        forward = _Forward(self._apply, model_state, batch, key, train)
-        return self._call(params, batch, key, forward, train=train), forward.model_state
+        values, metrics, forward = self._call(params, model_state, batch, key, train=train)
+        return (values, metrics), forward.model_state
 
     def _call(
-        self, params: Any, batch: Batch, key: jax.Array | None, forward: "_Forward", *, train: bool
-    ) -> tuple[Any, Mapping[str, Any]]:
-        arguments: dict[str, Any] = {"apply": forward} if self._takes_apply else {}
-        arguments |= {"train": train} if self._takes_train else {}
-        rngs = self._rngs(batch, key) if train or self._takes_train else {}
-        result = self._objective(params, batch, rngs, **arguments)
-        values, metrics = result if isinstance(result, tuple) else (result, {})
-        _check(values, metrics, len(jax.tree.leaves(batch.inputs)[0]))
-        return values, metrics
+        self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, *, train: bool
+    ) -> tuple[Any, Mapping[str, Any], "_Forward"]:
+        base = data_key(0) if key is None else key
 
-    def _rngs(self, batch: Batch, key: jax.Array | None) -> dict[str, jax.Array]:
-        key = evaluation_key(len(jax.tree.leaves(batch.inputs)[0])) if key is None else key
-        return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        def call(own_key: jax.Array, batch: Batch) -> tuple[Any, Any, _Forward]:
+            forward = _Forward(self._apply, model_state, batch, base, train)
+            arguments: dict[str, Any] = {"apply": forward} if self._takes_apply else {}
+            arguments |= {"train": train} if self._takes_train else {}
+            streams = ("params", "dropout") if train or self._takes_train else ()
+            rngs = {name: jax.random.fold_in(own_key, i) for i, name in enumerate(streams)}
+            result = self._objective(params, batch, rngs, **arguments)
+            values, metrics = result if isinstance(result, tuple) else (result, {})
+            return values, metrics, forward
+
+        own_key = key_for(lambda *args: call(*args)[:2], base, batch, self._draws, kind=train)
+        values, metrics, forward = call(own_key, batch)
+        _check(values, metrics, len(jax.tree.leaves(batch.inputs)[0]))
+        return values, metrics, forward
 
 
 class _Forward:
@@ -120,7 +125,7 @@ class _Forward:
     """
 
     def __init__(
-        self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
+        self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array, train: bool
     ) -> None:
         self.model_state = model_state
         self.penalty = 0.0
@@ -132,7 +137,7 @@ class _Forward:
         self._count = 0
 
     def __call__(self, params: Any, inputs: Any) -> Any:
-        key = None if self._key is None else jax.random.fold_in(self._key, 2 + self._count)
+        key = jax.random.fold_in(self._key, 2 + self._count)
         self._count += 1
         applied = self._apply(
             params, self.model_state, inputs, key=key, train=self._train, mask=self._mask

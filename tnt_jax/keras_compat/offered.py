@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Never, ParamSpec, TypeVar, overload
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ def method_of(
 
 
 class AttributeOf(Generic[_T]):
-    """An attribute that reads, and if possible sets, the same attribute of a part.
+    """An attribute that reads the same attribute of a part.
 
     Args:
         part: Name of the attribute that holds the part.
@@ -55,6 +55,14 @@ class AttributeOf(Generic[_T]):
     def __get__(self, holder: Any, owner: type) -> Any:
         """Returns the attribute of the part."""
         return self if holder is None else getattr(getattr(holder, self._part), str(self._name))
+
+    def __set__(self, holder: Any, value: Never) -> None:
+        """Raises an AttributeError; see `SettableAttributeOf`."""
+        raise AttributeError(f"The attribute {self._name!r} cannot be set.")
+
+
+class SettableAttributeOf(AttributeOf[_T]):
+    """An attribute that reads and sets the same attribute of a part."""
 
     def __set__(self, holder: Any, value: _T) -> None:
         """Sets the attribute of the part."""

@@ -1,5 +1,6 @@
 """`model.optimizer`: the attributes of the running optimizer that callbacks may read and set."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -115,6 +116,21 @@ class OptimizerView:
         )
 
     @property
+    def inner_optimizer(self) -> "OptimizerView":
+        """The optimizer inside a `LossScaleOptimizer`.
+
+        Raises:
+            AttributeError: If the optimizer is another one.
+        """
+        return OptimizerView(self._optimizer.inner_optimizer, self._trainer, self._start)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def __class__(self) -> type:
+        """Keras's base class if Keras is imported, as its TensorBoard asks for it."""
+        keras = sys.modules.get("keras")
+        return OptimizerView if keras is None else keras.optimizers.Optimizer
+
+    @property
     def iterations(self) -> int:
         """Number of updates so far.
 
@@ -143,7 +159,7 @@ class OptimizerView:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the optimizer, with its current learning rate."""
-        config = self._given().get_config()
+        config = self.given.get_config()
         return (
             config
             if callable(self._optimizer.learning_rate)
@@ -159,10 +175,11 @@ class OptimizerView:
                 if name == "learning_rate"
                 else f"{type(self).__name__} has no attribute {name!r}."
             )
-        return getattr(self._given(), name)
+        return getattr(self.given, name)
 
-    def _given(self) -> Any:
-        """Returns the optimizer passed to `compile`, which may be a Keras object."""
+    @property
+    def given(self) -> Any:
+        """The optimizer passed to `compile`, which may be a Keras object."""
         return getattr(self._optimizer, "keras_optimizer", self._optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:

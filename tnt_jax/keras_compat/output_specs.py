@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from tnt_jax.keras_compat import losses, metrics
@@ -17,6 +18,7 @@ class OutputSpec:
     """One output of the model with what is asked of it.
 
     Attributes:
+        index: Number of the output.
         name: Name of the output, empty for the only one.
         loss: Its loss, or None for an output that is not trained.
         weight: Factor of its loss.
@@ -25,6 +27,7 @@ class OutputSpec:
         shape: Shape of the output.
     """
 
+    index: int
     name: str
     loss: Loss | None
     weight: float
@@ -65,104 +68,174 @@ class OutputSpec:
             metrics.check_outputs(metric, outputs)
 
 
-def split(tree: Any, names: Sequence[str]) -> list[Any]:
-    """Returns the part of each output.
+class Layout:
+    """The outputs of a model in order, with the names by which a user refers to them.
 
-    The tree is one value, a list or tuple in order, or a dict by name.
-
-    Raises:
-        ValueError: If the parts do not match the names.
-    """
-    if isinstance(tree, Mapping):
-        if set(names) - set(tree):
-            raise ValueError(
-                f"The model has the outputs {list(names)}, but the data has targets for "
-                f"{sorted(tree)}."
-            )
-        return [tree[name] for name in names]
-    if isinstance(tree, (tuple, list)):
-        if len(tree) != len(names):
-            raise ValueError(
-                f"The model has {len(names)} output(s), but the data has {len(tree)} target(s)."
-            )
-        return list(tree)
-    if len(names) != 1:
-        raise ValueError(
-            f"The model has {len(names)} outputs ({', '.join(names)}), but the data has one target."
-        )
-    return [tree]
-
-
-def output_names(outputs: Any) -> list[str]:
-    """Returns a name for each output.
-
-    The names are the keys of a dict, `output_0` and so on for a list or tuple, and the empty name
-    for a single output.
-    """
-    if isinstance(outputs, Mapping):
-        return list(outputs)
-    if isinstance(outputs, (tuple, list)):
-        return [f"output_{index}" for index in range(len(outputs))]
-    return [""]
-
-
-def per_output(value: Any, names: Sequence[str], what: str, *, many: bool = False) -> list[Any]:
-    """Returns what each output was given.
-
-    One value serves all outputs, lists go by position, dicts by name.
-    """
-    if isinstance(value, Mapping):
-        if set(value) - set(names):
-            raise ValueError(
-                f"{what} names the output(s) {sorted(set(value) - set(names))}; the model has "
-                f"{list(names)}."
-            )
-        return [value.get(name) for name in names]
-    is_list = isinstance(value, (tuple, list))
-    if is_list and not (
-        many and (len(names) == 1 or not any(isinstance(item, (tuple, list)) for item in value))
-    ):
-        if len(value) != len(names):
-            raise ValueError(
-                f"{what} has {len(value)} entries for {len(names)} output(s); give one for each, "
-                f"or a dict by name."
-            )
-        return list(value)
-    return [value] * len(names)
-
-
-def make_output_spec(
-    name: str, loss: Any, weight: Any, plain: Any, weighted: Any, true: Any, pred: Any
-) -> OutputSpec:
-    """Returns what is asked of an output, with losses and metrics resolved.
+    They are named by the keys of a dict, by a functional Keras model, or `output_0` and so on. None
+    among the outputs has a place, but neither loss nor target. A single output is logged without
+    its name.
 
     Args:
-        name: Name of the output.
-        loss: Its loss or the name of one; None for an output that is not trained.
-        weight: Factor of its loss; None for 1.
-        plain: Metrics that ignore sample weights, one or a list.
-        weighted: Metrics that use them, one or a list.
-        true: Targets, or their shapes, `[rows, ...]`.
-        pred: The output, or its shape, `[rows, ...]`.
-    """
-    resolved = None if loss is None else losses.get(loss)
+        outputs: The model's outputs: pytree of arrays `[rows, ...]` or their shapes.
+        declared: Names that a Keras model gives its outputs, in order; None for other models.
 
-    def resolve(given: Any) -> tuple[Metric, ...]:
-        if given is None:
-            return ()
-        listed = given if isinstance(given, (tuple, list)) else [given]
-        return tuple(
-            metrics.get(item, np.shape(true), np.shape(pred), loss=resolved) for item in listed
+    Attributes:
+        keys: Name of each output.
+        names: The same, but empty for a single output: what its logs begin with.
+    """
+
+    def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(outputs, is_leaf=_is_none)
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        # JAX sorts the keys of a dict; a Keras model may declare another order.
+        is_dict = isinstance(outputs, Mapping) and set(paths) == set(outputs)
+        given = list(declared or ()) if len(declared or ()) == len(leaves) else []
+        if is_dict or hasattr(outputs, "_fields"):
+            keys = given if set(given) == set(paths) else paths
+        elif given:
+            keys = given
+        else:
+            keys = [f"output_{path}" if path.isdigit() else path or "output" for path in paths]
+        self.keys = tuple(keys)
+        places = list(range(len(leaves)))
+        self._order = [paths.index(key) for key in keys] if is_dict else places
+        self._is_there = [leaves[index][1] is not None for index in self._order]
+        is_single = sum(self._is_there) == 1
+        self.names = tuple("" if is_single else key for key in keys)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one output."""
+        return sum(self._is_there) == 1
+
+    def outputs(self, tree: Any) -> list[Any]:
+        """Returns the part of each output; the tree has the structure of the outputs."""
+        leaves = jax.tree.leaves(tree, is_leaf=_is_none)
+        return [leaves[index] for index in self._order]
+
+    def data(self, tree: Any, needed: Sequence[bool], what: str) -> list[Any]:
+        """Returns the part of each output in targets or weights, None where there is none.
+
+        The tree is a dict by name; or has a part for each output, in the structure of the outputs
+        or in a list; or for each output that needs one.
+
+        Args:
+            tree: Targets or sample weights.
+            needed: Which outputs need a part.
+            what: What the tree holds, for the message.
+
+        Raises:
+            ValueError: If the parts do not match the outputs.
+        """
+        if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
+            return [tree.get(key) for key in self.keys]
+        leaves = jax.tree.leaves(tree, is_leaf=_is_none)
+        if len(leaves) == len(self.keys):
+            return [leaves[index] for index in self._order]
+        wanted = [index for index, is_needed in enumerate(needed) if is_needed]
+        if len(leaves) == len(wanted):
+            found: list[Any] = [None] * len(self.keys)
+            for index, leaf in zip(wanted, leaves, strict=True):
+                found[index] = leaf
+            return found
+        given = f"a dict of {sorted(tree)}" if isinstance(tree, Mapping) else f"{len(leaves)}"
+        raise ValueError(
+            f"The model has {len(self.keys)} output(s) ({', '.join(self.keys)}), of which "
+            f"{len(wanted)} have a loss or metric, but the data has {given} {what}(s). Pass one "
+            f"for each output in order, one for each of these, or a dict by name."
         )
 
-    return OutputSpec(
-        name,
-        resolved,
-        1.0 if weight is None else float(weight),
-        resolve(plain),
-        resolve(weighted),
-        np.shape(pred),
-    )
+    def arguments(self, value: Any, what: str, *, many: bool = False) -> list[Any]:
+        """Returns what an argument of `compile` says of each output.
+
+        One value serves all outputs, lists go by position, dicts by name, and nested values by the
+        structure of the outputs.
+
+        Args:
+            value: The argument.
+            what: Its name.
+            many: Whether an output may have a list of its own.
+
+        Raises:
+            ValueError: If there is no such output, or the argument has another length.
+        """
+        if self.is_single and many:
+            given = jax.tree.leaves(value)
+            return [given if is_there else None for is_there in self._is_there]
+        if isinstance(value, Mapping):
+            if unknown := set(value) - set(self.keys):
+                raise ValueError(
+                    f"{what} names the output(s) {sorted(unknown)}; the model has "
+                    f"{list(self.keys)}."
+                )
+            return [value.get(key) for key in self.keys]
+        is_list = isinstance(value, (tuple, list))
+        if is_list and len(value) == len(self.keys):
+            return list(value)
+        if is_list and self.is_single:
+            return [value if is_there else None for is_there in self._is_there]
+        nested = jax.tree.leaves(value, is_leaf=_is_none)
+        if is_list and len(nested) == len(self.keys):
+            return [nested[index] for index in self._order]
+        if is_list and not (many and not any(isinstance(item, (tuple, list)) for item in value)):
+            raise ValueError(
+                f"{what} has {len(value)} entries for {len(self.keys)} output(s); give one for "
+                "each, or a dict by name."
+            )
+        return [value if is_there else None for is_there in self._is_there]
+
+
+def make_output_specs(
+    layout: Layout, index: int, arguments: Sequence[Any], true: Any, pred: Any
+) -> list[OutputSpec]:
+    """Returns what is asked of an output, with losses and metrics resolved.
+
+    There is more than one entry if it has several losses, which are added.
+
+    Args:
+        layout: The outputs of the model.
+        index: Number of the output.
+        arguments: Its loss, which may be a list, the factor of its loss, its metrics that ignore
+            sample weights, and those that use them.
+        true: Targets, or their shapes, `[rows, ...]`; None if there are none.
+        pred: The output, or its shape, `[rows, ...]`.
+
+    Raises:
+        ValueError: If there are no targets for a loss or metric, or a name is unknown.
+    """
+    loss, weight, *given = arguments
+    asked = [listed for listed in (_listed(loss), *map(_listed, given)) if listed]
+    if asked and true is None:
+        raise ValueError(
+            f"The output {layout.keys[index]!r} has a loss or a metric, but the data has no target "
+            "for it. Pass one, or None as its loss."
+        )
+    resolved = [losses.get(item) for item in _listed(loss)] or [None]
+    weights = list(weight) if isinstance(weight, (tuple, list)) else [weight] * len(resolved)
+
+    def resolve(items: Any) -> tuple[Metric, ...]:
+        return tuple(
+            metrics.get(item, np.shape(true), np.shape(pred), loss=resolved[0])
+            for item in _listed(items)
+        )
+
+    plain, weighted = map(resolve, given)
+    specs = []
+    for number, (part, factor) in enumerate(zip(resolved, weights, strict=True)):
+        of_first = (plain, weighted) if number == 0 else ((), ())
+        factor = 1.0 if factor is None else float(factor)
+        name = layout.names[index]
+        specs.append(OutputSpec(index, name, part, factor, *of_first, np.shape(pred)))
+    return specs
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns one value, a nested list of them, or None, as a list."""
+    return jax.tree.leaves(value)
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 def log_names(specs: Sequence[OutputSpec]) -> list[list[str]]:

@@ -1,11 +1,12 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from tnt_jax.adapters.base import CallError
+from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
 from tnt_jax.distributed import runtime
@@ -16,6 +17,7 @@ from tnt_jax.keras_compat.compiled import Compiled
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_checks import kinds
 from tnt_jax.keras_compat.inputs import Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.keras_files import is_keras
 from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.row_checks import outputs_per_row, problem_of_rows
@@ -46,7 +48,7 @@ class Preparation:
         """
         compilation = self._core.require_compiled()
         batch = to_batch(first, weighting)
-        if not compilation.has_objective:
+        if compilation.needs_targets:
             require_targets(batch)
         self._builder.build_for(batch)
         kind = kinds((batch.inputs, batch.targets))
@@ -64,6 +66,12 @@ class Preparation:
             self._compile(compilation, functions)
         compilation.known_kinds.add(kind)
 
+    def check_classes(self, class_weight: Mapping[int, float] | None) -> None:
+        """Raises a ValueError if a class has a weight that the model's output does not have."""
+        functions = self._core.functions
+        if class_weight and isinstance(functions, Compiled):
+            functions.check_classes(class_weight)
+
     def prepare_announced(self, announced: HostBatch, weighting: Weighting | None) -> None:
         """Creates variables and compiled functions for data that is still being read.
 
@@ -78,14 +86,14 @@ class Preparation:
         """
         compilation = self._core.require_compiled()
         batch = to_batch(announced, weighting)
-        if compilation.arguments.objective is None:
+        if compilation.needs_targets:
             require_targets(batch)
         self._builder.build_for(batch)
         if (objective := compilation.arguments.objective) is not None:
             functions = CompiledObjective(objective)
         else:
             outputs, _ = trace_outputs(self._core.trainer, batch)
-            functions = Compiled(compilation.arguments, outputs, batch.targets)
+            functions = self._compared(compilation, outputs, batch)
         self._compile(compilation, functions)
         compilation.announced_kind = kinds((batch.inputs, batch.targets))
 
@@ -120,10 +128,17 @@ class Preparation:
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
-    def check_rows(self, first: HostBatch, weighting: Weighting | None) -> None:
+    def check_rows(
+        self, first: HostBatch, weighting: Weighting | None, source: Source | None = None
+    ) -> None:
         """Raises a ValueError on all processes if rows are not independent.
 
         The check runs once per `compile`.
+
+        Args:
+            first: The first batch.
+            weighting: From targets and sample weights to the weights to use.
+            source: The data, which may know its last batch.
         """
         compilation = self._core.require_compiled()
         adapter = self._core.adapter
@@ -131,14 +146,18 @@ class Preparation:
             return
         trainer = self._core.trainer
         batch = to_batch(first, weighting)
+        last_rows = _last_rows(source, first.num_rows, trainer.rank_slice.num_ranks)
         functions = compilation.functions
         if isinstance(functions, CompiledObjective):
             per_row = functions.step_parts(adapter.apply).per_row
-            problem = problem_of_rows(trainer, batch, per_row, what="The objective", sizes=True)
+            problem = problem_of_rows(
+                trainer, batch, per_row, what="The objective", sizes=True, last_rows=last_rows
+            )
         else:
             problem = problem_of_rows(
-                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}"
-            )
+                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}",
+                last_rows=last_rows,
+            )  # fmt: skip
         raise_on_all_processes(problem)
         compilation.knows_rows = True
 
@@ -183,7 +202,7 @@ class Preparation:
         if arguments.objective is not None:
             return CompiledObjective(arguments.objective)
         outputs, activations = trace_outputs(trainer, batch)
-        compiled = Compiled(arguments, outputs, batch.targets)
+        compiled = self._compared(compilation, outputs, batch)
         raise_on_all_processes(_problem_of_first_batch(compiled, batch, None))
         compiled.check_traced(outputs, activations, batch.targets)
         if not compilation.known_kinds and compiled.looks_at_outputs:
@@ -191,6 +210,11 @@ class Preparation:
                 _problem_of_first_batch(compiled, batch, local_outputs(trainer, batch))
             )
         return compiled
+
+    def _compared(self, compilation: Compilation, outputs: Any, batch: Batch) -> Compiled:
+        module = self._core.module
+        declared = getattr(module, "output_names", None) if is_keras(module) else None
+        return Compiled(compilation.arguments, outputs, batch.targets, declared)
 
     def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""
@@ -204,6 +228,16 @@ class Preparation:
         )  # fmt: skip
         compilation.functions = functions
         runtime.log_start_phase("weights made")
+
+
+def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
+    """Returns the rows of a rank in the last batch, if it is known and they are fewer; else 0."""
+    if source is None or source.num_examples is None or source.num_batches is None:
+        return 0
+    rest = source.num_examples - (source.num_batches - 1) * batch_rows
+    is_smaller = num_ranks > 1 and 0 < rest < batch_rows
+    last_rows, rows = (micro_batch_size(x, num_ranks) for x in (rest, batch_rows))
+    return last_rows if is_smaller and last_rows < rows else 0
 
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:

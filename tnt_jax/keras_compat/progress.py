@@ -15,6 +15,8 @@ class Progress:
 
     Attributes:
         stop_training: Set to True by a callback to end training after the current step.
+        stop_evaluating: Set to True by a callback to end an evaluation after the current step.
+        stop_predicting: The same for a prediction.
         rows_in_batch: Real rows of the global batch in the current step.
         epoch_sums: Sums from which the logs of the epoch so far are computed, on the devices; None
             if there are none.
@@ -28,6 +30,8 @@ class Progress:
     """
 
     stop_training: bool = False
+    stop_evaluating: bool = False
+    stop_predicting: bool = False
     rows_in_batch: int = 0
     epoch_sums: Any = None
     history: History | None = None

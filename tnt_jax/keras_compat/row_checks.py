@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter
-from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.distributed.random_rows import DrawError, row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
@@ -43,13 +43,19 @@ _ALL_ROWS = (
 _PLACES = (
     "Results would depend on the number of ranks. Draw random numbers for all rows at once, as an "
     "array [rows, ...], with the keys that the call is given (make_rng('dropout') in Linen, "
-    "rngs.dropout() in NNX, rngs in an objective), not with a constant key or one key per row."
+    "rngs.dropout() in NNX, rngs in an objective), not with a constant key."
 )
 
 
 @jax.disable_jit(False)  # Programs that are compiled by hand do not run where it is disabled.
 def problem_of_rows(
-    trainer: Trainer, batch: Batch, per_row: PerRow, *, what: str, sizes: bool = False
+    trainer: Trainer,
+    batch: Batch,
+    per_row: PerRow,
+    *,
+    what: str,
+    sizes: bool = False,
+    last_rows: int = 0,
 ) -> ValueError | None:
     """Returns what is wrong if values of a row depend on other rows or on its position, or None.
 
@@ -64,6 +70,8 @@ def problem_of_rows(
         per_row: The function to check; see `PerRow`.
         what: Its name in the message.
         sizes: Whether to check also that values do not depend on the number of rows.
+        last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
+            must be told apart, too.
     """
     if _is_too_large(trainer):
         logger.info(
@@ -76,6 +84,27 @@ def problem_of_rows(
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
     if not num_rows:
         return None
+    try:
+        if last_rows:
+            _trace_last_batch(trainer, batch, per_row, last_rows)
+        return _problem_of_programs(trainer, batch, per_row, num_rows, what, sizes)
+    except DrawError as error:
+        # One device draws the same in any case.
+        return None if trainer.rank_slice.num_ranks == 1 else ValueError(f"{what}: {error}")
+
+
+def _trace_last_batch(trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int) -> None:
+    try:
+        _Program(trainer, batch, per_row, num_rows, train=True)
+    except DrawError:
+        raise
+    except (TypeError, ValueError) as error:  # The step on the last batch raises it, too.
+        logger.info("The model cannot be traced with %d row(s): %s", num_rows, error)
+
+
+def _problem_of_programs(
+    trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: list[int], what: str, sizes: bool
+) -> ValueError | None:
     # A step that was traced before has told; else the training pass is traced to see.
     if not has_statistics(trainer.programs.parts):
         training = _program(trainer, batch, per_row, num_rows, train=True)
@@ -167,7 +196,7 @@ class _Program:
         def run(
             params: Any, model_state: Any, words: Any, batch: Batch, first_row: Any
         ) -> tuple[Any, Any]:
-            key = row_key(step_key(words, 0), first_row, len(rows)) if self._train else None
+            key = row_key(step_key(words, 0), first_row)
             return self._per_row(params, model_state, batch, key, self._train)
 
         spec: Any = PartitionSpec()

@@ -17,7 +17,8 @@ import numpy as np
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives, runtime
 from tnt_jax.distributed.stall import called
-from tnt_jax.keras_compat import keras_files
+from tnt_jax.files import replacing
+from tnt_jax.keras_compat import keras_descriptions, keras_files
 from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.scope import Scope, check_changes_model, current_scope
 from tnt_jax.keras_compat.core import Core
@@ -30,7 +31,6 @@ from tnt_jax.keras_compat.weight_files import (
     SAFETENSORS_ENDING,
     read_h5,
     read_safetensors,
-    replacing,
     write_h5,
     write_safetensors,
 )
@@ -103,7 +103,7 @@ class Saver:
         self._save(filepath, overwrite, all_devices=tnt_save_all_devices, notes={})
 
     @called("Model.load_weights")
-    def load_weights(self, filepath: PathLike) -> None:
+    def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
         """Loads variables that `save` or `save_weights` wrote; every process must call it.
 
         If the model is compiled and the file holds the state of an optimizer of the same kind, this
@@ -111,7 +111,10 @@ class Saver:
         as if it had never been interrupted.
 
         Args:
-            filepath: File or directory.
+            filepath: File or directory; for a Keras model also the `.weights.json` of weights that
+                Keras saved with `max_shard_size`.
+            skip_mismatch: Whether leaves that are missing or have another shape or dtype keep their
+                values, with a warning that names them. In a Keras model, whole layers do.
 
         Raises:
             FileNotFoundError: If a process does not see the path.
@@ -129,11 +132,17 @@ class Saver:
             and path.is_file()
             and path.suffix != SAFETENSORS_ENDING
         ):
-            self._state.set_weights(keras_files.read_weights(self._core.module, path))
+            if skip_mismatch:
+                self._core.write_back()
+            self._state.set_weights(
+                keras_files.read_weights(self._core.module, path, skip_mismatch=skip_mismatch)
+            )
             arrays = keras_files.read_extra(path)
         else:
             arrays = self._read(path)
-            self._state.replace_variables(only(arrays, "params", "model_state"))
+            self._state.replace_variables(
+                only(arrays, "params", "model_state"), skip_mismatch=skip_mismatch
+            )
         self._state.replace_optimizer_state(arrays)
 
     def get_config(self) -> dict[str, Any]:
@@ -214,7 +223,11 @@ class Saver:
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )
                 keras_files.write(
-                    self._core.module, temporary, only(arrays, "opt_state", "step"), notes
+                    self._core.module,
+                    temporary,
+                    only(arrays, "opt_state", "step"),
+                    notes,
+                    self._compile_config(),
                 )
             elif path.name.endswith(H5_ENDING):
                 write_h5(temporary, arrays)
@@ -235,6 +248,13 @@ class Saver:
             }
             return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
         return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
+
+    def _compile_config(self) -> dict[str, Any] | None:
+        """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
+        compilation, optimizer = self._core.compilation, self._state.optimizer
+        if compilation is None or optimizer is None or compilation.has_objective:
+            return None
+        return keras_descriptions.describe_compile(optimizer, compilation.given)
 
     def _description(self) -> dict[str, Any]:
         """Returns what is needed to recreate and compile the model.

@@ -120,7 +120,7 @@ class SingleBatches:
         Args:
             x: Inputs as in `train_on_batch`.
         """
-        first = self._single(x, None, None)
+        first = self._single(x, None, None, is_inputs=True)
         self._builder.build_for(to_batch(first))
         with self._fed(first) as feed:
             return self._core.trainer.predict(feed, _NoHooks())
@@ -163,10 +163,10 @@ class SingleBatches:
         sums = self._progress.epoch_sums
         return {} if sums is None or self._core.functions is None else self._core.logs(sums)
 
-    def _single(self, x: Any, y: Any, sample_weight: Any) -> HostBatch:
+    def _single(self, x: Any, y: Any, sample_weight: Any, *, is_inputs: bool = False) -> HostBatch:
         """Returns this process's rows of one global batch."""
         check_not_alone("A call for a single batch")
-        data = DataArguments(x, y, sample_weight)
+        data = DataArguments(x, y, sample_weight, is_inputs=is_inputs)
         num_rows = self._intake.source(data).num_examples if is_arrays(x) else None
         if num_rows is None:
             raise ValueError(

@@ -10,6 +10,7 @@ import re
 import sys
 from dataclasses import fields
 from importlib import metadata
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -20,13 +21,14 @@ from tnt_jax.data.opening import facts_of
 from tnt_jax.data.sources import Source
 from tnt_jax.distributed.comparison import compare
 from tnt_jax.distributed.runtime import get_process_count
-from tnt_jax.keras_compat.comparable import comparable, flat
+from tnt_jax.keras_compat.comparable import class_name, comparable, flat
 from tnt_jax.keras_compat.compilation import Compilation
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments
 from tnt_jax.keras_compat.fit_plan import FitArguments
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.optimizer_view import OptimizerView
+from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.lookup import OptaxOptimizer
 from tnt_jax.train.state_arrays import state_arrays
 
@@ -71,10 +73,14 @@ def compare_starts(
     values = others | _of_data(data)
     if arguments is not None:
         values |= _of_fit(arguments)
-    values |= flat("Model", _named(core.options)) | _of_model(core)
-    if core.compilation is not None:
-        values |= _of_compilation(core, core.compilation)
-    compare(call, values | _installed() | _of_jax(core), advice=_ADVICE)
+    values |= flat("Model", _named(core.options)) | describe_model(core) | _of_variables(core)
+    if (compilation := core.compilation) is not None:
+        values |= describe_compilation(core, compilation) | {
+            "on_nan": compilation.on_nan,
+            "steps_per_execution": compilation.steps_per_execution,
+            "compile was called since the last fit": compilation.functions is None,
+        }
+    compare(call, values | installed_versions() | _of_jax(core), advice=_ADVICE)
 
 
 def compare_sources(call: str, what: str, source: Source) -> None:
@@ -116,14 +122,18 @@ def _of_fit(arguments: FitArguments) -> dict[str, Any]:
     return values | {"kind of validation_data": _kind(held_out[0] if is_pair else held_out)}
 
 
-def _of_model(core: Core) -> dict[str, Any]:
-    """Returns the module and the shapes and dtypes of its variables, by name."""
+def describe_model(core: Core) -> dict[str, str]:
+    """Returns the settings of the module and its parts, by name, without addresses in memory."""
+    return flat("model", _described(core.module))
+
+
+def _of_variables(core: Core) -> dict[str, Any]:
+    """Returns the shapes and dtypes of the variables, by name."""
     state = core.trainer.state
-    values = flat("model", _described(core.module))
     if state is None:
-        return values | {"variables of the model": "not yet made"}
+        return {"variables of the model": "not yet made"}
     arrays = state_arrays((state.params, state.model_state))
-    return values | {
+    return {
         f"shape of {path.removeprefix('0/').removeprefix('1/')}": f"{x.dtype}{list(x.shape)}"
         for path, x in arrays.items()
     }
@@ -133,28 +143,42 @@ def _described(module: Any) -> Any:
     """Returns the settings of a module, as far as it tells them."""
     if is_keras(module, "models.Model"):
         layers = [_described(layer) for layer in module.layers]
-        return {"class": type(module).__name__, "layers": layers}
+        return {"class": class_name(type(module)), "layers": layers}
     if is_keras(module, "layers.Layer"):
         return _without_names(comparable(module))
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(module, nnx.Module):
         graph = _ADDRESS.sub("", repr(nnx.graphdef(module)))
-        return {"class": type(module).__name__, "graph": graph}
+        nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+        return {"graph": graph, "parts": [_code_of(node) for node in nodes]}
     return comparable(module)
 
 
+def _code_of(node: Any) -> dict[str, Any]:
+    """Returns the class of an NNX module and the functions that it holds, such as activations."""
+    functions = {name: x for name, x in vars(node).items() if isinstance(x, FunctionType)}
+    return {"class": class_name(type(node))} | comparable(functions)
+
+
 def _without_names(value: Any) -> Any:
-    """Leaves out names, which Keras numbers by the layers that were made before."""
+    """Leaves out names, which Keras numbers by the objects that were made before."""
     if isinstance(value, dict):
+        if "DTypePolicy" in str(value.get("class_name")):
+            return value  # Its name is the dtype.
         return {key: _without_names(item) for key, item in value.items() if key != "name"}
     return [_without_names(item) for item in value] if isinstance(value, list) else value
 
 
-def _of_compilation(core: Core, compilation: Compilation) -> dict[str, Any]:
-    """Returns the choices of `compile`, by name."""
+def describe_compilation(core: Core, compilation: Compilation) -> dict[str, str]:
+    """Returns the choices of `compile` that decide the result, by name, without addresses."""
     optimizer = compilation.optimizer
-    is_optax = isinstance(optimizer, OptaxOptimizer)
-    values = flat("optimizer", comparable(optimizer.transformation() if is_optax else optimizer))
+    if isinstance(optimizer, OptaxOptimizer):
+        settings = comparable(optimizer.transformation())
+    elif isinstance(optimizer, KerasOptimizer):
+        settings = _without_names(comparable(optimizer.keras_optimizer))
+    else:
+        settings = comparable(optimizer)
+    values = flat("optimizer", settings)
     values["optimizer.exclude_from_weight_decay"] = str(getattr(optimizer, "_undecayed", ()))
     rate = getattr(
         OptimizerView(optimizer, core.trainer, core.use_optimizer), "learning_rate", None
@@ -163,10 +187,7 @@ def _of_compilation(core: Core, compilation: Compilation) -> dict[str, Any]:
         values["optimizer.learning_rate"] = str(np.float32(rate))
     for name, value in _named(compilation.arguments).items():
         values |= flat(name, comparable(value))
-    return values | {
-        "steps_per_execution": compilation.steps_per_execution,
-        "compile was called since the last fit": compilation.functions is None,
-    }
+    return values
 
 
 def _of_jax(core: Core) -> dict[str, Any]:
@@ -178,7 +199,7 @@ def _of_jax(core: Core) -> dict[str, Any]:
 
 # They do not change while a process runs.
 @functools.cache
-def _installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that compute."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python} | {name: metadata.version(name) for name in _PACKAGES}

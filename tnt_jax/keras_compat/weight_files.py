@@ -1,8 +1,6 @@
 """Arrays by path in one file, `.weights.h5` (HDF5) or safetensors, written atomically."""
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -22,26 +20,6 @@ _NAMED = 4
 # An array that is larger than this, and than this many times its stored bytes, is meant to exhaust
 # memory: tnt_jax stores every byte.
 _MANY_BYTES, _LARGEST_RATIO = 2**30, 1000
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which replaces `path` when the block ends without an error.
-
-    Until then a file at `path` does not change, even if the process dies.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory, but must be a file. Choose another name.")
-    # Keras checks the file extension.
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_h5(path: Path, arrays: Mapping[str, Any], *, mode: str = "w", notes: str = "") -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed import collectives
+from tnt_jax.keras_compat.callbacks.scope import check_changes_model
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -38,7 +39,7 @@ def writing_back(trainer: Trainer) -> Iterator[None]:
     write_back(trainer)
 
 
-def take_over_changes(trainer: Trainer, inputs: Any) -> None:
+def take_over_changes(trainer: Trainer, inputs: Any) -> bool:
     """Reads the variables of the wrapped object again if the user has changed them.
 
     On every process the variables of the master count. The optimizer keeps its state, unless other
@@ -47,20 +48,46 @@ def take_over_changes(trainer: Trainer, inputs: Any) -> None:
     Args:
         trainer: Trainer of the model.
         inputs: Inputs of the data at hand.
+
+    Returns:
+        Whether other variables or layers than before are trained: steps are then compiled anew.
     """
     adapter = trainer.adapter
     if not adapter.holds_variables or trainer.owner is not None:
-        return
+        return False
     if (state := trainer.state) is None:
-        return
-    if not collectives.broadcast(np.int8(adapter.has_changed())):
-        return
+        return False
+    trains_others = adapter.trains_others()
+    if not collectives.broadcast(np.int8(trains_others or adapter.has_assigned())):
+        return False
     variables = Variables(*collectives.broadcast(tuple(adapter.init(inputs, seed=0))))
     if _shapes(tuple(variables)) != _shapes((state.params, state.model_state)):
         trainer.build_from(variables)
+    else:
+        _put(trainer, state, variables)
+    return trains_others
+
+
+def read_assigned(trainer: Trainer) -> None:
+    """Reads the variables that a callback has assigned in the wrapped object while `fit` runs.
+
+    Every process must have assigned the same.
+    """
+    state = trainer.state
+    if state is None or not trainer.adapter.has_assigned():
         return
-    places = jax.tree.map(lambda x: x.sharding, (state.params, state.model_state))
-    params, model_state = _jax.put(tuple(variables), places)
+    check_changes_model("Assigning a variable of the wrapped object")
+    held = Variables(state.params, state.model_state)
+    _put(trainer, state, trainer.adapter.with_assigned(held))
+
+
+def _put(trainer: Trainer, state: TrainState, variables: Variables) -> None:
+    """Replaces the variables of the state by host arrays or by its own."""
+
+    def put(new: Any, old: jax.Array) -> jax.Array:
+        return old if new is old else _jax.put(np.asarray(new, old.dtype), old.sharding)
+
+    params, model_state = jax.tree.map(put, tuple(variables), (state.params, state.model_state))
     trainer.state = replace(state, params=params, model_state=model_state)
 
 

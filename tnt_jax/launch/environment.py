@@ -28,6 +28,11 @@ _CARRIED_PREFIXES = (
     "OMP_",
     "tf_",
 )
+# What describes a host or a login there, and what Ray sets for the process that it starts.
+_NAMES_OF_A_HOST = (
+    "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "DISPLAY", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+_PREFIXES_OF_A_HOST = ("RAY_", "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMIX_")
 _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 
@@ -37,6 +42,18 @@ def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in sorted(environ.items())
         if name in _CARRIED_NAMES or name.startswith(_CARRIED_PREFIXES)
+    }
+
+
+def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the launcher's shell that processes on a Ray cluster get, too.
+
+    They are all but those that describe the launcher's host.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name not in _NAMES_OF_A_HOST and not name.startswith(_PREFIXES_OF_A_HOST)
     }
 
 

@@ -5,14 +5,22 @@ Everything here is a pure function of its arguments.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tnt_jax.launch.environment import carried_environment, process_environment
+from tnt_jax.launch.environment import (
+    carried_environment,
+    environment_on_ray,
+    process_environment,
+)
 from tnt_jax.launch.facts import Facts
 from tnt_jax.launch.options import Options
 
 # Runs a script up to the end of its first fit.
+# More would exhaust the memory of the launcher.
+_MOST_DEVICES = 4096
+SECRET = "TNT_JOB_SECRET"
+"""Variable that holds what only the processes of the job know."""
 _TUNE_ENTRY = "tnt_jax.keras_compat.tune_script"
 
 
@@ -101,6 +109,7 @@ class Launch:
             has started for the job.
         part: Index of this one among them.
         restart_count: How many times the job was started before.
+        secret: What only the processes of the job know; empty if several launchers start them.
     """
 
     job_id: str
@@ -113,6 +122,7 @@ class Launch:
     num_parts: int = 1
     part: int = 0
     restart_count: int = 0
+    secret: str = field(default="", repr=False)
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
@@ -154,7 +164,10 @@ def _wanted(host: Host, options: Options) -> int | None:
             f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but "
             f"the command line asks for {asked} on each host. Leave one of the two out."
         )
-    return host.slots if asked is None else asked
+    wanted = host.slots if asked is None else asked
+    if wanted is not None and wanted > _MOST_DEVICES:
+        raise ValueError(f"A host has {_MOST_DEVICES} devices at most, but {wanted} are asked for.")
+    return wanted
 
 
 def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
@@ -233,6 +246,7 @@ def _process(
     launch: Launch,
 ) -> Process:
     """Returns a process of the job with the variables that are its own."""
+    carries = carried_environment if options.ray_address is None else environment_on_ray
     return Process(
         rank=rank,
         local_rank=local_rank,
@@ -240,8 +254,9 @@ def _process(
         command=(*pinning, *script_command(options, launch.cwd)),
         cwd=launch.cwd,
         environment={
-            **(carried_environment(launch.environ) if host.is_remote else {}),
+            **(carries(launch.environ) if host.is_remote else {}),
             **environment,
+            **({SECRET: launch.secret} if launch.secret else {}),
         },
         exports=options.exports,
         shown=_shown(rank, options),

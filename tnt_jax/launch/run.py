@@ -19,7 +19,7 @@ from tnt_jax.launch.environment import carried_environment
 from tnt_jax.launch.facts import Facts, Request
 from tnt_jax.launch.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import Host, Launch, Process, choose_devices, plan_processes
+from tnt_jax.launch.plan import SECRET, Host, Launch, Process, choose_devices, plan_processes
 from tnt_jax.launch.preflight import (
     choose_address,
     find_missing_caches,
@@ -34,6 +34,7 @@ from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 ASK_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
+_SECRET_BYTES = 32
 _logger = logging.getLogger("tnt_jax.launch")
 
 
@@ -134,6 +135,8 @@ def run_attempt(
             columns=shutil.get_terminal_size().columns,
             num_parts=part.num_processes if part else 1,
             part=part.process_id if part else 0,
+            # Launchers that a cluster has started cannot agree on one.
+            secret="" if part else secrets.token_hex(_SECRET_BYTES),
         )
         processes = plan_processes(hosts, devices, options, launch)
         phases.end("planning")
@@ -346,6 +349,6 @@ def describe(processes: Sequence[Process], launch: Launch) -> str:
             f"{process.cwd}:"
         )
         settings = [*process.environment.items(), *process.exports]
-        lines += [f"  {name}={shlex.quote(value)}" for name, value in settings]
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in settings if name != SECRET]
         lines.append(f"  {shlex.join(process.command)}")
     return "\n".join(lines)

@@ -7,12 +7,9 @@ Nothing here knows how it is trained; each file can be used without the rest of 
     module = models.resnet50(num_classes=1000, dtype=jnp.bfloat16)
 """
 
-import importlib
-
 import lazy_loader
 
-_SAVED = ["clone_model", "load_model", "model_from_config", "model_from_json", "save_model"]
-_get_module, __dir__, __all__ = lazy_loader.attach(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "attention": ["Attention"],
@@ -44,12 +41,3 @@ _get_module, __dir__, __all__ = lazy_loader.attach(
         "translation": ["Translator", "translate", "translate_greedily"],
     },
 )
-__all__.extend(_SAVED)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> object:
-    """Imports a name on first use."""
-    if name in _SAVED:
-        # The facade has them: models can be used without knowing how they are trained or saved.
-        return getattr(importlib.import_module("tnt_jax"), name)
-    return _get_module(name)

@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tnt_jax.files import private_folder
+
 _CLAIM = ".claim"
 
 
@@ -18,10 +20,13 @@ class Claim:
 
     Args:
         folder: The folder; `remove_unclaimed` leaves it alone.
+
+    Raises:
+        OSError: If it is there, but others can write to it.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        private_folder(str(folder))
         self._folder = folder
         new = folder / f"{_CLAIM}-{os.getpid()}"
         self._descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)

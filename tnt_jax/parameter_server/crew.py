@@ -10,6 +10,8 @@ from tnt_jax.parameter_server.server import Server
 from tnt_jax.parameter_server.worker import Worker
 
 _NEEDED_BY = "tnt_jax.ParameterServer"
+# Ray places a group within milliseconds if there is room.
+_PLACEMENT_S = 2
 
 
 class Crew:
@@ -139,23 +141,39 @@ class Crew:
             self.ray.shutdown()
 
     def _places(self) -> Any:
-        """Returns a placement group with a bundle for each process."""
+        """Returns a placement group with a bundle for each process, once there is room for it.
+
+        Raises:
+            RuntimeError: If there is none in time.
+        """
         module = import_ray(_NEEDED_BY, "ray.util.placement_group")
         group = module.placement_group(self._resources, strategy="SPREAD")
-        if group.wait(timeout_seconds=math.ceil(self.timeout_s)):
+        if group.wait(timeout_seconds=_PLACEMENT_S):
             return group
+        logger.warning(
+            "Waiting up to %.0f s for room on the Ray cluster: %s.", self.timeout_s, self._lack()
+        )
+        if group.wait(timeout_seconds=max(math.ceil(self.timeout_s) - _PLACEMENT_S, 0)):
+            return group
+        lack = self._lack()
         module.remove_placement_group(group)
+        raise RuntimeError(
+            f"The Ray cluster has had no room within {self.timeout_s:.0f} s: {lack}. Start fewer, "
+            "give each less (resources_per_worker, resources_per_server), or add nodes."
+        )
+
+    def _lack(self) -> str:
+        """Returns what all processes need, and what of it is free and exists in the cluster."""
         wanted = {
             name: sum(each.get(name, 0) for each in self._resources)
             for name in sorted(set().union(*self._resources))
         }
-        free = self.ray.available_resources()
-        raise RuntimeError(
-            f"{self._num_servers} servers and {len(self._resources) - self._num_servers} workers "
-            f"need {_listed(wanted)}, but within {self.timeout_s:.0f} s the Ray cluster has not "
-            f"had that free on its nodes; free are {_listed({k: free.get(k, 0) for k in wanted})}. "
-            "Start fewer, give each less (resources_per_worker, resources_per_server), or add "
-            "nodes."
+        free, total = self.ray.available_resources(), self.ray.cluster_resources()
+        return (
+            f"{self._num_servers} server(s) and {len(self._resources) - self._num_servers} "
+            f"worker(s) need {_listed(wanted)}; of "
+            f"{_listed({name: total.get(name, 0) for name in wanted})} in the cluster "
+            f"{_listed({name: free.get(name, 0) for name in wanted})} are free"
         )
 
     def _remote(self, kind: type, bundle: int, env: Mapping[str, str]) -> Any:

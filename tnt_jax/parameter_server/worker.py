@@ -173,7 +173,7 @@ class Worker:
     def predict(self, inputs: Any, *pulled: Pulled) -> Any:
         """Returns the model's outputs `[rows, ...]` for some inputs."""
         params, model_state = self._variables(pulled)
-        return jax.tree.map(np.asarray, self._predict(params, model_state, inputs))
+        return jax.tree.map(np.asarray, self._predict(params, model_state, inputs, np.uint32(0)))
 
     def run(
         self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Pulled

@@ -78,7 +78,7 @@ class PartsOfShare:
         """Returns this rank's part of the loss of the global batch, and its metrics."""
         measured = self.parts.measure(params, model_state, batch, key=key, train=train)
         terms = [
-            LossTerm(quotient(term, None if term.count is None else count), None)
+            LossTerm(quotient(term, None if term.count is None else count), None, term.scale)
             for term, count in zip(measured.terms, self.share.counts, strict=True)
         ]
         penalty = measured.penalty * self.share.part

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.distributed.random_rows import row_key, step_key
+from tnt_jax.distributed.random_rows import data_key, row_key, step_key
 from tnt_jax.reproducible.device_program import BY_RANK, REPLICATED, device_program
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Batch, Measured, Parts
-from tnt_jax.train.epoch_sums import num_local_rows, quotient
+from tnt_jax.train.epoch_sums import num_local_rows, quotient, weighted_sum
 
 _ADVICE = (
     "With reproducible=True a model must not look at other ranks, because what they hold depends "
@@ -32,12 +32,14 @@ class ModelArrays(NamedTuple):
         params: Trained arrays.
         model_state: Arrays that the model changes itself.
         key: The words of the run's key with the step; None outside training.
+        first_row: Rows of the data before the batch, outside training.
         loss_scale: What the loss is multiplied by before it is differentiated; None for nothing.
     """
 
     params: Any
     model_state: Any
     key: tuple[jax.Array, jax.Array] | None
+    first_row: jax.Array | int = 0
     loss_scale: jax.Array | None = None
 
 
@@ -180,20 +182,16 @@ def measure_chunk(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> M
     """Returns what a step measures on the chunk with number `index`."""
     num_rows = num_local_rows(chunk)
     train = model.key is not None
-    # Outside training the key of `evaluation_key`.
-    key = row_key(
-        model.key if train else step_key(jnp.zeros(2, jnp.uint32), 0), index * num_rows, num_rows
-    )
+    first_row = jnp.asarray(model.first_row, jnp.uint32) + index * num_rows
+    key = row_key(model.key, first_row) if train else data_key(first_row)
     return parts.measure(model.params, model.model_state, chunk, key=key, train=train)
 
 
 def loss_of_chunk(measured: Measured, counts: Counts, num_chunks: int) -> jax.Array:
     """Returns a chunk's part of the loss of the global batch."""
-    return _jax.make_varying(
-        jnp.asarray(
-            sum(losses_of_chunk(measured, counts), start=measured.penalty / num_chunks), jnp.float32
-        )
-    )
+    losses = losses_of_chunk(measured, counts)
+    loss = weighted_sum(losses, measured.terms, measured.penalty / num_chunks)
+    return _jax.make_varying(jnp.asarray(loss, jnp.float32))
 
 
 def losses_of_chunk(measured: Measured, counts: Counts) -> list[jax.Array]:

@@ -21,6 +21,7 @@ import optax
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed.averages import check_can_be_averaged
+from tnt_jax.distributed.random_rows import data_key
 from tnt_jax.reproducible.batch_sum import (
     BatchSum,
     Counts,
@@ -92,7 +93,7 @@ class ReproducibleSteps:
         return make_eval_step(parts, self.ranks)
 
     def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return make_predict_step(apply, self.ranks)
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
@@ -232,9 +233,8 @@ class _TrainStep(NamedTuple):
 
 
 def _model(state: TrainState) -> ModelArrays:
-    return ModelArrays(
-        state.params, state.model_state, (state.key, state.step), loss_scale(state.opt_state)
-    )
+    key = (state.key, state.step)
+    return ModelArrays(state.params, state.model_state, key, loss_scale=loss_scale(state.opt_state))
 
 
 def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
@@ -257,25 +257,27 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
     sum_batch = BatchSum(parts, measure, ranks)
     last = _ReplicatedProgram(finish, ranks)
     return lambda params, model_state, sums, batch: last(
-        sums, *sum_batch(ModelArrays(params, model_state, None), batch)
+        sums, *sum_batch(ModelArrays(params, model_state, None, sums["loss"][1]), batch)
     )
 
 
 def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
-    """Returns the function `(params, model_state, inputs) -> outputs`.
+    """Returns the function `(params, model_state, inputs, first_row) -> outputs`.
 
     The outputs are `[rows, ...]`, sharded by row.
     """
 
-    def work(chunk: Any, params: Any, model_state: Any) -> Any:
+    def work(chunk: Any, index: Any, params: Any, model_state: Any, first_row: Any) -> Any:
+        key = data_key(first_row + index * jax.tree.leaves(chunk)[0].shape[0])
         return _jax.make_varying(
-            apply(params, model_state, chunk, key=None, train=False, mask=None).outputs
+            apply(params, model_state, chunk, key=key, train=False, mask=None).outputs
         )
 
-    program = device_program(
-        work, ranks.mesh, in_specs=(BY_RANK, REPLICATED, REPLICATED), out_specs=BY_RANK
+    specs = (BY_RANK, *(REPLICATED,) * 4)
+    program = device_program(work, ranks.mesh, in_specs=specs, out_specs=BY_RANK)
+    return lambda params, model_state, inputs, first_row: ranks.map(
+        program, inputs, params, model_state, int(first_row)
     )
-    return lambda params, model_state, inputs: ranks.map(program, inputs, params, model_state)
 
 
 class _ReplicatedProgram:

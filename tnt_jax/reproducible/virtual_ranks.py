@@ -100,11 +100,14 @@ class VirtualRanks:
         return sums, join(same, self.mesh, PartitionSpec())
 
     def map(self, program: Callable, batch: Any, *shared: Any) -> Any:
-        """Returns the rows of `program(chunk, *shared)` for all chunks in order, sharded."""
+        """Returns the rows of `program(chunk, index, *shared)` for all chunks in order, sharded."""
         batches, others = split(batch, self.mesh), split(shared, self.mesh)
         rows = [
-            [program(self._cut(own, index), *other) for index in range(self.per_rank)]
-            for own, other in zip(batches, others, strict=True)
+            [
+                program(self._cut(own, index), rank * self.per_rank + index, *other)
+                for index in range(self.per_rank)
+            ]
+            for own, other, rank in zip(batches, others, self._local_ranks, strict=True)
         ]
         return join([self._concatenate(parts) for parts in rows], self.mesh, BY_RANK)
 

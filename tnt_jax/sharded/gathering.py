@@ -228,7 +228,7 @@ class _Rewriter:
 
     def _traced(self, function: Callable, variable: Any) -> Any:
         """Adds the equations of a function of one variable; returns that of its result."""
-        traced = jax.make_jaxpr(function)(variable.aval).jaxpr
+        traced: Any = jax.make_jaxpr(function)(variable.aval).jaxpr
         known = {traced.invars[0]: variable}
         self.equations += [
             equation.replace(

@@ -64,13 +64,17 @@ class Layout:
         plain = {_unboxed(path): shape for path, shape in shapes.items()}
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
         blocks = None
-        if pipeline is not None and (num_stages := mesh.shape.get(_jax.STAGE_AXIS, 1)) > 1:
+        if pipeline is not None:
+            num_stages = mesh.shape.get(_jax.STAGE_AXIS, 1)
             num_parts = mesh.shape.get(_jax.FSDP_AXIS, 1)
-            blocks = BlockList.of(params, pipeline.path)
-            if blocks is None:
-                chosen = _with_stages(chosen, plain, pipeline, num_stages, num_parts)
+            listed = BlockList.of(params, pipeline.path)
+            if listed is None:
+                staged = _with_stages(chosen, plain, pipeline, num_stages, num_parts)
             else:
-                chosen = _with_listed_stages(chosen, plain, blocks, num_stages)
+                staged = _with_listed_stages(chosen, plain, listed, num_stages)
+            # One stage divides nothing, but the pipeline must fit the model all the same.
+            if num_stages > 1:
+                chosen, blocks = staged, listed
         axes = dict(zip(shapes, chosen.values(), strict=True))
         return cls(mesh, shapes, axes, jax.tree.structure(params), blocks)
 

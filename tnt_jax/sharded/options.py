@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tnt_jax import _jax
 from tnt_jax.sharded.mesh_axes import AUTO, MeshAxes
 from tnt_jax.sharded.pipeline import Pipeline
 from tnt_jax.sharded.rules import Rule, checked_rules
@@ -66,7 +67,7 @@ class ShardingOptions:
                 "Give the mesh of a pipeline, such as mesh={'data': 2, 'stage': 4}."
             )
         axes = MeshAxes(fsdp=-1) if is_open else MeshAxes.of(mesh)
-        _check_stages(axes, pipeline)
+        _check_stages(mesh, axes, pipeline)
         chosen = [name for name, value in others.items() if value]
         if chosen:
             raise ValueError(
@@ -76,12 +77,17 @@ class ShardingOptions:
         return cls(axes, checked_rules(rules), pipeline, is_open)
 
 
-def _check_stages(axes: MeshAxes, pipeline: Any) -> None:
+def _check_stages(mesh: Any, axes: MeshAxes, pipeline: Any) -> None:
     """Raises an error if a mesh and a pipeline do not fit."""
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(
             "pipeline must be a tnt_jax.Pipeline, such as Pipeline('layers', microbatches=16), but "
             f"is {pipeline!r}."
+        )
+    if pipeline is not None and _jax.STAGE_AXIS not in mesh:
+        raise ValueError(
+            f"A pipeline is divided over the axis 'stage', which mesh={dict(mesh)} lacks. Add it, "
+            "such as mesh={'data': 2, 'stage': 4}, or leave pipeline out."
         )
     if pipeline is None and axes.stage != 1:
         raise ValueError(

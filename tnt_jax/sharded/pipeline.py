@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
-from tnt_jax.distributed.random_rows import keys_of_parts
+from tnt_jax.distributed.random_rows import key_of_part, keys_of_parts
 from tnt_jax.sharded.layers_loop import LayersLoop, Moving, example_of
 from tnt_jax.sharded.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe, vary
 from tnt_jax.sharded.tracing import variables_in
@@ -163,10 +163,8 @@ class MicroRows:
         return None if key is None else keys_of_parts(key, self._num_parts, self.part_rows)
 
     def key(self, key: jax.Array | None, words: jax.Array | None) -> jax.Array | None:
-        """Returns the key of a micro-batch with some words, of the kind of the rank's key."""
-        if key is None or words is None:
-            return None
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+        """Returns the key of a micro-batch with some words; None without a key."""
+        return None if key is None or words is None else key_of_part(words)
 
 
 def _in_turn(

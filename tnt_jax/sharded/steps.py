@@ -132,12 +132,17 @@ class ShardedSteps:
         return compiled(step, self._mesh)
 
     def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
 
-        def step(params: Any, model_state: Any, inputs: Any) -> Any:
+        def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
             layout = self.layout_of(params)
-            rank_step = prediction(gathered_apply(apply, layout))
-            return self._mapped(rank_step, layout, 0, self._by_row)(params, model_state, inputs)
+            forward = prediction(gathered_apply(apply, layout))
+
+            def rank_step(params: Any, model_state: Any, first_row: Any, inputs: Any) -> Any:
+                return forward(params, model_state, inputs, first_row)
+
+            mapped = self._mapped(rank_step, layout, 1, self._by_row)
+            return mapped(params, model_state, first_row, inputs)
 
         return compiled(step, self._mesh)
 
@@ -245,5 +250,5 @@ class _FusedSteps:
         return scanned(step, self._stacked)
 
     def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return mapped(step, self._stacked)

@@ -33,7 +33,7 @@ from tnt_jax.distributed import collectives
 from tnt_jax.distributed.runtime import is_master_rank
 from tnt_jax.distributed.stall import in_phase
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint_arrays import read_shapes, spread_regions
+from tnt_jax.train.checkpoint_arrays import check_savable, read_shapes, spread_regions
 from tnt_jax.train.checkpoint_files import Content, DamagedCheckpointError, read_checkpoint
 from tnt_jax.train.checkpoint_folders import OwnFolders
 from tnt_jax.train.checkpoint_writer import Outcome, Writer, close_writer, writer_of
@@ -125,13 +125,16 @@ class Checkpoints:
 
         Raises:
             LockedError: On all processes, if another job writes to the directory.
-            OSError: On all processes, if the directory cannot be written to and `on_save_error` is
-                `"raise"`.
+            OSError: On all processes, if the directory cannot be written to, whatever
+                `on_save_error` is.
         """
         try:
             self._writer.lock()
         except OSError as error:
-            self._report(Outcome("failed", str(error)))
+            raise OSError(
+                f"Checkpoints cannot be written to {self.directory}: {error}. Choose another "
+                "directory, or give this one space and permissions."
+            ) from error
 
     @in_phase("save", spent="saving")
     def save(
@@ -166,7 +169,12 @@ class Checkpoints:
             LockedError: On all processes, if another job writes to the directory.
             OSError: On all processes, if this or the previous checkpoint could not be written and
                 `on_save_error` is `"raise"`.
+            TypeError: On all processes, if an array has a dtype that cannot be stored.
+            ValueError: On all processes, if two arrays have the same name.
         """
+        trees = {"state": state_arrays(state), "extra": dict(extra or {})}
+        for arrays in trees.values():
+            check_savable(arrays)
         self.wait()
         # The steps that still run need every process.
         with in_phase("step"):
@@ -177,7 +185,6 @@ class Checkpoints:
             self._report(Outcome("failed", str(error)))
             return None
         position_note = None if position is None else [position.epoch, position.batch]
-        trees = {"state": state_arrays(state), "extra": dict(extra or {})}
         if self._alone:
             trees["state"] = without_accumulated(trees["state"])
         content = Content.of(
@@ -200,7 +207,7 @@ class Checkpoints:
             before: Look among those of smaller numbers only.
         """
         self.wait()
-        numbers = [n for n in self._numbers()[0] if before is None or n < before]
+        numbers = [n for n in self._on_all(self._complete())[0] if before is None or n < before]
         return max(numbers, default=None)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -244,8 +251,8 @@ class Checkpoints:
         """Returns the newest checkpoint that every process can read.
 
         It is read in full on every process, or as far as the process needs it. All processes
-        return the same one. A newer one that is damaged is named in a warning. Returns None if
-        there are no checkpoints.
+        return the same one. A newer one that is damaged, or of which only the folder is left, is
+        named in a warning. Returns None if there are no checkpoints, and no folders of any.
 
         Args:
             before: Look among those of smaller numbers only.
@@ -257,7 +264,8 @@ class Checkpoints:
         """
         self.wait()
         problems: list[str] = []
-        numbers = {n for seen in self._numbers() for n in seen if before is None or n < before}
+        found = self._on_all([*self._complete(), *self._folders.remains(self.directory)])
+        numbers = {n for seen in found for n in seen if before is None or n < before}
         for number in sorted(numbers, reverse=True):
             saved, problem = self._read_on_all(number, like)
             if saved is not None:
@@ -271,7 +279,7 @@ class Checkpoints:
         if problems:
             raise DamagedCheckpointError(
                 f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. "
-                "Restore the directory, or remove it to start anew."
+                "Restore the files, or remove the directory to start over."
             )
         return None
 
@@ -362,9 +370,12 @@ class Checkpoints:
                 outcome.problem,
             )
 
-    def _numbers(self) -> list[list[int]]:
-        """Returns the numbers of the complete checkpoints that each process sees."""
-        seen = [number for number, _ in self._folders.complete(self.directory)]
+    def _complete(self) -> list[tuple[int, Path]]:
+        return self._folders.complete(self.directory)
+
+    def _on_all(self, folders: list[tuple[int, Path]]) -> list[list[int]]:
+        """Returns the numbers of the folders that each process sees."""
+        seen = [number for number, _ in folders]
         return [seen] if self._alone else collectives.agree("Checkpoints.read", {}, note=seen)
 
     def _missing(self) -> FileNotFoundError:

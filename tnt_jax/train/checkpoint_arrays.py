@@ -10,6 +10,7 @@ writes alone.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from tnt_jax.files import read_regular
 
 # The names are Orbax's.
 _DESCRIPTION = "_METADATA"
@@ -95,6 +98,43 @@ def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
         for path, leaf in arrays.items()
         if is_spread(leaf)
     }
+
+
+def check_savable(arrays: Mapping[str, Any]) -> None:
+    """Raises an error if arrays could not be restored as they are.
+
+    Args:
+        arrays: Arrays by path.
+
+    Raises:
+        TypeError: If a dtype cannot be stored, such as uint4.
+        ValueError: If two paths have the same name in the files, as `a/b` and `a.b` do.
+    """
+    paths: dict[str, str] = {}
+    for path, leaf in arrays.items():
+        dtype = np.dtype(getattr(leaf, "dtype", type(leaf))).name
+        if not _is_storable(dtype):
+            raise TypeError(
+                f"{path} has the dtype {dtype}, which checkpoints cannot hold. Save it as another "
+                "dtype, such as uint8, or leave it out of the state."
+            )
+        other = paths.setdefault(_stored_name(path), path)
+        if other != path:
+            raise ValueError(
+                f"{other} and {path} would have the same name in a checkpoint, where dots stand "
+                "for slashes. Rename one of them."
+            )
+
+
+@functools.cache
+def _is_storable(dtype: str) -> bool:
+    import tensorstore as ts
+
+    try:
+        ts.Spec({"driver": "zarr", "kvstore": {"driver": "memory"}, "dtype": dtype})
+    except ValueError:
+        return False
+    return True
 
 
 def write_arrays(
@@ -264,7 +304,7 @@ def _opened(folder: Path) -> dict[str, Any]:
 def _described(folder: Path) -> Iterator[str]:
     """Yields the paths of the arrays that the description of a folder names."""
     try:
-        entries = json.loads((folder / _DESCRIPTION).read_bytes())["tree_metadata"]
+        entries = json.loads(read_regular(folder / _DESCRIPTION))["tree_metadata"]
         for entry in entries.values():
             if not entry["value_metadata"]["skip_deserialize"]:
                 yield "/".join(key["key"] for key in entry["key_metadata"])
@@ -275,8 +315,12 @@ def _described(folder: Path) -> Iterator[str]:
 
 
 def _spec(base: Path, path: str) -> dict[str, Any]:
-    name = path.replace("/", ".")
-    return {"driver": "zarr", "kvstore": _database(base) | {"path": f"{name}/"}}
+    return {"driver": "zarr", "kvstore": _database(base) | {"path": f"{_stored_name(path)}/"}}
+
+
+def _stored_name(path: str) -> str:
+    """Returns the name that Orbax gives to an array."""
+    return path.replace("/", ".")
 
 
 def _database(base: Path) -> dict[str, Any]:

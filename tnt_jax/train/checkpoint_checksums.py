@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tnt_jax.files import read_regular
 from tnt_jax.train.checkpoint_arrays import HostArray, kind
 
 FOLDER = "checksums"
@@ -57,8 +58,7 @@ def write_array_checksums(folder: Path, arrays: Mapping[str, HostArray], *, proc
 
 def write_file_checksums(folder: Path) -> None:
     """Writes the checksums of all files of a checkpoint, which then are on the disk."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    files = {name: list(_file_checksum(folder / name, is_synced=True)) for name in names}
+    files = {name: list(_file_checksum(folder / name, is_synced=True)) for name in _names(folder)}
     target = folder / FOLDER / _FILES
     with target.open("w") as file:
         json.dump({"crc32": _checksum_of_list(files), "files": files}, file)
@@ -72,17 +72,29 @@ def has_checksums(folder: Path) -> bool:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Returns what is wrong with the files of a checkpoint, a sentence for each."""
+    """Returns what is wrong with the files of a checkpoint, a sentence for each.
+
+    Its folder must have no irregular entries (`tnt_jax.files`).
+    """
     try:
-        noted = json.loads((folder / FOLDER / _FILES).read_bytes())
+        noted = json.loads(read_regular(folder / FOLDER / _FILES))
         files = {name: (int(size), int(crc)) for name, (size, crc) in noted["files"].items()}
         is_whole = noted["crc32"] == _checksum_of_list(noted["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{FOLDER}/{_FILES} cannot be read ({type(error).__name__}: {error})"]
     if not is_whole:
         return [f"{FOLDER}/{_FILES} has changed"]
-    problems = (_problem_of_file(folder / name, *expected) for name, expected in files.items())
-    return [f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem]
+    # A list that has been tampered with may name any file of the machine, or a device without end.
+    inside = set(_names(folder))
+    problems = {
+        name: _problem_of_file(folder / name, *expected) if name in inside else "is missing"
+        for name, expected in files.items()
+    }
+    return [f"{name} {problem}" for name, problem in problems.items() if problem]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def read_array_checksums(folder: Path) -> dict[str, tuple[str, list[Any]]]:
@@ -94,7 +106,7 @@ def read_array_checksums(folder: Path) -> dict[str, tuple[str, list[Any]]]:
     found: dict[str, tuple[str, list[Any]]] = {}
     try:
         for file in sorted((folder / FOLDER).glob("arrays_*.json")):
-            for path, (text, parts) in json.loads(file.read_bytes()).items():
+            for path, (text, parts) in json.loads(read_regular(file)).items():
                 found.setdefault(path, (text, []))[1].extend(parts)
     except (OSError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"The checksums of the arrays in {folder} cannot be read.") from error
@@ -132,8 +144,6 @@ def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[An
 def _problem_of_file(path: Path, size: int, crc: int) -> str:
     try:
         found = _file_checksum(path)
-    except FileNotFoundError:
-        return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     if found[0] != size:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.files import irregular_entries, read_regular
 from tnt_jax.train.checkpoint_arrays import (
     HostArray,
     Regions,
@@ -163,10 +164,19 @@ def read_checkpoint(
             f"Process {jax.process_index()} does not see {folder}: the directory must be on a file "
             "system that all processes share."
         )
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise DamagedCheckpointError(
+            f"{folder} has lost all of its files, as when a cluster purges old files"
+        )
+    if irregular := irregular_entries(folder):
+        raise DamagedCheckpointError(
+            f"{folder} is damaged: {', '.join(irregular[:_NAMED])} in it must be regular files, "
+            "but are links, pipes or devices, which lead out of the checkpoint."
+        )
     problems = damaged_files(folder)
     items, array_problems = _read_items(folder, wanted or {})
     try:
-        about = json.loads((folder / _ABOUT).read_bytes())
+        about = json.loads(read_regular(folder / _ABOUT))
     except (OSError, ValueError, RecursionError) as error:
         about, problems = {}, problems or [f"{_ABOUT} cannot be read: {error}"]
     if problems or array_problems:

@@ -7,11 +7,13 @@ link, and its metadata hold tnt_jax's marker or its checksums are there.
 import json
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.files import read_regular
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoint_checksums import FOLDER, has_checksums
 
@@ -20,6 +22,8 @@ METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 1
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TMP = ".orbax-checkpoint-tmp"
 _UNFINISHED = rf"{re.escape(_TMP)}.*"
+# So much is written to see whether a disk is full.
+_BLOCK_BYTES = 4096
 # What a folder may contain while it is written.
 _PARTS = (METADATA, "state", "extra", "about", FOLDER)
 
@@ -46,6 +50,14 @@ class OwnFolders:
         """Returns number and path of each complete checkpoint."""
         return [(number, path) for number, path in self._named(directory, "") if is_ours(path)]
 
+    def remains(self, directory: Path) -> list[tuple[int, Path]]:
+        """Returns number and path of each folder that is left of a checkpoint without its files.
+
+        A cluster that purges old files leaves such folders.
+        """
+        named = self._named(directory, "")
+        return [(n, path) for n, path in named if not is_ours(path) and _holds_parts(path)]
+
     def taken(self, directory: Path) -> int:
         """Returns the largest number that a name of this kind has in a directory.
 
@@ -58,7 +70,7 @@ class OwnFolders:
     def remove_unfinished(self, directory: Path) -> None:
         """Removes the remains of checkpoints whose writing was interrupted."""
         for _, path in self._named(directory, _UNFINISHED):
-            if _is_folder(path) and all(entry.name.startswith(_PARTS) for entry in path.iterdir()):
+            if _holds_parts(path):
                 remove(path)
 
     def remove_old(self, directory: Path, *, max_to_keep: int | None, ignored: set[int]) -> None:
@@ -74,18 +86,15 @@ class OwnFolders:
         complete = dict(sorted(self.complete(directory)))
         sound = [number for number in complete if number not in ignored]
         best = [number for number in sound if read_mark(complete[number]).get("is_best")]
-        for number in complete.keys() - {*sound[-max_to_keep:], *best[-1:]}:
-            # Not half a checkpoint, if the process ends now.
-            hidden = complete[number].with_name(f"{complete[number].name}{_TMP}-removed")
-            try:
-                remove(complete[number].rename(hidden))
-            except OSError as error:
-                logger.warning("%s could not be removed: %s", complete[number], error)
+        kept = {*sound[-max_to_keep:], *best[-1:]}
+        removed = [path for number, path in complete.items() if number not in kept]
+        for path in [*removed, *(path for _, path in self.remains(directory))]:
+            _remove_at_once(path)
 
     def remove_all(self, directory: Path) -> None:
         """Removes all checkpoints of this kind, and the directory if nothing else is in it."""
-        for _, path in self.complete(directory):
-            remove(path)
+        for _, path in [*self.complete(directory), *self.remains(directory)]:
+            _remove_at_once(path)
         self.remove_unfinished(directory)
         if _is_folder(directory) and not any(directory.iterdir()):
             directory.rmdir()
@@ -96,6 +105,22 @@ class OwnFolders:
         return [
             (int(match[1]), path) for path in entries if (match := pattern.fullmatch(path.name))
         ]
+
+
+def problem_of_folder(folder: Path) -> OSError | None:
+    """Returns why nothing can be written to a folder that may not exist yet; None if it can."""
+    place = folder.absolute()
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(_BLOCK_BYTES))
+    except OSError as error:
+        return OSError(
+            f"Nothing can be saved in {folder}: {place}: {error.strerror}. Choose another path, or "
+            "give this one space and permissions."
+        )
+    return None
 
 
 def is_ours(path: Path) -> bool:
@@ -127,7 +152,7 @@ def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:
 def read_mark(path: Path) -> dict[str, Any]:
     """Returns tnt_jax's marker of a checkpoint; nothing if it has none that can be read."""
     try:
-        noted = json.loads((path / METADATA).read_bytes())
+        noted = json.loads(read_regular(path / METADATA))
     except (OSError, ValueError, RecursionError):
         return {}
     custom = noted.get("custom_metadata") if isinstance(noted, dict) else None
@@ -137,6 +162,19 @@ def read_mark(path: Path) -> dict[str, Any]:
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
+
+
+def _holds_parts(path: Path) -> bool:
+    """Returns whether a folder holds nothing but parts of a checkpoint, or nothing at all."""
+    return _is_folder(path) and all(entry.name.startswith(_PARTS) for entry in path.iterdir())
+
+
+def _remove_at_once(path: Path) -> None:
+    """Removes a checkpoint so that no half of it stays if the process ends meanwhile."""
+    try:
+        remove(path.rename(path.with_name(f"{path.name}{_TMP}-removed")))
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
 
 
 def remove(path: Path) -> None:

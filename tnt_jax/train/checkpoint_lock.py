@@ -1,9 +1,13 @@
 """The lock of a directory, so that two jobs do not write to it.
 
-The lock is a file in the directory on which the process holds a POSIX record lock. The system frees
-it when the process ends, however it ends. The file says who holds it. Where hosts do not see each
-other's record locks, as on some network file systems, a time stamp that the holder renews every few
-seconds tells whether it still runs.
+The lock is a file in the directory on which the process holds a record lock of its open file
+description (`F_OFD_SETLK`). The system frees it when the process ends, however it ends. A POSIX
+record lock would also be freed when the process closes any other descriptor of the file, for
+instance after copying the directory. Where there are no such locks, `flock` takes their place.
+
+The file says who holds it. NFS passes both kinds of locks on to the server, so that other hosts see
+them (not with the mount option `nolock` or `local_lock=all`). Where hosts do not see each other's
+locks, a time stamp that the holder renews every few seconds tells whether it still runs.
 """
 
 import errno
@@ -11,6 +15,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +27,11 @@ _RENEWAL_S = 5.0
 # A lock of another host that has not been renewed for so long was left by a process that died.
 _STALE_S = 4 * _RENEWAL_S
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# struct flock of Linux: type, whence, start, length (0 for the whole file), process (must be 0).
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TNT_JOB_ID")
+# The open files of this process's locks.
+_open_files: set[int] = set()
 
 
 class LockedError(RuntimeError):
@@ -42,11 +51,12 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_lost = False
         self._file = _open_locked(path)
         try:
             self._take_over()
         except BaseException:
-            os.close(self._file)
+            _close(self._file)
             raise
         self._is_over = threading.Event()
         self._thread = threading.Thread(
@@ -55,8 +65,8 @@ class DirectoryLock:
         self._thread.start()
 
     def is_held(self) -> bool:
-        """Returns whether the file is still there and still this one."""
-        return _is_at(self._file, self.path)
+        """Returns whether the file is still there and this one, and nobody else has the lock."""
+        return not self._is_lost and _is_at(self._file, self.path)
 
     def release(self) -> None:
         """Lets others take the lock, and removes the file."""
@@ -66,7 +76,7 @@ class DirectoryLock:
         with suppress(OSError):
             if self.is_held():
                 self.path.unlink()
-        os.close(self._file)
+        _close(self._file)
 
     def _take_over(self) -> None:
         holder = _read(self._file)
@@ -79,22 +89,23 @@ class DirectoryLock:
         while not self._is_over.wait(_RENEWAL_S):
             # The directory may be gone for a while; `is_held` notices.
             with suppress(OSError):
-                # A program that copies the directory within this process frees the record lock.
-                _lock(self._file)
+                # A server of files that was restarted may have given it to another job.
+                self._is_lost |= not _lock(self._file)
                 os.utime(self._file)
 
 
 def _open_locked(path: Path) -> int:
-    """Returns an open file at a path on which this process holds the record lock."""
+    """Returns an open file at a path on which this process holds the lock."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        _open_files.add(file)
         with _closing_on_error(file):
             if not _lock(file):
                 raise _locked(path, _read(file))
             # The one who held it may have removed the file since it was opened.
             if _is_at(file, path):
                 return file
-        os.close(file)
+        _close(file)
 
 
 @contextmanager
@@ -102,14 +113,32 @@ def _closing_on_error(file: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        os.close(file)
+        _close(file)
         raise
 
 
+def _close(file: int) -> None:
+    if file in _open_files:
+        _open_files.remove(file)
+        os.close(file)
+
+
+def _close_in_child() -> None:
+    """Closes the files in a process that was forked, which would otherwise keep the locks."""
+    while _open_files:
+        os.close(_open_files.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def _lock(file: int) -> bool:
-    """Returns whether this process now has the record lock, or the file system has none."""
+    """Returns whether this process now has the lock, or the file system has none."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False

@@ -187,10 +187,11 @@ class Writer:
         if self._lock is not None and not self._lock.is_held():
             self._lock.release()
             self._lock = None
-            raise FileNotFoundError(
-                f"{self.directory} vanished, or its file {self._lock_name} did; the next "
-                "checkpoint creates it again"
-            )
+            if not self.directory.is_dir():
+                raise FileNotFoundError(
+                    f"{self.directory} vanished; the next checkpoint creates it again"
+                )
+            logger.warning("The lock of %s was lost, and is taken again.", self.directory)
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(self.directory / self._lock_name)

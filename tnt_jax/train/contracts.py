@@ -89,7 +89,7 @@ class Parts(Protocol):
     ) -> Measured:
         """Returns loss and metrics of one rank's rows; inside `shard_map`.
 
-        Outside training `key` is None or a fixed key.
+        `key` is that of the step, or of the place of the rows in the data that is evaluated.
         """
         ...
 
@@ -120,8 +120,14 @@ class StepParts:
             "outputs": self.increments(applied.outputs, batch),
             "model": applied.increments,
         }
+        terms = self.loss_terms(applied.outputs, batch)
+        if train and not terms and isinstance(applied.penalty, float):
+            raise ValueError(
+                "There is no loss to train by: the model adds none itself. Pass one to compile(), "
+                "for instance loss='mse', or an objective."
+            )
         return Measured(
-            self.loss_terms(applied.outputs, batch),
+            terms,
             applied.penalty,
             applied.model_state,
             increments,
@@ -165,7 +171,7 @@ class FusedSteps(Protocol):
         ...
 
     def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_rows) -> outputs`."""
         ...
 
 
@@ -232,9 +238,10 @@ class Steps(Protocol):
         ...
 
     def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`.
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`.
 
-        The outputs `[rows, ...]` are sharded by row.
+        `first_row` is the number of rows of the data before these, uint32. The outputs
+        `[rows, ...]` are sharded by row.
         """
         ...
 

@@ -87,7 +87,7 @@ class DataParallelSteps:
         return make_eval_step(parts, self._mesh)
 
     def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return make_predict_step(apply, self._mesh)
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
@@ -196,5 +196,5 @@ class _FusedSteps:
         return scanned(step, self._sharding)
 
     def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return mapped(step, self._sharding)

@@ -52,7 +52,8 @@ def add_sums(
 def divide(term: LossTerm) -> jax.Array:
     """Returns this rank's share of a loss term, inside `shard_map`.
 
-    It is the local total over the global count, and 0 if that is 0.
+    It is the local total over the global count, and 0 if that is 0. Its scale is left out: logs
+    show each loss without it, as in Keras.
     """
     # psum of a Python number is a multiplication, so a known count needs no communication.
     return quotient(term, None if term.count is None else psum(term.count))
@@ -61,9 +62,15 @@ def divide(term: LossTerm) -> jax.Array:
 def quotient(term: LossTerm, count: jax.Array | float | None) -> jax.Array:
     """Returns a share of a loss term, given the count of the global batch; 0 if that is 0."""
     if count is None:
-        return term.total * term.scale
+        return term.total
     is_empty = jnp.equal(count, 0)
-    return jnp.where(is_empty, 0.0, term.total * term.scale / jnp.where(is_empty, 1.0, count))
+    return jnp.where(is_empty, 0.0, term.total / jnp.where(is_empty, 1.0, count))
+
+
+def weighted_sum(losses: list[jax.Array], terms: list[LossTerm], penalty: Any) -> Any:
+    """Returns the loss: the loss of each term by its scale, and what the model adds itself."""
+    scaled = [loss * term.scale for loss, term in zip(losses, terms, strict=True)]
+    return sum(scaled, start=penalty)
 
 
 def num_local_rows(batch: Batch) -> int:

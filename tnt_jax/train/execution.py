@@ -176,20 +176,20 @@ def scanned(step: Callable, sharding: NamedSharding) -> Callable:
 
 
 def mapped(step: Callable, sharding: NamedSharding) -> Callable:
-    """Returns the jitted function `(params, model_state, inputs) -> outputs`.
+    """Returns the jitted function `(params, model_state, inputs, first_rows) -> outputs`.
 
-    It runs a prediction step for each of the stacked inputs.
+    It runs a prediction step for each of the stacked inputs and its first row.
 
     Args:
-        step: The jitted function `(params, model_state, inputs) -> outputs`.
+        step: The jitted function `(params, model_state, inputs, first_row) -> outputs`.
         sharding: Sharding of stacked inputs and outputs `[steps, rows, ...]`.
     """
     plain_step = _jax.unjitted(step)
 
-    def steps(params: Any, model_state: Any, inputs: Any) -> Any:
-        return jax.lax.map(lambda x: plain_step(params, model_state, x), inputs)
+    def steps(params: Any, model_state: Any, inputs: Any, first_rows: Any) -> Any:
+        return jax.lax.map(lambda x: plain_step(params, model_state, *x), (inputs, first_rows))
 
-    return jax.jit(steps, in_shardings=(None, None, sharding), out_shardings=sharding)
+    return jax.jit(steps, in_shardings=(None, None, sharding, None), out_shardings=sharding)
 
 
 def choose_num_steps(step_s: float, *, available: int | None) -> int:

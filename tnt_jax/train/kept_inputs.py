@@ -73,7 +73,7 @@ def _division(x: Any, divisor: Any) -> tuple[list[Any], Any]:
         return lax.div(x, lax.optimization_barrier(lax.broadcast(one.astype(x.dtype), x.shape)))
 
     # Types, unlike shapes, record which values vary over ranks; the quotient varies if x does.
-    traced = jax.make_jaxpr(divide)(x.aval, divisor.aval).jaxpr
+    traced: Any = jax.make_jaxpr(divide)(x.aval, divisor.aval).jaxpr
     known = dict(zip(traced.invars, (x, divisor), strict=True))
     equations = [
         equation.replace(

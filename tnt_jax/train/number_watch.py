@@ -65,6 +65,8 @@ class NumberWatch:
         self._is_told = False
         self._copy: _Copy | None = None
         self._num_rollbacks, self._has_progressed = 0, False
+        # Steps before the epoch, and epochs in a row of which no step was kept.
+        self._first_step, self._lost_epochs = 0, 0
 
     def with_counts(self, sums: Any) -> Any:
         """Returns sums with counts of the steps that were left."""
@@ -83,6 +85,8 @@ class NumberWatch:
         if self._on_nan == "rollback" and (
             self._copy is None or index - self._copy.index >= COPY_STEPS
         ):
+            if self._copy is None:
+                self._first_step = int(state.step)
             skipped = 0 if self._copy is None else self._copy.skipped
             self._copy = _Copy(_copied(state), sums, index, skipped)
             if self._has_progressed:
@@ -114,6 +118,27 @@ class NumberWatch:
         while self._running:
             state, sums = self._read(self._running.popleft(), state, sums)
         return state, sums
+
+    def end_epoch(self, state: TrainState) -> None:
+        """Warns of an epoch of which `"rollback"` has kept no step, and raises after a second one.
+
+        Raises:
+            FloatingPointError: On all processes, if two epochs in a row changed nothing.
+        """
+        if self._on_nan != "rollback" or self._copy is None:
+            return
+        is_lost = int(state.step) == self._first_step
+        self._lost_epochs = self._lost_epochs + 1 if is_lost else 0
+        if not is_lost:
+            return
+        text = (
+            f'on_nan="rollback" has undone every step{_of_epoch()}, which changed no weight. Its '
+            "copy of the state is that of the beginning of the epoch: correct the rows whose loss "
+            'is not finite, or compile(on_nan="skip") to lose only steps that are not finite.'
+        )
+        if self._lost_epochs > 1:
+            raise FloatingPointError(f"Two epochs in a row were lost. {text}")
+        logger.warning("%s", text)
 
     def settle_before_saving(self, state: TrainState) -> None:
         """Raises what `settle` would raise, so that no position after a bad step is saved."""

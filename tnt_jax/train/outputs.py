@@ -11,6 +11,8 @@ from tnt_jax.train.contracts import Batch
 from tnt_jax.train.step import make_predict_step
 from tnt_jax.train.trainer import Trainer
 
+_FIRST = np.uint32(0)  # Rows of the data before the batch.
+
 
 def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
     """Returns how many steps of evaluation or prediction share a program.
@@ -27,7 +29,7 @@ def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
     # As in training: XLA's CPU convolutions are many times slower in a program of several steps.
     state = trainer.require_state()
     inputs = trainer.put(batch.inputs)
-    is_slow = _jax.convolves(trainer.predict_step, state.params, state.model_state, inputs)
+    is_slow = _jax.convolves(trainer.predict_step, state.params, state.model_state, inputs, _FIRST)
     return 1 if is_slow else wanted
 
 
@@ -49,7 +51,7 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
         else make_predict_step(trainer.adapter.apply, trainer.runtime.mesh)
     )
     inputs = trainer.put(batch.inputs)
-    traced = fast.trace(state.params, state.model_state, inputs)  # pyright: ignore
+    traced = fast.trace(state.params, state.model_state, inputs, _FIRST)  # pyright: ignore
     activations = [activation or "" for activation in _jax.last_activations(traced)]
     return traced.out_info, jax.tree.unflatten(jax.tree.structure(traced.out_info), activations)
 
@@ -66,7 +68,7 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
     state = trainer.require_state()
     with stall.in_phase("step"):
         outputs = _jax.finished(
-            trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs))
+            trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
         )
     return jax.tree.map(
         lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs

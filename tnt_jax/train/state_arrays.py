@@ -3,7 +3,7 @@
 They are what is saved, and what must fit a model when it is read again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,10 +22,28 @@ def state_arrays(state: Any) -> dict[str, Any]:
 
     Args:
         state: A `TrainState`, or another pytree of arrays or their descriptions.
+
+    Raises:
+        ValueError: If two leaves have the same path.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_array)
-    flat = {"/".join(map(_saved_part, path)): leaf for path, leaf in leaves}
-    assert len(flat) == len(leaves), "Two leaves have the same path."
+    return by_path(("/".join(map(_saved_part, path)), leaf) for path, leaf in leaves)
+
+
+def by_path(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns leaves by path.
+
+    Raises:
+        ValueError: If two leaves have the same path, as the keys `"a/b"`, and `"b"` within `"a"`.
+    """
+    flat: dict[str, Any] = {}
+    for path, leaf in leaves:
+        if path in flat:
+            raise ValueError(
+                f"Two arrays of the state have the path {path}, so that a checkpoint could hold "
+                "only one of them. Rename one: a slash in a name looks like a level of the tree."
+            )
+        flat[path] = leaf
     return flat
 
 

@@ -19,13 +19,13 @@ from tnt_jax.distributed.averages import StateAverage
 from tnt_jax.distributed.backward_order import trace_grads
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.distributed.gradients import Summed, sum_gradients
-from tnt_jax.distributed.random_rows import batch_key
+from tnt_jax.distributed.random_rows import batch_key, evaluation_key
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.accumulation import accumulate, with_step
 from tnt_jax.train.contracts import Apply, Batch, Parts
-from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows
+from tnt_jax.train.epoch_sums import add_sums, divide, num_local_rows, num_real_rows, weighted_sum
 from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, take_or_leave
 from tnt_jax.train.kept_inputs import keep_inputs
 from tnt_jax.train.loss_scale import loss_scale
@@ -155,9 +155,8 @@ def differentiate(
     def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         measured = parts.measure(params, state.model_state, batch, key=key, train=True)
         losses = [divide(term) for term in measured.terms]
-        loss = _jax.make_varying(
-            jnp.asarray(sum(losses, start=measured.penalty / _jax.num_ranks(mesh)), jnp.float32)
-        )
+        total = weighted_sum(losses, measured.terms, measured.penalty / _jax.num_ranks(mesh))
+        loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
         scaled = loss if scale is None else loss * scale
         return scaled, (
             _jax.make_varying((loss, losses, measured.increments)),
@@ -324,9 +323,12 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
     """Returns one rank's step `(params, model_state, sums, batch) -> sums`, for `shard_map`."""
 
     def step(params: Any, model_state: Any, sums: Any, batch: Batch) -> Any:
-        measured = parts.measure(params, model_state, batch, key=None, train=False)
+        key = evaluation_key(sums["loss"][1], num_local_rows(batch))
+        measured = parts.measure(params, model_state, batch, key=key, train=False)
         losses = [divide(term) for term in measured.terms]
-        local_loss = sum(losses, start=measured.penalty / _jax.num_ranks(mesh))
+        local_loss = weighted_sum(
+            losses, measured.terms, jnp.float32(measured.penalty) / _jax.num_ranks(mesh)
+        )
         numbers = _jax.make_varying((local_loss, losses, measured.increments))
         loss, losses, increments = psum(numbers)
         return add_sums(sums, loss, losses, increments, num_real_rows(batch))
@@ -335,21 +337,22 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
 
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
-    """Returns the jitted function `(params, model_state, inputs) -> outputs`.
+    """Returns the jitted function `(params, model_state, inputs, first_row) -> outputs`.
 
-    The outputs `[rows, ...]` are sharded by row.
+    `first_row` counts the rows of the data before; the outputs `[rows, ...]` are sharded by row.
     """
-    specs = (_REPLICATED, _REPLICATED, _BY_ROW)
+    specs = (_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED)
     step = prediction(apply)
     return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
 
 
 def prediction(apply: Apply) -> Callable:
-    """Returns one rank's step `(params, model_state, inputs) -> outputs`, for `shard_map`."""
+    """Returns a rank's `(params, model_state, inputs, first_row) -> outputs`, for `shard_map`."""
 
-    def step(params: Any, model_state: Any, inputs: Any) -> Any:
+    def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
+        key = evaluation_key(first_row, jax.tree.leaves(inputs)[0].shape[0])
         return _jax.make_varying(
-            apply(params, model_state, inputs, key=None, train=False, mask=None).outputs
+            apply(params, model_state, inputs, key=key, train=False, mask=None).outputs
         )
 
     return step

@@ -45,7 +45,7 @@ class Trainer:
         rank_slice: The part of the data axis, in ranks or virtual ranks, that this process feeds.
         put: From this process's rows to arrays on the devices, sharded by row over all ranks.
         put_stacked: The same for several batches `[batches, rows, ...]`.
-        predict_step: The compiled forward pass `(params, model_state, inputs) -> outputs`.
+        predict_step: The compiled forward pass; see `Steps.predict`.
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
     """
 
@@ -317,8 +317,13 @@ class Trainer:
             self._compiled.watch.settle_before_saving(self._built())
 
     def end_epoch(self, num_steps: int) -> None:
-        """Raises on every process unless all have ended the epoch after `num_steps` steps."""
+        """Raises on every process unless all have ended the epoch after `num_steps` steps.
+
+        It also raises if `on_nan="rollback"` has made no progress.
+        """
         self.steps.end_epoch(num_steps)
+        if (watch := self.programs.watch) is not None:
+            watch.end_epoch(self._built())
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
@@ -333,7 +338,8 @@ class Trainer:
             sums = step(state.params, state.model_state, sums, group.batch)
             running.add(sums["loss"][1])
             index += group.num_steps
-            hooks.on_batch_end(index - 1, sums, group.num_rows)
+            if hooks.on_batch_end(index - 1, sums, group.num_rows):
+                break
         return sums
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -341,21 +347,24 @@ class Trainer:
 
         They are those of the real rows in order, shard after shard.
         """
-        state, rows, index = self._built(), execution.RowsInOrder(), 0
+        state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
         for group in batches:
             hooks.on_batch_begin(index)
+            arrays = (state.params, state.model_state, group.batch.inputs)
             if group.num_steps == 1:
-                outputs = self.predict_step(state.params, state.model_state, group.batch.inputs)
+                outputs = self.predict_step(*arrays, np.uint32(first_row))
                 outputs = jax.tree.map(lambda x: self._fetch(x)[None], outputs)
             else:
                 assert self._predict_steps is not None, (
                     "Steps that run one by one get one batch each."
                 )
-                outputs = self._predict_steps(state.params, state.model_state, group.batch.inputs)
+                each = np.arange(group.num_steps) * (group.num_rows // group.num_steps)
+                outputs = self._predict_steps(*arrays, (first_row + each).astype(np.uint32))
                 outputs = jax.tree.map(self._fetch, outputs)
             rows.add(outputs, group)
-            index += group.num_steps
-            hooks.on_batch_end(index - 1, None, group.num_rows)
+            index, first_row = index + group.num_steps, first_row + group.num_rows
+            if hooks.on_batch_end(index - 1, None, group.num_rows):
+                break
         return rows.joined()
 
     def lower_train_step(self, batch: Batch) -> Any:

@@ -163,9 +163,9 @@ def test_peers_without_the_token_neither_come_in_nor_keep_anybody_out():
     start = time.monotonic()
     peers = [socket.create_connection(endpoint[:2], timeout=5) for _ in range(300)]
     for peer in peers[200:]:
-        peer.sendall(bytes(16))
+        peer.sendall(bytes.fromhex(endpoint.token) * 2)
     for peer in peers[100:200]:
-        peer.sendall(bytes.fromhex(endpoint.token)[:15])
+        peer.sendall(endpoint.greeting()[:31])
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(connect_neighbours, 0, [endpoint], listener=listener, timeout_s=10)
         to_next, from_previous = connected.result()
@@ -187,7 +187,7 @@ def test_a_token_may_come_in_pieces_and_be_followed_by_more():
             connect_neighbours, 0, [endpoint, next_endpoint], listener=listener, timeout_s=10
         )
         neighbour = socket.create_connection(endpoint[:2], timeout=5)
-        token = bytes.fromhex(endpoint.token)
+        token = endpoint.greeting()
         for piece in (token[:1], token[1:9], token[9:] + b"sum"):
             neighbour.sendall(piece)
             time.sleep(0.05)

@@ -21,6 +21,7 @@ from keras_beside import (
 )
 from long_params import long_but_last
 
+import tnt_jax as tnt
 from tnt_jax import callbacks
 
 
@@ -281,6 +282,22 @@ def test_swap_ema_weights(swap_on_epoch):
     plain = run_both(lambda module, label: [], sgd={"use_ema": True, "ema_momentum": 0.8})
     assert_same_runs(plain)
     assert abs(plain[0][1].history["val_loss"][0] - runs[0][1].history["val_loss"][0]) > 1e-4
+
+
+def test_swap_ema_weights_inside_loss_scaling():
+    for module in (keras.callbacks, callbacks):
+        theirs, runs = keras_model(use_ema=True, ema_momentum=0.8), []
+        mine = linen_model(theirs, use_ema=True, ema_momentum=0.8)
+        for model, package in ((theirs, keras), (mine, tnt)):
+            inner = package.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+            model.compile(
+                package.optimizers.LossScaleOptimizer(inner),
+                package.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+            swap = keras.callbacks if model is theirs else module
+            runs.append(fit(model, [swap.SwapEMAWeights(swap_on_epoch=True)]).history)
+        np.testing.assert_allclose(runs[1]["val_loss"], runs[0]["val_loss"], atol=1e-6)
+    assert mine.optimizer.inner_optimizer.learning_rate == np.float32(0.1)
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -14,7 +14,10 @@ from keras_beside import Net, compile_linen, data, fit, keras_model, linen_model
 import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.keras_compat.callbacks.tensorboard_weights import as_images
+from tnt_jax.log import logger
 from tnt_jax.train.checkpoint import Checkpoints
+
+LOSS = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def small_model(**sgd):
@@ -98,16 +101,7 @@ def test_tensorboard_writes_keras_tags_at_keras_steps(tmp_path, update_freq):
             else set()
         )
         for label in ("ours", "mixed"):
-            # Keras writes the rate of Keras optimizers only.
-            rates = (
-                {key for key in found["keras"] if key[0] == "epoch_learning_rate"}
-                if label == "mixed"
-                else set()
-            )
-            assert set(found[label]) - dropped == set(found["keras"]) - dropped - rates, (
-                label,
-                folder,
-            )
+            assert set(found[label]) - dropped == set(found["keras"]) - dropped, (label, folder)
             for key in set(found[label]) & set(found["keras"]):
                 assert found[label][key] == pytest.approx(
                     found["keras"][key], abs=1e-6, rel=1e-5
@@ -204,6 +198,39 @@ def test_weights_become_images_of_the_shapes_of_keras(shape, expected):
     image = as_images(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
     assert (image if image is None else image.shape) == expected
     assert image is None or (image.dtype, image.min(), image.max()) == (np.uint8, 0, 255)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_keras_tensorboard_writes_the_rate_of_any_optimizer(tmp_path, scaled):
+    pytest.importorskip("tensorboard")
+    model = small_model()
+    rate = tnt.optimizers.SGD(tnt.schedules.ExponentialDecay(0.1, 5, 0.5))
+    model.compile(tnt.optimizers.LossScaleOptimizer(rate) if scaled else rate, loss=LOSS)
+    fit(model, [keras.callbacks.TensorBoard(str(tmp_path))], epochs=2)
+    written = [event[2] for event in events(tmp_path / "train") if "learning_rate" in event[0]]
+    np.testing.assert_allclose(written, [0.05, 0.025], rtol=1e-6)
+
+
+def test_tensorboard_shows_the_finite_values_of_weights(tmp_path, caplog):
+    model = small_model()
+    fit(model, None, epochs=1)
+    weights = model.get_weights()
+    weights[1][0, :2], weights[2][:] = [np.nan, np.inf], np.nan
+    model.set_weights(weights)
+    callback = callbacks.TensorBoard(tmp_path, histogram_freq=1, write_images=True)
+    callback.set_model(model)
+    logger.addHandler(caplog.handler)
+    try:
+        callback.on_epoch_end(0, {"loss": np.nan})
+    finally:
+        logger.removeHandler(caplog.handler)
+    callback.on_train_end()
+    assert "Dense_0/kernel: 2 of 32 values are NaN or infinite" in caplog.text
+    tags = {event[0] for event in events(tmp_path / "train")}
+    assert {"Dense_0/kernel/histogram", "Dense_0/kernel/image", "Dense_1/bias/image"} <= tags
+    assert "Dense_1/bias/histogram" not in tags
+    image = as_images(np.array([[1, 3, np.nan, np.inf, -np.inf]], np.float32))
+    assert image.ravel().tolist() == [0, 255, 0, 255, 0]
 
 
 def test_tensorboard_writes_the_layers_of_a_keras_model_as_keras_does(tmp_path):

@@ -155,6 +155,41 @@ def test_any_pytree_comes_back(tmp_path, make):
         np.testing.assert_array_equal(words(one), words(two))
 
 
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        ({"a/b": 1.0, "a": {"b": 2.0}}, ValueError, "Two arrays of the state have the path a/b"),
+        ({"a.b": 1.0, "a": {"b": 2.0}}, ValueError, "a.b and a/b would have the same name"),
+        (
+            {"a": jnp.ones(3, jnp.uint4)},
+            TypeError,
+            "a has the dtype uint4, which checkpoints cannot",
+        ),
+    ],
+)
+def test_what_could_not_be_restored_is_refused_on_saving(tmp_path, state, error, text):
+    with pytest.raises(error, match=text):
+        save(tmp_path, state, dataset_of())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a.b": 1.0, "a": {"c.d": 2.0}},
+        {"a/b": 1.0, "a": {"c": 2.0}},
+        {"..": 1.0, "": 2.0, ".": 3.0},
+        {name: jnp.ones(3, name) for name in ("int4", "bool", "bfloat16", "float8_e4m3fn")},
+    ],
+)
+def test_odd_names_and_dtypes_come_back(tmp_path, state):
+    save(tmp_path, state, dataset_of())
+    found = restored(tmp_path, jax.tree.map(jnp.zeros_like, state), dataset_of())
+    assert jax.tree.map(lambda x: (str(x.dtype), np.asarray(x).tolist()), found) == jax.tree.map(
+        lambda x: (str(jnp.asarray(x).dtype), np.asarray(x).tolist()), state
+    )
+
+
 def test_notes_come_back(tmp_path):
     checkpoints = tnt.LoopCheckpoints(tmp_path)
     checkpoints.save(STATE, dataset_of(), notes={"best": [0.25, "a"]})

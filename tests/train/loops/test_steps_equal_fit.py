@@ -74,7 +74,7 @@ def test_a_loop_equals_fit_to_the_bit_and_one_device_closely(
 
     def make_key(step, rows):
         # The numbers of a single device that holds the whole batch.
-        return jax.random.fold_in(row_key(jax.random.fold_in(jax.random.key(0), step), 0, rows), 1)
+        return jax.random.fold_in(row_key(jax.random.fold_in(jax.random.key(0), step), 0), 1)
 
     parts = [slice(i, i + size) for i in range(0, num_examples, size)]
     batches = [tuple(array[part] for array in data) for part in parts]

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tnt_jax.job import sign
+
 _RETRY_S = 0.05
-_GREETING_S = 10  # The time in which a connected peer must send the token.
+_GREETING_S = 10  # The time in which a connected peer must send the greeting.
 _TOKEN_BYTES = 16
 _BACKLOG = 1024  # Peers that may wait until this process accepts them.
-_MOST_PEERS = 256  # Open at once without a token; beyond that the oldest is closed.
+_MOST_PEERS = 256  # Open at once without a greeting; beyond that the oldest is closed.
 
 
 class Endpoint(NamedTuple):
@@ -20,12 +22,17 @@ class Endpoint(NamedTuple):
     Attributes:
         host: Address under which the other processes reach it.
         port: Port at which it listens.
-        token: What the neighbour must send, in hexadecimal, because anyone can connect to a port.
+        token: Random digits. The neighbour must send their signature, because anyone can connect to
+            a port.
     """
 
     host: str
     port: int
     token: str
+
+    def greeting(self) -> bytes:
+        """Returns what the neighbour must send."""
+        return sign("The greeting of the ring", self.token.encode())
 
 
 def open_endpoint(host: str) -> tuple[socket.socket, Endpoint]:
@@ -65,9 +72,7 @@ def connect_neighbours(
     deadline = time.monotonic() + timeout_s
     with listener:
         to_next = _dial(endpoints[(process + 1) % len(endpoints)], deadline)
-        from_previous, num_rejected = _admit(
-            listener, bytes.fromhex(endpoints[process].token), deadline
-        )
+        from_previous, num_rejected = _admit(listener, endpoints[process].greeting(), deadline)
     if from_previous is not None:
         return to_next, from_previous
     to_next.close()
@@ -80,11 +85,11 @@ def connect_neighbours(
 
 
 class _Peer:
-    """An accepted connection, and the part of the token that it has sent so far.
+    """An accepted connection, and the part of the greeting that it has sent so far.
 
     Attributes:
         connection: The connection; reading does not wait.
-        deadline: When it is closed unless the token has come.
+        deadline: When it is closed unless the greeting has come.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -93,28 +98,28 @@ class _Peer:
         self.deadline = time.monotonic() + _GREETING_S
         self._received = b""
 
-    def listen(self, token: bytes) -> bool | None:
-        """Returns whether the peer sent the token, or None if it is incomplete."""
+    def listen(self, greeting: bytes) -> bool | None:
+        """Returns whether the peer sent the greeting, or None if it is incomplete."""
         try:
-            # Not more than the token: the rest belongs to the ring.
-            received = self.connection.recv(len(token) - len(self._received))
+            # Not more than the greeting: the rest belongs to the ring.
+            received = self.connection.recv(len(greeting) - len(self._received))
         except BlockingIOError:
             return None
         except OSError:
             return False
         self._received += received
-        if received and len(self._received) < len(token):
+        if received and len(self._received) < len(greeting):
             return None
-        return secrets.compare_digest(self._received, token)
+        return secrets.compare_digest(self._received, greeting)
 
 
 def _admit(
-    listener: socket.socket, token: bytes, deadline: float
+    listener: socket.socket, greeting: bytes, deadline: float
 ) -> tuple[socket.socket | None, int]:
-    """Returns the connection of the first peer that sends the token, and the number of others.
+    """Returns the connection of the first peer that sends the greeting, and the number of others.
 
     All peers are read at once, so that silent ones keep nobody out. The connection is None if no
-    token comes in time.
+    greeting comes in time.
     """
     peers: list[_Peer] = []
     num_rejected = 0
@@ -136,7 +141,7 @@ def _admit(
                         if peer is not None:
                             peers.append(peer)
                             selector.register(peer.connection, selectors.EVENT_READ, peer)
-                    elif (is_right := key.data.listen(token)) is not None:
+                    elif (is_right := key.data.listen(greeting)) is not None:
                         if is_right:
                             peers.remove(key.data)
                             key.data.connection.setblocking(True)
@@ -168,7 +173,7 @@ def _dial(endpoint: Endpoint, deadline: float) -> socket.socket:
                 endpoint[:2], timeout=max(deadline - time.monotonic(), _RETRY_S)
             )
             connection.settimeout(None)
-            connection.sendall(bytes.fromhex(endpoint.token))
+            connection.sendall(endpoint.greeting())
             return connection
         except OSError as error:
             if time.monotonic() > deadline:

@@ -3,18 +3,34 @@
 A callback that some processes have and others have not would make them wait for each other forever.
 """
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from tnt_jax.distributed.collectives import call_on_all_processes
+from tnt_jax.distributed.comparison import compare
 from tnt_jax.distributed.rendezvous import meet
 from tnt_jax.distributed.runtime import is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.history import History
-from tnt_jax.keras_compat.callbacks.scope import OnMaster, controls_training, is_wrapped
+from tnt_jax.keras_compat.callbacks.scope import (
+    DECIDING,
+    OnMaster,
+    controls_training,
+    first_base,
+    is_keras_writer,
+    is_wrapped,
+)
+from tnt_jax.keras_compat.comparable import comparable, flat
 from tnt_jax.log import logger
 
+# Callbacks whose hooks exchange something, or decide how training goes on.
+_COMPARED = (*DECIDING, "ModelCheckpoint")
+_ADVICE = (
+    "Construct callbacks with the same arguments on every process; OnAllRanks(...) lets each "
+    "process have its own."
+)
 # Callbacks of the libraries that may end training between two steps, or call functions that do.
 _STOPPING = ("TerminateOnNaN", "LambdaCallback")
 
@@ -34,6 +50,8 @@ class _OfMaster(Callback):
 def agree_on_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit`; those that only the master has run there, as in `OnMaster`.
 
+    Settings are compared of callbacks that control training or save together.
+
     Args:
         callbacks: The user's callbacks on this process.
 
@@ -41,9 +59,39 @@ def agree_on_callbacks(callbacks: Sequence[Any]) -> list[Any]:
         As many on every process, in the master's order.
 
     Raises:
-        ValueError: On all processes, if lists differ in another way, or if the master alone has a
-            callback that controls training.
+        ValueError: On all processes, if lists differ in another way, if the master alone has a
+            callback that controls training, or if settings differ.
     """
+    agreed = _agree_on_kinds(callbacks)
+    together = [item for item in agreed if not is_keras_writer(item)]
+    compared = [item for item in together if first_base(item, _COMPARED) is not None]
+    compare("Model.fit", describe_callbacks(compared), advice=_ADVICE)
+    return agreed
+
+
+def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, str]:
+    """Returns the settings of callbacks of tnt_jax and Keras, by name; what prints is left out.
+
+    Args:
+        callbacks: Callbacks without wrappers.
+    """
+    told: dict[str, str] = {}
+    for number, callback in enumerate(callbacks):
+        settings = {name: comparable(value) for name, value in _settings(callback).items()}
+        told |= flat(f"callback {number + 1}, {type(callback).__name__}", settings)
+    return told
+
+
+def _settings(callback: Any) -> dict[str, Any]:
+    """Returns the arguments of a callback's constructor that it keeps under their names."""
+    library = ("tnt_jax", "keras")
+    kinds = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in library)
+    names = inspect.signature(next(kinds, type(callback)).__init__).parameters
+    kept = [name for name in names if name not in ("self", "verbose") and hasattr(callback, name)]
+    return {name: getattr(callback, name) for name in kept}
+
+
+def _agree_on_kinds(callbacks: Sequence[Any]) -> list[Any]:
     own = [(_kind(item), _may_stop(item), controls_training(item)) for item in callbacks]
     lists: list[list[Any]] = [json.loads(text) for text in meet("Model.fit", json.dumps(own))]
     kinds = [[kind for kind, *_ in entries] for entries in lists]

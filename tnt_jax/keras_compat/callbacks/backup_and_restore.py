@@ -2,23 +2,26 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.callback_states import collect, numbered, restore
 from tnt_jax.keras_compat.callbacks.monitor import Monitor
 from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingSeconds, saving_times
-from tnt_jax.log import logger
 from tnt_jax.train.checkpoint import Checkpoints, OnSaveError, Position, Saved
 from tnt_jax.train.checkpoint_folders import OwnFolders
-from tnt_jax.train.state_arrays import with_arrays
+from tnt_jax.train.state_arrays import state_arrays, with_arrays
 
 BACKUP_PREFIX = "tnt_jax_backup"
 """What the names of the folders of backups begin with."""
+# Settings that `optax.inject_hyperparams` keeps in the state of an optimizer, by path.
+_SETTING = re.compile(r"(?:^|/)hyperparams/(\w+)$")
 # Seconds between two looks whether a backup could be written.
 _CHECK_S = 1.0
 
@@ -215,9 +218,15 @@ class BackupAndRestore(Callback):
         if has_ended or (stops and position.batch == 0):
             position = Position(max(position.epoch, self.params["epochs"]), 0)
         self.model.stop_training = stops
+        resumption = self.model.resumption
         try:
-            self.model.set_state(with_arrays(self.model.state, saved.arrays))
-            position = self.model.resumption.resume_at(
+            changes = resumption.compare_run(
+                saved.notes.get("run"), self.where, has_ended=has_ended,
+                alone=self.scope != "all_processes",
+            )  # fmt: skip
+            arrays = saved.arrays | _new_settings(self.model.state, changes)
+            self.model.set_state(with_arrays(self.model.state, arrays))
+            position = resumption.resume_at(
                 position, saved.notes["data"], numbered(saved.extra, "sums")
             )
         except ValueError as error:
@@ -225,9 +234,10 @@ class BackupAndRestore(Callback):
         self._times.start_at(position.batch)
         restore(self.siblings, saved.notes["callbacks"], saved.extra)
         self._ended_state = self.model.state if has_ended else None
-        self._report(position, has_ended=has_ended)
+        self._report(position, changes, has_ended=has_ended)
 
-    def _report(self, position: Position, *, has_ended: bool) -> None:
+    def _report(self, position: Position, changes: Mapping[str, str], *, has_ended: bool) -> None:
+        """Prints where training resumes, also with `verbose=0`."""
         if has_ended:
             text = f"Training had ended, as {self.where} says"
         else:
@@ -235,10 +245,9 @@ class BackupAndRestore(Callback):
                 f"Training resumes from {self.where}, after batch {position.batch} of epoch "
                 f"{position.epoch + 1}"
             )
-        text += f"; delete {self.where} to start over."
-        logger.info(text)
-        if self.params.get("verbose"):
-            print(text, flush=True)
+        if changes:
+            text += f", with changes: {'; '.join(changes.values())}"
+        print(f"{text}; delete {self.where} to start over.", flush=True)
 
     def _improves(self, logs: Mapping[str, float] | None) -> bool:
         """Returns whether the watched log is better than ever."""
@@ -271,6 +280,7 @@ class BackupAndRestore(Callback):
             notes={
                 "callbacks": states,
                 "data": reached.data,
+                "run": self.model.resumption.run,
                 # A callback may have asked for the end, which another run must not put off.
                 "stops": ended is None and bool(self.model.stop_training),
                 "ended": ended,
@@ -279,3 +289,16 @@ class BackupAndRestore(Callback):
         )
         if self.on_save_error == "raise":
             self._checks = SavingSeconds(_CHECK_S, alone=self._is_alone)
+
+
+def _new_settings(state: Any, changes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the settings of the optimizer within a state that replace those of a checkpoint.
+
+    All other settings are part of the compiled step.
+    """
+    return {
+        path: np.asarray(leaf)
+        for path, leaf in state_arrays(state).items()
+        if (match := _SETTING.search(path))
+        and ("optimizer" if match[1] != "learning_rate" else match[1]) in changes
+    }

@@ -147,7 +147,9 @@ class CallbackList:
             with scoped.entered():
                 if self._model is not None:
                     callback.set_model(self._model)
-                callback.set_params(params)
+                # As in Keras, whose bar asks for the number of epochs of an evaluation, too.
+                is_ours = type(callback).__module__.startswith("tnt_jax.")
+                callback.set_params(params if is_ours else {"epochs": 1} | params)
 
     def _functions(self, hook: str) -> list[tuple[tuple[stall.Phase, str], Callable]]:
         functions = [

@@ -41,7 +41,7 @@ class LambdaCallback(Callback):
             "on_train_batch_end": on_train_batch_end,
         }  # fmt: skip
         known = sorted(name for name in dir(Callback) if name.startswith("on_"))
-        unknown = sorted(set(hooks) - set(known))
+        unknown = sorted(name for name in hooks if name.startswith("on_") and name not in known)
         if unknown:
             raise TypeError(
                 f"LambdaCallback has no hook {', '.join(unknown)}. The hooks are: "

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.distributed.collectives import raise_on_all_processes
 from tnt_jax.keras_compat import keras_files
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingTimes
 from tnt_jax.keras_compat.file_names import is_file_name
 from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoint_folders import problem_of_folder
 
 # Extensions of single files; anything else is a directory, written in the background.
 _FILES = (".weights.h5", ".h5", ".keras", ".safetensors")
@@ -102,6 +104,27 @@ class ModelCheckpoint(Callback):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state of an interrupted run."""
         self.best = state["best"]
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Checks that the model can be saved.
+
+        Raises:
+            OSError: On all processes, if nothing can be written where the path leads to.
+        """
+        # All processes write a directory, and the master alone a file.
+        saves = self.writes or (self.scope == "all_processes" and not self.is_file)
+        error = problem_of_folder(self._folder()) if saves else None
+        if self.scope == "all_processes":
+            raise_on_all_processes(error)
+        elif error is not None:
+            raise error
+
+    def _folder(self) -> Path:
+        """Returns the directory that the path leads to, as far as it is known before training."""
+        known, brace, _ = self.filepath.partition("{")
+        if brace or self.is_file:
+            return Path(f"{known}{brace}").parent
+        return Path(known)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Records the epoch."""

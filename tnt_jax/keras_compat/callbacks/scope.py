@@ -25,7 +25,7 @@ from tnt_jax.distributed.rendezvous import acting_alone
 Scope = Literal["all_processes", "main_process", "per_process"]
 
 # Callbacks that control training or return its result; every process must make their decisions.
-_DECIDING = (
+DECIDING = (
     "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau", "LearningRateWarmup",
     "TerminateOnNaN", "SwapEMAWeights", "OptunaPruning",
     "BackupAndRestore", "RayReport", "History",
@@ -71,7 +71,7 @@ class OnMaster(_Wrapper):
 
     def __init__(self, callback: Any) -> None:
         super().__init__(callback)
-        name = _first_base(callback, _DECIDING)
+        name = first_base(callback, DECIDING)
         if name is not None:
             raise ValueError(
                 f"{name} must run on every process, because it controls training: pass it without "
@@ -95,7 +95,7 @@ def is_wrapped(callback: Any) -> bool:
 def controls_training(callback: Any) -> bool:
     """Returns whether every process needs a callback, because it decides how training goes on."""
     inner = getattr(callback, "callback", callback)
-    return _first_base(inner, _DECIDING) is not None and type(inner).__name__ != "History"
+    return first_base(inner, DECIDING) is not None and type(inner).__name__ != "History"
 
 
 def current_scope() -> Scope:
@@ -247,5 +247,6 @@ def _is_of_keras(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
 
 
-def _first_base(callback: Any, names: tuple[str, ...]) -> str | None:
+def first_base(callback: Any, names: tuple[str, ...]) -> str | None:
+    """Returns the first of the names that a class of a callback has, or None."""
     return next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)

@@ -12,6 +12,7 @@ from tnt_jax.distributed.runtime import get_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.tensorboard_weights import (
     embedding_tables,
+    finite_values,
     write_embeddings,
     write_images,
     write_keras_graph,
@@ -163,7 +164,8 @@ class TensorBoard(Callback):
         if self.histogram_freq and epoch % self.histogram_freq == 0:
             weights = self.model.weights_by_path()
             for path, weight in weights.items():
-                self._writer("train").add_histogram(f"{path}/histogram", weight, epoch)
+                if (finite := finite_values(path, weight)).size:
+                    self._writer("train").add_histogram(f"{path}/histogram", finite, epoch)
             if self.write_images:
                 write_images(self._writer("train"), weights, epoch)
         if self.embeddings_freq and epoch % self.embeddings_freq == 0:

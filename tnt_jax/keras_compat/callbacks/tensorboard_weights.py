@@ -14,12 +14,26 @@ from tnt_jax.log import logger
 _TABLES = ("embedding", "embeddings")
 
 
+def finite_values(path: str, weight: np.ndarray) -> np.ndarray:
+    """Returns the finite values of a weight in one dimension; warns if there are others."""
+    values = np.asarray(weight, np.float32).ravel()
+    is_finite = np.isfinite(values)
+    if not is_finite.all():
+        logger.warning(
+            "%s: %d of %d values are NaN or infinite. TensorBoard shows the others.",
+            path,
+            np.sum(~is_finite),
+            values.size,
+        )
+    return values[is_finite]
+
+
 def as_images(weight: np.ndarray) -> np.ndarray | None:
     """Returns a weight as grey or colour images `[images, height, width, channels]` of bytes.
 
     The shapes are those of Keras. A vector becomes a column, and a matrix lies on its long side;
     each channel of a kernel `[height, width, channels]` is an image. Values are scaled from their
-    minimum to their maximum. The result is None for other shapes.
+    minimum to their maximum; NaN becomes the minimum. The result is None for other shapes.
     """
     image = np.squeeze(weight)
     if image.ndim == 1:
@@ -31,8 +45,10 @@ def as_images(weight: np.ndarray) -> np.ndarray | None:
     if image.ndim != 4 or image.shape[-1] not in (1, 3, 4):
         return None
     image = np.asarray(image, np.float32)
-    span = image.max() - image.min()
-    return ((image - image.min()) / (span or 1) * 255).astype(np.uint8)
+    finite = image[np.isfinite(image)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    image = np.nan_to_num(image, nan=low, posinf=high, neginf=low)
+    return ((image - low) / ((high - low) or 1) * 255).astype(np.uint8)
 
 
 def write_images(writer: Any, weights: Mapping[str, np.ndarray], epoch: int) -> None:

@@ -225,6 +225,11 @@ class Metric(Recorded):
         """Replaces the arrays of its state by those that a distributed step returned."""
         jax.tree.map(lambda variable, value: variable.replace(value), self._sums, sums)
 
+    def show_sums(self, sums: Any) -> None:
+        """Lets `result` be that of sums which are counted elsewhere, of an epoch for instance."""
+        self.sums(sums)
+        self.replace_sums(jax.tree.map(np.asarray, sums))
+
     def _require_outside(self, method: str) -> None:
         if (step := current_step()) is not None:
             raise RuntimeError(

@@ -24,8 +24,9 @@ class IoU(Metric):
         num_classes: Number of classes. Labels and predictions outside [0, num_classes) are ignored.
         target_class_ids: The classes of the mean.
         name: Name of the metric.
-        dtype: Dtype of the confusion matrix, by default float32. Keras's default truncates weights
-            to integers; here fractions count. Pass `"int"` for counts beyond 2^24.
+        dtype: Dtype of the confusion matrix. By default its integers are int32, as in Keras, so
+            that counts stay exact beyond 2^24; fractions of weights, which Keras truncates, are
+            added in float32. `"int"` truncates them, with a warning.
         ignore_class: Label whose positions are ignored.
         sparse_y_true: Whether targets are class numbers rather than one value per class.
         sparse_y_pred: Whether outputs are class numbers; pass False for the outputs of a
@@ -56,7 +57,12 @@ class IoU(Metric):
         self.axis = axis
         self.sparse_y_true = sparse_y_true
         self.sparse_y_pred = sparse_y_pred
-        self._declare({"total_cm": (num_classes, num_classes)}, self.dtype)
+        self._declare(
+            {"total_cm": (num_classes, num_classes)}, "int32" if dtype is None else self.dtype
+        )
+        if dtype is None:
+            self.fractions = self.add_variable((num_classes, num_classes), "zeros")
+            self._sums["fractions"] = self.fractions
 
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
@@ -86,12 +92,21 @@ class IoU(Metric):
         )
         is_class &= True if self.ignore_class is None else labels != self.ignore_class
         cell = jnp.where(is_class, labels * self.num_classes + predictions, 0)
-        counts = jax.ops.segment_sum(jnp.where(is_class, weight, 0), cell, self.num_classes**2)
-        return {"total_cm": counts.reshape(self.num_classes, self.num_classes)}
+        parts = {"total_cm": weight}
+        if "fractions" in self._sums:
+            whole = jnp.floor(weight)
+            parts = {"total_cm": whole.astype(jnp.int32), "fractions": weight - whole}
+        return {
+            name: jax.ops.segment_sum(
+                jnp.where(is_class, part, 0), cell, self.num_classes**2
+            ).reshape(self.num_classes, self.num_classes)
+            for name, part in parts.items()
+        }
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal metric."""
-        return config_of(self, "name", "dtype", "target_class_ids")
+        config = config_of(self, "name", "dtype", "target_class_ids")
+        return config | ({"dtype": None} if "fractions" in self._sums else {})
 
     def update_state(
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
@@ -113,7 +128,7 @@ class IoU(Metric):
 
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
         """Returns the mean over the target classes that occur."""
-        matrix = jnp.asarray(sums["total_cm"]).astype(jnp.float32)
+        matrix = sum(jnp.asarray(part).astype(jnp.float32) for part in sums.values())
         chosen = jnp.asarray(self.target_class_ids)
         right = jnp.diagonal(matrix)
         union = jnp.sum(matrix, axis=0) + jnp.sum(matrix, axis=1) - right

@@ -10,7 +10,7 @@ import numpy as np
 
 from tnt_jax.train.checkpoint import Checkpoints, OnSaveError
 from tnt_jax.train.loops.dataset import DistributedDataset
-from tnt_jax.train.state_arrays import check_match
+from tnt_jax.train.state_arrays import by_path, check_match
 
 _STATE = TypeVar("_STATE")
 # Those of `fit` in the same directory hold other notes.
@@ -101,6 +101,9 @@ class LoopCheckpoints:
             LockedError: On all processes, if another job writes to the directory.
             OSError: On all processes, if this or the previous checkpoint could not be written and
                 `on_save_error` is `"raise"`.
+            TypeError: On all processes, if an array has a dtype that cannot be stored.
+            ValueError: On all processes, if two arrays have the same path, or the same name in the
+                files, where dots stand for slashes.
         """
         self._checkpoints.save(
             _arrays(state),
@@ -120,10 +123,10 @@ class LoopCheckpoints:
 def _arrays(state: Any) -> dict[str, Any]:
     """Returns the arrays of a state by path; random keys as their words."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {
-        "/".join(jax.tree_util.keystr((entry,), simple=True) for entry in path): _plain(leaf)
+    return by_path(
+        ("/".join(jax.tree_util.keystr((entry,), simple=True) for entry in path), _plain(leaf))
         for path, leaf in leaves
-    }
+    )
 
 
 def _plain(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """The program of a distributed step: what one rank runs, inside `shard_map`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.any_flax import padding_left_out
 from tnt_jax.adapters.loops import with_varying_loops
-from tnt_jax.distributed.random_rows import batch_key
+from tnt_jax.distributed.random_rows import Draws, batch_key, key_for
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
@@ -35,6 +35,7 @@ class Program:
         reduction: How gradients are summed over the ranks.
         takes_key: Whether the function takes a key.
         trains: Whether it returns a state.
+        draws: What is known of its random numbers.
     """
 
     function: Callable
@@ -43,6 +44,7 @@ class Program:
     reduction: Reduction
     takes_key: bool
     trains: bool
+    draws: dict[Any, Draws] = field(default_factory=dict, compare=False)
 
     def mapped(self, mesh: Any, *, stacked: bool) -> Callable:
         """Returns the function `(state, (totals, number), batch, words) -> (state, sums, metrics)`.
@@ -132,16 +134,28 @@ class Program:
         self, state: Any, number: Any, batch: Batch, words: Any
     ) -> tuple[StepContext, Any, Any]:
         """Runs the user's function on a rank's rows; returns the context, state and metrics."""
+        key = None
+        if words is not None:
+            num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
+
+            def results(key: jax.Array, batch: Batch) -> Any:
+                return jax.tree.leaves(self._run(state, number, batch, key)[1:])
+
+            key = key_for(results, batch_key(words, number, num_rows), batch, self.draws)
+        return self._run(state, number, batch, key)
+
+    def _run(
+        self, state: Any, number: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[StepContext, Any, Any]:
         context = StepContext(
             self.name,
             self.platform,
             self.reduction,
             batch,
             number,
+            key=key,
             tells_varying=jax.lax.axis_size(_jax.DATA_AXIS) > 1,
         )
-        if words is not None:
-            context.key = batch_key(words, number, context.num_rows)
         arguments = (state, batch, context.key) if self.takes_key else (state, batch)
         # Loops of a training step may carry the state, which must not differ between ranks.
         function = self.function if self.trains else with_varying_loops(self.function)

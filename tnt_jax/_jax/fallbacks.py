@@ -1,0 +1,54 @@
+"""Plain JAX where a name outside its documented API is missing, or behaves in another way."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tnt_jax.log import logger
+
+# How a name that is gone, or has other arguments, shows.
+CHANGED = (ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
+
+
+def or_plain(plain: Callable, *, lost: str) -> Callable[[Callable], Callable]:
+    """Decorates a function that uses private names; where they fail, `plain` is called instead.
+
+    The first failure is followed by one warning, and all later calls are of `plain`. If `plain`
+    fails as well, the arguments are wrong, and its error is raised. Private names are imported
+    inside the function.
+
+    Args:
+        plain: Function of the same arguments that needs no private name.
+        lost: What the job does without, for the warning.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        has_failed = False
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_failed
+            if has_failed:
+                return plain(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except CHANGED as error:
+                result = plain(*args, **kwargs)
+                has_failed = True
+                warn_changed(error, lost)
+                return result
+
+        call.plain = plain  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def warn_changed(error: Exception, lost: str) -> None:
+    """Warns that JAX has changed and what the job does without."""
+    logger.warning(
+        "JAX %s differs from the versions that tnt_jax knows (%s: %s). %s",
+        jax.__version__, type(error).__name__, error, lost,
+    )  # fmt: skip
