@@ -248,9 +248,16 @@ def test_only_calls_of_ours_count_as_waiting_for_others(use_ranks):
         "The user's own program waits for nobody."
     )
     model = tnt.Model(Slow())
-    waits = [wait for wait in waits_during(lambda: model.predict(x, verbose=0)) if wait is not None]
-    assert len(waits) > 5
-    assert {wait.partition(",")[0] for wait in waits} == {"in Model.predict"}
+    model.compile("sgd", loss="mse")
+    for name, call in [
+        ("predict", lambda: model.predict(x, verbose=0)),
+        ("predict_on_batch", lambda: model.predict_on_batch(x)),
+        ("test_on_batch", lambda: model.test_on_batch(x, x)),
+        ("train_on_batch", lambda: model.train_on_batch(x, x)),
+    ]:
+        waits = [wait for wait in waits_during(call) if wait is not None]
+        assert len(waits) > 5
+        assert {wait.partition(",")[0] for wait in waits} == {f"in Model.{name}"}
 
 
 def test_a_process_waits_where_its_main_thread_says_so():

@@ -60,6 +60,7 @@ class SingleBatches:
         self._preparation = preparation
         self._progress = progress
 
+    @stall.called("Model.train_on_batch")
     def train_on_batch(
         self,
         x: Any,
@@ -96,6 +97,7 @@ class SingleBatches:
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
+    @stall.called("Model.test_on_batch")
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
@@ -112,6 +114,7 @@ class SingleBatches:
             self._progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
         return self._results(return_dict)
 
+    @stall.called("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
 
