@@ -92,6 +92,7 @@ class SingleBatches:
         first = self._single(x, y, sample_weight)
         self._preparation.prepare(first, weighting)
         self._preparation.choose_mesh(first, weighting)
+        self._preparation.check_rows(first, weighting, train=True)
         with self._fed(first, weighting) as feed:
             self._progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())
         self._core.write_back_outside_fit()
@@ -110,6 +111,7 @@ class SingleBatches:
         self._core.require_compiled()
         first = self._single(x, y, sample_weight)
         self._preparation.prepare(first)
+        self._preparation.check_rows(first, train=False)
         with self._fed(first) as feed:
             self._progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
         return self._results(return_dict)
@@ -125,6 +127,7 @@ class SingleBatches:
         """
         first = self._single(x, None, None, is_inputs=True)
         self._builder.build_for(to_batch(first))
+        self._preparation.check_outputs(to_batch(first))
         with self._fed(first) as feed:
             return self._core.trainer.predict(feed, _NoHooks())
 
