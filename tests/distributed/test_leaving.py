@@ -19,7 +19,7 @@ from processes import environment, free_address, launch
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.distributed.leaving import Membership
-from tnt_jax.distributed.waiting import describe_wait
+from tnt_jax.distributed.stall import calling, describe_wait, here, in_phase, waiting
 from tnt_jax.settings import LOST_EXIT_CODE
 
 # The arguments: what happens, where, and on which process.
@@ -248,9 +248,34 @@ def test_only_calls_of_ours_count_as_waiting_for_others(use_ranks):
         "The user's own program waits for nobody."
     )
     model = tnt.Model(Slow())
-    waits = [wait for wait in waits_during(lambda: model.predict(x, verbose=0)) if wait is not None]
-    assert len(waits) > 5
-    assert all(wait.startswith("predict (test_leaving.py, line ") for wait in waits)
+    model.compile("sgd", loss="mse")
+    for name, call in [
+        ("predict", lambda: model.predict(x, verbose=0)),
+        ("predict_on_batch", lambda: model.predict_on_batch(x)),
+        ("test_on_batch", lambda: model.test_on_batch(x, x)),
+        ("train_on_batch", lambda: model.train_on_batch(x, x)),
+    ]:
+        waits = [wait for wait in waits_during(call) if wait is not None]
+        assert len(waits) > 5
+        assert {wait.partition(",")[0] for wait in waits} == {f"in Model.{name}"}
+
+
+def test_a_process_waits_where_its_main_thread_says_so():
+    with calling("Model.fit"), in_phase("callback"):
+        assert describe_wait() is None
+        with waiting("a value"):
+            assert describe_wait() == "in Model.fit, in a callback"
+    for phase, is_wait in [("step", True), ("compile", True), ("save", False), ("loop", False)]:
+        with in_phase(phase):
+            assert (describe_wait() is not None) == is_wait
+    # A thread waits for data of others: the main thread waits, too, if it takes data.
+    here().waits[-1] = "data of process 1"
+    try:
+        for phase, is_wait in [("data", True), ("callback", False), ("", False)]:
+            with in_phase(phase):
+                assert (describe_wait() is not None) == is_wait
+    finally:
+        del here().waits[-1]
 
 
 @pytest.mark.parametrize(("decided", "code"), [(None, LOST_EXIT_CODE), (3, 3), (0, 0)])

@@ -155,6 +155,8 @@ class Other(Note): pass
 
 class Stop(Callback):
     def on_train_batch_end(self, batch, logs=None): self.model.stop_training = batch == 3
+    def on_test_batch_end(self, batch, logs=None):
+        noted.append(batch); self.model.stop_evaluating = batch == 3
 
 class Calls(Callback):
     def on_epoch_end(self, epoch, logs=None): eval(sys.argv[2], globals(), {"self": self})
@@ -185,6 +187,9 @@ attempt("middle", first, *([Other("alone")] if is_master else []), last)
 attempt("none", *([Note("alone"), CSVLogger(path + ".csv")] if is_master else []))
 attempt("stop", *([Stop(), OnMaster(Note("alone"))] if is_master else []), last)
 attempt("saves", *([ModelCheckpoint(path)] if is_master else []))
+noted = []
+model.evaluate(x, x[:, :1], batch_size=4, verbose=0, callbacks=[Stop()] if is_master else [])
+print("evaluate", rank, len(noted), flush=True)
 """
 REFUSED = """
 attempt("early", *([EarlyStopping("loss")] if is_master else []))
@@ -218,9 +223,10 @@ def test_callbacks_of_the_master_alone_run_there_and_others_keep_their_order(tmp
     # All stop after the same step: the request of one comes into force five programs later.
     assert printed(result, "stop") == ["alone last 9", *["last 9"] * 2]
     assert printed(result, "saves") == ["48"] * 3
+    assert printed(result, "evaluate") == ["9", "0", "0"]
     assert (tmp_path / "out.csv").read_text().startswith("epoch,")
     assert (tmp_path / "out").exists()
-    assert "Only the master passes Note, CSVLogger to fit: it runs on the master alone" in (
+    assert "Only the master passes Note, CSVLogger to Model.fit: it runs on the master alone" in (
         result.stderr
     )
 
@@ -234,7 +240,8 @@ def test_callbacks_that_differ_otherwise_are_refused_on_every_process_alike(tmp_
     ]:  # fmt: skip
         told = set(printed(result, number))
         assert len(told) == 1
-        assert f"{name} must be passed to fit on every process, because it controls" in told.pop()
+        text = f"{name} must be passed to Model.fit on every process, because it controls"
+        assert text in told.pop()
     for number, lists in [
         ("other", "process 0 has [] and process 1 has [Note]"),
         ("last", "process 0 has [Note] and process 2 has []"),
@@ -242,7 +249,7 @@ def test_callbacks_that_differ_otherwise_are_refused_on_every_process_alike(tmp_
     ]:
         told = set(printed(result, number))
         assert len(told) == 1
-        assert f"must pass the same callbacks to fit, but {lists}" in told.pop()
+        assert f"must pass the same callbacks to Model.fit, but {lists}" in told.pop()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 def test_what_differs_is_one_error_on_all_and_a_stop_is_agreed():
     done = launch(2, SCRIPTS / "disagree.py", flags=["--output-on-all-devices"], timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("36 cases and 6 stops") == 2
+    assert done.stdout.count("38 cases and 6 stops") == 2
 
 
 @pytest.mark.parametrize(

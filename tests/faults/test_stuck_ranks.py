@@ -81,6 +81,13 @@ def test_the_cause_is_the_process_that_others_wait_for(notes, expected):
 EVALUATE = note(
     calls=("Model.fit", "Model.evaluate"), meetings=8, epoch=0, step=0, waits="Model.evaluate"
 )
+BATCH = Note(
+    meetings=4,
+    calls=("Model.train_on_batch",),
+    phase="step",
+    waits="sum of gradients",
+    stuck_s=61.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,13 @@ EVALUATE = note(
         # Only members of a process set make its calls.
         ([replace(EVALUATE, members=(0, 2)), SUM, SUM], 0, "a call that process 2 (in Model.fit"),
         ([EVALUATE, replace(SUM, stuck_s=59.0)], None, ""),
+        # They wait in different calls: the one that has met the others less often is behind.
+        (
+            [Note(meetings=5, calls=("Model.fit",), waits="Model.fit", stuck_s=61.0), BATCH],
+            1,
+            "in Model.train_on_batch, running the step. All processes wait, for one another or a "
+            "device: process 0 (in Model.fit). Every process must make the same calls",
+        ),
     ],
 )
 def test_a_call_that_not_all_processes_have_made_is_named(notes, expected, text):
@@ -119,7 +133,13 @@ def test_a_call_that_not_all_processes_have_made_is_named(notes, expected, text)
 
 @pytest.mark.parametrize(
     ("phase", "silent_s", "is_cause"),
-    [("step", 59, False), ("step", 61, True), ("compile", 61, True), ("save", 61, False)],
+    [
+        ("step", 59, False),
+        ("step", 61, True),
+        ("", 61, True),
+        ("compile", 61, True),
+        ("save", 61, False),
+    ],
 )
 def test_a_process_that_posts_nothing_is_the_cause_whatever_the_others_do(
     phase, silent_s, is_cause
@@ -128,6 +148,11 @@ def test_a_process_that_posts_nothing_is_the_cause_whatever_the_others_do(
     cause = find_cause(seen, 60.0)
     assert (cause is not None and cause.process == 1 and cause.is_silent) == is_cause
     assert (cause is not None and "has not posted for 61 s" in cause.text) == is_cause
+
+
+def test_a_script_outside_of_calls_may_be_silent_for_ten_times_as_long():
+    found = [find_cause([Seen(STEP), Seen(Note(), silent_s)], 60.0) for silent_s in (599.0, 601.0)]
+    assert [cause is not None and cause.is_silent for cause in found] == [False, True]
 
 
 def test_a_process_that_asked_for_time_may_be_silent_for_so_long():

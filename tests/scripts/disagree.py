@@ -171,6 +171,14 @@ CASES = {
     ),
     "evaluate": (lambda: by_xla.evaluate(x + is_other, y, verbose=0), "Model.evaluate needs the same data"),
     "predict": (lambda: by_xla.predict(x, batch_size=8 * other_number, verbose=0), "batch_size: 8 on process 0, 16"),
+    "callbacks of evaluate": (
+        lambda: by_xla.evaluate(x, y, verbose=0, callbacks=[Stop(99)] * is_other),
+        "same callbacks to Model.evaluate, but process 0 has [] and process 1 has [Stop]",
+    ),
+    "callbacks of predict": (
+        lambda: by_xla.predict(x, verbose=0, callbacks=[Stop(99)] * is_other),
+        "same callbacks to Model.predict, but process 0 has [] and process 1 has [Stop]",
+    ),
 }  # fmt: skip
 DRIFTS = {
     "rate set in training": (

@@ -104,8 +104,12 @@ def flush() -> None:
 
 def tells_of_loss(error: BaseException) -> bool:
     """Returns whether an error is that of a collective whose peer has gone."""
-    is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError))
-    return is_of_collective and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
+    text = str(error).lower()
+    # A program that fails while it is started raises a ValueError.
+    is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError)) or (
+        isinstance(error, ValueError) and text.startswith("unknown: gloo")
+    )
+    return is_of_collective and any(sign in text for sign in _SIGNS_OF_LOSS)
 
 
 def say(first: str, *others: str) -> None:

@@ -239,10 +239,11 @@ def connect_devices() -> None:
     # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s
     # after another.
     if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
-        mesh = _jax.make_data_mesh(jax.devices())
-        ones = _jax.shard_rows(np.ones(mesh.size, np.int32), mesh)
-        total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)
-        jax.block_until_ready(total)
+        with stall.waiting("the first collective"):
+            mesh = _jax.make_data_mesh(jax.devices())
+            ones = _jax.shard_rows(np.ones(mesh.size, np.int32), mesh)
+            total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)
+            jax.block_until_ready(total)
 
 
 def collected(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tnt_jax.distributed import stall
 from tnt_jax.job import once_per_job
 
 ALIGNMENT = 32
@@ -70,7 +71,8 @@ def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.
     own = mesh.devices.flat[members.index(jax.process_index())]
     part = jax.device_put(chunk[None], own)
     rows = jax.make_array_from_single_device_arrays((len(members), chunk.size), sharding, [part])
-    return np.asarray(program(mesh)(rows).addressable_data(0))
+    with stall.waiting("values of other processes"):
+        return np.asarray(program(mesh)(rows).addressable_data(0))
 
 
 @once_per_job

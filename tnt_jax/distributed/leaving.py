@@ -24,10 +24,9 @@ from tnt_jax.cluster.machine import machine_id
 from tnt_jax.distributed import departures, roll_call
 from tnt_jax.distributed.departures import Departure, flush, gist, say
 from tnt_jax.distributed.local_peers import LocalPeers
-from tnt_jax.distributed.stall import here
+from tnt_jax.distributed.stall import describe_wait, here
 from tnt_jax.distributed.stall_causes import Cause
 from tnt_jax.distributed.threads import start_thread
-from tnt_jax.distributed.waiting import describe_wait
 from tnt_jax.log import logger
 from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
@@ -115,7 +114,7 @@ class Membership:
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
             if cause is not None and place is not None and waited_s >= cause.patience_s:
-                self._end(cause, f"Process {self.process} waits for it in {place}")
+                self._end(cause, f"Process {self.process} waits for it {place}")
 
     def _report_lost(self) -> None:
         """Reports as lost the processes of this machine that ended without saying so."""

@@ -32,6 +32,8 @@ _WORDS: dict[Phase, str] = {
     "loop": "in the body of its loop",
     "save": "saving or restoring",
 }
+# Phases that end only if every process takes part.
+_OF_ALL: tuple[Phase, ...] = ("compile", "step", "steps")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -149,6 +151,19 @@ _here = Slot(Here)
 def here() -> Here:
     """Returns where this process is in its job."""
     return _here.get()
+
+
+def describe_wait() -> str | None:
+    """Returns where the main thread waits for other processes, in words; None if it does not.
+
+    It waits where it says so (`waiting`), where it runs a program of all processes, which it may
+    have to compile first, or reads its result (`in_phase`), and where it takes data for which a
+    thread waits.
+    """
+    own, main = here(), threading.main_thread().ident
+    phase = own.doing[0]
+    waits = main in own.waits or phase in _OF_ALL or (phase == "data" and bool(own.waits))
+    return str(own.note()) if waits else None
 
 
 class waiting:

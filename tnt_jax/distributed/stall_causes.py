@@ -59,9 +59,10 @@ def limit_s(note: Note, timeout_s: float) -> float:
 def _silence_limit_s(note: Note, timeout_s: float) -> float:
     """Returns the same for a process that posts nothing: only what holds Python's lock is silent.
 
-    Compilation and programs of several steps do not.
+    Compilation and programs of several steps do not, and within a call the note may be older than
+    the phase in which the process was stopped.
     """
-    does_as_it_likes = note.phase in ("", "save")
+    does_as_it_likes = note.phase == "save" or not (note.phase or note.calls)
     return limit_s(note, timeout_s) if does_as_it_likes else note.limit_s or timeout_s
 
 
@@ -96,7 +97,8 @@ def find_cause(seen: Sequence[Seen], timeout_s: float) -> Cause | None:
         first = min(unknown, key=lambda process: notes[process].order)
         others = _listed(notes, [number for number in range(len(notes)) if number != first])
         more = f". All processes wait, for one another or a device: {others}" if others else ""
-        return _stuck(first, notes, timeout_s, more)
+        differ = len({notes[process].calls for process in there}) > 1
+        return _stuck(first, notes, timeout_s, more, SAME_CALLS if differ else ADVICE)
     return None
 
 

@@ -52,7 +52,7 @@ class Evaluator:
         compare_starts("Model.evaluate", self._core, data, steps=steps)
         source = collectives.call_on_all_processes(lambda: self._intake.source(data))
         num_steps = steps or source.num_batches
-        shown = callbacks.open(in_training=False, steps=num_steps)
+        shown = callbacks.open("Model.evaluate", steps=num_steps)
         with shown as hooks, preemption.ending_call() as points:
             return self.evaluate_source(source, steps, hooks, points)
 
@@ -130,7 +130,7 @@ class Predictor:
         batches = read_in_lockstep(
             islice(stream.epoch(0), steps), source, where="the data to predict"
         )
-        shown = callbacks.open(in_training=False, steps=steps or source.num_batches)
+        shown = callbacks.open("Model.predict", steps=steps or source.num_batches)
         self._progress.stop_predicting = False
         with (
             shown as hooks,

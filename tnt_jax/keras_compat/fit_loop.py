@@ -147,7 +147,7 @@ class FitLoop:
         if self.compiles_ahead and plan.validation is not None and plan.ever_validates:
             self._preparation.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
-        with callbacks.open(in_training=True, **counts) as hooks:
+        with callbacks.open("Model.fit", **counts) as hooks:
             watches = may_stop_within_epoch(hooks.callbacks)
             stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
             with self._core.fitting(), goodput.training(), stopping as stop:
@@ -220,7 +220,8 @@ class FitLoop:
             )  # fmt: skip
             check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
-            logs = self._train_epoch(plan, epoch, phase_hooks, begin)
+            with stall.in_phase(""):
+                logs = self._train_epoch(plan, epoch, phase_hooks, begin)
             if logs is None:
                 return
             if plan.validates_after(epoch):

@@ -42,14 +42,14 @@ class CallbackArguments:
         return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
 
     @contextmanager
-    def open(self, *, in_training: bool, **params: Any) -> Iterator[CallbackList]:
+    def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
         """Yields the list of callbacks, including the default ones, and clears the screen at last.
 
         Args:
-            in_training: Whether a `History` belongs to them.
+            call: The call, such as `Model.fit`.
             **params: Parameters that they see beside `verbose`.
         """
-        completed = complete(self.callbacks, verbose=self.verbose, in_training=in_training)
+        completed = complete(self.callbacks, call, verbose=self.verbose)
         opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
         try:
             yield opened
@@ -153,26 +153,27 @@ class PhaseHooks:
         return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
 
 
-def complete(callbacks: Any, *, verbose: int | str, in_training: bool) -> list[Any]:
-    """Returns the user's callbacks with a `History` and, if this process prints, a `ProgbarLogger`.
+def complete(callbacks: Any, call: str, *, verbose: int | str) -> list[Any]:
+    """Returns the user's callbacks with a `ProgbarLogger`, if this process prints.
+
+    In `fit`, a `History` belongs to them.
 
     Args:
         callbacks: A callback, a sequence of them, or None.
+        call: The call, such as `Model.fit`.
         verbose: 0, 1, 2 or `"auto"`, which is 1.
-        in_training: Whether a `History` belongs to them.
     """
     if verbose not in (0, 1, 2, "auto"):
         raise ValueError(
             "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
             f"{verbose!r}."
         )
-    given: list[Any] = flat(callbacks)
-    if in_training:
-        given = agree_on_callbacks(given)
+    given = agree_on_callbacks(flat(callbacks), call)
     plain = [getattr(callback, "callback", callback) for callback in given]
     prints = is_master_rank() or init().settings.output_on_all_devices
     # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
-    history = [] if not in_training or any(isinstance(c, History) for c in plain) else [History()]
+    has_history = call != "Model.fit" or any(isinstance(c, History) for c in plain)
+    history = [] if has_history else [History()]
     has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
     if not verbose or not prints or has_bar:
         return given + history

@@ -1,6 +1,7 @@
 """Training, evaluation and prediction on single batches, for custom loops on a `Model`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ from jax.core import Tracer
 
 from tnt_jax.data.kinds import is_arrays
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed import stall
 from tnt_jax.distributed.rendezvous import check_not_alone
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.core import Core
 from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
 from tnt_jax.keras_compat.evaluation import as_returned
-from tnt_jax.keras_compat.inputs import class_weighting, to_batch
+from tnt_jax.keras_compat.inputs import Weighting, class_weighting, to_batch
 from tnt_jax.keras_compat.preparation import Preparation
 from tnt_jax.keras_compat.progress import Progress
 from tnt_jax.train.device_feed import device_feed
@@ -58,6 +60,7 @@ class SingleBatches:
         self._preparation = preparation
         self._progress = progress
 
+    @stall.called("Model.train_on_batch")
     def train_on_batch(
         self,
         x: Any,
@@ -90,13 +93,12 @@ class SingleBatches:
         self._preparation.prepare(first, weighting)
         self._preparation.choose_mesh(first, weighting)
         self._preparation.check_rows(first, weighting, train=True)
-        with device_feed(
-            trainer, iter([first]), lambda item: to_batch(item, weighting), threaded=False
-        ) as feed:
+        with self._fed(first, weighting) as feed:
             self._progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
+    @stall.called("Model.test_on_batch")
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
@@ -110,10 +112,11 @@ class SingleBatches:
         first = self._single(x, y, sample_weight)
         self._preparation.prepare(first)
         self._preparation.check_rows(first, train=False)
-        with device_feed(self._core.trainer, iter([first]), to_batch, threaded=False) as feed:
+        with self._fed(first) as feed:
             self._progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
         return self._results(return_dict)
 
+    @stall.called("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
 
@@ -125,7 +128,7 @@ class SingleBatches:
         first = self._single(x, None, None, is_inputs=True)
         self._builder.build_for(to_batch(first))
         self._preparation.check_outputs(to_batch(first))
-        with device_feed(self._core.trainer, iter([first]), to_batch, threaded=False) as feed:
+        with self._fed(first) as feed:
             return self._core.trainer.predict(feed, _NoHooks())
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
@@ -180,5 +183,15 @@ class SingleBatches:
         size = max(num_rows, self._core.trainer.rank_slice.num_ranks)
         return next(iter(self._intake.source(replace(data, batch_size=size)).batches(0)))
 
+    @contextmanager
+    def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:
+        """Yields the batch on the devices, for a step within the block."""
+        with stall.in_phase("step"), device_feed(
+            self._core.trainer, iter([first]), lambda item: to_batch(item, weighting),
+            threaded=False,
+        ) as feed:  # fmt: skip
+            yield feed
+
     def _results(self, return_dict: bool) -> float | list[float] | dict[str, float]:
-        return as_returned(self._core.logs(self._progress.epoch_sums), return_dict)
+        with stall.in_phase("step"):
+            return as_returned(self._core.logs(self._progress.epoch_sums), return_dict)

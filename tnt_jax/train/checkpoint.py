@@ -176,6 +176,9 @@ class Checkpoints:
         for arrays in trees.values():
             check_savable(arrays)
         self.wait()
+        # The steps that still run need every process.
+        with in_phase("step"):
+            jax.block_until_ready(state)
         try:
             number = self._writer.begin(int(state.step) if step is None else step)
         except OSError as error:

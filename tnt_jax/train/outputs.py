@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from tnt_jax import _jax
+from tnt_jax.distributed import stall
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.step import make_predict_step
 from tnt_jax.train.trainer import Trainer
@@ -65,9 +66,10 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
         batch: Batch of this process's rows.
     """
     state = trainer.require_state()
-    outputs = _jax.finished(
-        trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
-    )
+    with stall.in_phase("step"):
+        outputs = _jax.finished(
+            trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
+        )
     return jax.tree.map(
         lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs
     )

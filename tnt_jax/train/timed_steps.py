@@ -101,7 +101,7 @@ def time_steps(
         num_steps = _choose(trainer, batches, unpack, threaded=threaded)
     with device_feed(trainer, batches, unpack, threaded=threaded, num_steps=num_steps) as feed:
         loop = _Loop(trainer, iter(feed))
-        loop.warm_up(-(-_WARM_STEPS // num_steps))
+        loop.run(-(-_WARM_STEPS // num_steps))
         rows, seconds = _time(loop, -(-steps // num_steps))
         shares = _trace(loop, -(-min(steps, _MOST_TRACED) // num_steps))
     return Times(-(-steps // num_steps) * num_steps, rows, seconds, shares)
@@ -116,7 +116,7 @@ def _choose(
 ) -> int:
     with device_feed(trainer, batches, unpack, threaded=threaded) as feed:
         loop = _Loop(trainer, iter(feed))
-        loop.warm_up(_WARM_STEPS)
+        loop.run(_WARM_STEPS)
         _, seconds = loop.run(_WARM_STEPS)
     return int(collectives.broadcast(choose_num_steps(seconds / _WARM_STEPS, available=None)))
 
@@ -129,19 +129,15 @@ class _Loop:
         self._groups = groups
         self._index, self._sums = 0, None
 
-    def warm_up(self, num_programs: int) -> None:
-        """Runs some programs, of which the first are compiled."""
-        with stall.in_phase("compile"):
-            self.run(num_programs)
-
     def run(self, num_programs: int) -> tuple[int, float]:
         """Runs some programs to their end; returns their real rows, and seconds."""
         hooks = _Rows()
         start = time.perf_counter()
-        self._sums = self._trainer.train_epoch(
-            self._next(num_programs), hooks, first_index=self._index, sums=self._sums
-        )
-        jax.block_until_ready((self._trainer.state, self._sums))
+        with stall.in_phase("steps"):
+            self._sums = self._trainer.train_epoch(
+                self._next(num_programs), hooks, first_index=self._index, sums=self._sums
+            )
+            jax.block_until_ready((self._trainer.state, self._sums))
         return hooks.number, time.perf_counter() - start
 
     def _next(self, num_programs: int) -> Iterator[DeviceBatches]:

@@ -261,7 +261,10 @@ class Trainer:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Returns an array replicated; of a sharded one all processes must ask for it."""
-        return x if x.is_fully_replicated else self._replicated(x)
+        if x.is_fully_replicated:
+            return x
+        with stall.waiting("parts of an array"):
+            return jax.block_until_ready(self._replicated(x))
 
     def gather_like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """Returns an array that lies like `other`, whole or cut in the same way."""

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed import collectives
+from tnt_jax.distributed import collectives, stall
 from tnt_jax.distributed.reduction import Reduction, choose_reduction
 from tnt_jax.settings import Settings
 from tnt_jax.train.contracts import Batch, Parts
@@ -273,8 +273,9 @@ def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
 
     def run(count: int) -> float:
         started = time.perf_counter()
-        sums = trainer.train_epoch(repeat(group, count), _Nothing())
-        jax.block_until_ready((trainer.state, sums))
+        with stall.in_phase("steps"):
+            sums = trainer.train_epoch(repeat(group, count), _Nothing())
+            jax.block_until_ready((trainer.state, sums))
         return (time.perf_counter() - started) / (count * group.num_steps)
 
     run(1)

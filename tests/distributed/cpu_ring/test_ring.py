@@ -114,11 +114,19 @@ def test_sums_that_differ_between_processes_are_refused_on_all():
     assert any("every process must start the same arrays" in message for message in messages)
 
 
+BATCH = Tag(step=1)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("first", "other"),
-    [(Tag(1, 4), Tag(2, 1)), (Tag(1, 4), Tag(1, 3, 1)), (Tag(1, 4, 1), Tag(1, 3, 1))],
-    ids=["epochs", "end", "ends"],
+    [
+        (Tag(1, 4), Tag(2, 1)),
+        (Tag(1, 4), Tag(1, 3, 1)),
+        (Tag(1, 4, 1), Tag(1, 3, 1)),
+        (Tag(1, 4), BATCH),
+    ],
+    ids=["epochs", "end", "ends", "single batch"],
 )
 @pytest.mark.parametrize("nbytes", [8, 4_000_000])
 def test_processes_at_different_places_are_told_who_was_where(size, first, other, nbytes):
@@ -133,7 +141,8 @@ def test_processes_at_different_places_are_told_who_was_where(size, first, other
     for message in messages:
         assert f"process 1 {other}" in message
         assert re.search(rf"process [023] {re.escape(str(first))}", message)
-        assert "every process needs equally many batches" in message
+        assert (other is BATCH) == ("at batch 1 of its own loop or of train_on_batch" in message)
+        assert "every process must make the same calls, with equally many batches" in message
     if size == 2:
         assert len({message.split(": ", 1)[1] for message in messages}) == 1
 

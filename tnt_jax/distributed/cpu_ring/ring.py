@@ -57,7 +57,7 @@ class Tag(NamedTuple):
         if self.is_end:
             return f"has ended epoch {self.epoch} after {self.step} step(s)"
         if not self.epoch:
-            return f"is at batch {self.step} of its data"
+            return f"is at batch {self.step} of its own loop or of train_on_batch"
         return f"is in epoch {self.epoch}, step {self.step}"
 
 
@@ -318,7 +318,8 @@ class Ring:
             points = sorted([(before, message.tag), (self._process, pending.tag)])
             raise ValueError(
                 f"{', '.join(f'process {process} {tag}' for process, tag in points)}; every "
-                "process needs equally many batches in each epoch, and must stop at the same step"
+                "process must make the same calls, with equally many batches in each epoch, and "
+                "stop at the same step"
             )
         segments = pending.pieces[message.piece] if message.piece < len(pending.pieces) else []
         segment = (

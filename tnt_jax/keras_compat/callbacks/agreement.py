@@ -47,13 +47,14 @@ class _OfMaster(Callback):
         self.may_stop = may_stop
 
 
-def agree_on_callbacks(callbacks: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks of `fit`; those that only the master has run there, as in `OnMaster`.
+def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
+    """Returns the callbacks of a call; those that only the master has run there, as in `OnMaster`.
 
     Settings are compared of callbacks that control training or save together.
 
     Args:
         callbacks: The user's callbacks on this process.
+        call: The call, such as `Model.fit`.
 
     Returns:
         As many on every process, in the master's order.
@@ -62,10 +63,10 @@ def agree_on_callbacks(callbacks: Sequence[Any]) -> list[Any]:
         ValueError: On all processes, if lists differ in another way, if the master alone has a
             callback that controls training, or if settings differ.
     """
-    agreed = _agree_on_kinds(callbacks)
+    agreed = _agree_on_kinds(callbacks, call)
     together = [item for item in agreed if not is_keras_writer(item)]
     compared = [item for item in together if first_base(item, _COMPARED) is not None]
-    compare("Model.fit", describe_callbacks(compared), advice=_ADVICE)
+    compare(call, describe_callbacks(compared), advice=_ADVICE)
     return agreed
 
 
@@ -91,9 +92,9 @@ def _settings(callback: Any) -> dict[str, Any]:
     return {name: getattr(callback, name) for name in kept}
 
 
-def _agree_on_kinds(callbacks: Sequence[Any]) -> list[Any]:
+def _agree_on_kinds(callbacks: Sequence[Any], call: str) -> list[Any]:
     own = [(_kind(item), _may_stop(item), controls_training(item)) for item in callbacks]
-    lists: list[list[Any]] = [json.loads(text) for text in meet("Model.fit", json.dumps(own))]
+    lists: list[list[Any]] = [json.loads(text) for text in meet(call, json.dumps(own))]
     kinds = [[kind for kind, *_ in entries] for entries in lists]
     differing = next((process for process, item in enumerate(kinds) if item != kinds[0]), None)
     if differing is None:
@@ -101,7 +102,7 @@ def _agree_on_kinds(callbacks: Sequence[Any]) -> list[Any]:
     extras = _missing(kinds[0], kinds[differing])
     if extras is None or any(item != kinds[differing] for item in kinds[1:]):
         raise ValueError(
-            f"Every process must pass the same callbacks to fit, but process 0 has "
+            f"Every process must pass the same callbacks to {call}, but process 0 has "
             f"[{', '.join(kinds[0])}] and process {differing} has [{', '.join(kinds[differing])}]. "
             "Only process 0, the master, may have further ones, which run there alone. Callbacks "
             "that write files do so on the master alone."
@@ -109,10 +110,10 @@ def _agree_on_kinds(callbacks: Sequence[Any]) -> list[Any]:
     for index in extras:
         if lists[0][index][2]:
             raise ValueError(
-                f"{kinds[0][index]} must be passed to fit on every process, because it controls "
-                "training, but only process 0 has it. It prints on the master only."
+                f"{kinds[0][index]} must be passed to {call} on every process, because it "
+                "controls training, but only process 0 has it. It prints on the master only."
             )
-    return call_on_all_processes(lambda: _completed(callbacks, lists[0], extras))
+    return call_on_all_processes(lambda: _completed(callbacks, lists[0], extras, call))
 
 
 def _missing(longer: Sequence[str], shorter: Sequence[str]) -> list[int] | None:
@@ -128,12 +129,12 @@ def _missing(longer: Sequence[str], shorter: Sequence[str]) -> list[int] | None:
 
 
 def _completed(
-    callbacks: Sequence[Any], of_master: Sequence[Any], extras: Sequence[int]
+    callbacks: Sequence[Any], of_master: Sequence[Any], extras: Sequence[int], call: str
 ) -> list[Any]:
     """Returns the callbacks of this process with those of the master, or what stands for them."""
     if is_master_rank():
         names = ", ".join(of_master[index][0] for index in extras)
-        logger.warning("Only the master passes %s to fit: it runs on the master alone.", names)
+        logger.warning("Only the master passes %s to %s: it runs on the master alone.", names, call)
     own = iter(callbacks)
     found: list[Any] = []
     for index, (kind, may_stop, _) in enumerate(of_master):
