@@ -370,7 +370,7 @@ class _EpochSteps:
         Raises:
             Preempted: Once they have run, if all processes stop after them.
         """
-        first = self.index
+        first, self._hooks.num_steps = self.index, num_steps
         with device_feed(
             self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
             gives_up=self._points.gives_up,
@@ -378,6 +378,8 @@ class _EpochSteps:
             self.sums = self._trainer.train_epoch(
                 self._counted(feed), self._hooks, first_index=first, sums=self.sums
             )
+        if not self._is_stopped:
+            self._hooks.end_group(self.sums)
         with stall.waiting("last steps of the epoch"):
             jax.block_until_ready(self.sums)
         if self._is_stopped:
