@@ -11,13 +11,20 @@ import os
 import types
 import unittest
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import keras
 import optax
+from keras.src.backend.jax.trainer import JAXTrainer
 
 import tnt_jax as tnt
+
+# Modules whose cases test what a model does, and the methods that our model does in its place.
+OF_MODELS = ("keras.src.trainers.trainer_test", "keras.src.models.model_test")
+_METHODS = """fit evaluate predict train_on_batch test_on_batch predict_on_batch reset_metrics
+    get_metrics_result get_compile_config compile_from_config"""
 
 
 @functools.cache
@@ -174,6 +181,51 @@ class Wrapped:
         return getattr(self._theirs if is_theirs else self._ours, name)
 
 
+class Around(keras.Model):
+    """A Keras model around a layer that is a trainer as well."""
+
+    def __init__(self, layer):
+        super().__init__(dtype=layer.dtype_policy)
+        self.inner = layer
+        self._takes_training = "training" in inspect.signature(layer.call).parameters
+
+    def call(self, x, training=None):
+        return self.inner(x, **({"training": training} if self._takes_training else {}))
+
+
+class _Ours(tnt.Model):
+    """Shows callbacks the attributes of the Keras model, too."""
+
+    def __getattr__(self, name):
+        if name[0] == "_":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+def _ours(trainer):
+    """Returns our model of a trainer, made once."""
+    if "_ours" not in vars(trainer):
+        module = trainer if isinstance(trainer, keras.Model) else Around(trainer)
+        object.__setattr__(trainer, "_ours", _Ours(module))
+    return vars(trainer)["_ours"]
+
+
+def _compile(trainer, *args, run_eagerly=False, jit_compile="auto", **kwargs):
+    _ours(trainer).compile(*args, **kwargs)
+
+
+def training_by_ours():
+    """Lets our models do what Keras's models do."""
+    methods = {
+        name: lambda trainer, *args, name=name, **kwargs: getattr(_ours(trainer), name)(
+            *args, **kwargs
+        )
+        for name in _METHODS.split()
+    }
+    names = property(lambda trainer: _ours(trainer).metrics_names)
+    return mock.patch.multiple(JAXTrainer, compile=_compile, metrics_names=names, **methods)
+
+
 def _sequential(*args, **kwargs):
     return Wrapped(keras.Sequential(*args, **kwargs))
 
@@ -260,7 +312,8 @@ def cases(module_name):
     """Returns the cases of one of Keras's test modules, which from then on test our classes."""
     module = importlib.import_module(module_name)
     for name, value in list(vars(module).items()):
-        if name[0] != "_":
+        is_case = inspect.isclass(value) and issubclass(value, unittest.TestCase)
+        if name[0] != "_" and (is_case or module_name not in OF_MODELS):
             setattr(module, name, _replacement(name, value))
     return [
         value

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from crashes import Crash, CrashAt
 
 import tnt_jax as tnt
 from tnt_jax.log import logger
@@ -340,6 +341,38 @@ def test_added_losses_alone_train_as_in_keras(num_ranks, y, use_ranks):
     np.testing.assert_allclose(*losses, rtol=1e-5)
     for mine, theirs in zip(*(module.get_weights() for module in modules), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+class OverEpochs(keras.metrics.MeanSquaredError):
+    def reset_state(self):
+        pass
+
+
+def fit_over_epochs(*callbacks, of_keras=False):
+    network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    network.set_weights([np.full((3, 1), 0.7), np.full(1, -0.2)])
+    model = network if of_keras else tnt.Model(network)
+    model.compile("sgd", "mse", metrics=[OverEpochs(name="kept"), "mae"])
+    x, y, _ = rows()
+    return model.fit(
+        x, y, batch_size=10, epochs=3, shuffle=False, verbose=0, callbacks=list(callbacks)
+    ).history
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize(("save_freq", "crash_after"), [("epoch", 7), (2, 5)])
+def test_a_metric_that_is_not_reset_goes_on_over_epochs_as_in_keras(
+    num_ranks, save_freq, crash_after, use_ranks, tmp_path
+):
+    use_ranks(num_ranks)
+    expected, history = fit_over_epochs(of_keras=True), fit_over_epochs()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+    backup = tnt.callbacks.BackupAndRestore(tmp_path, save_freq)
+    with pytest.raises(Crash):
+        fit_over_epochs(backup, CrashAt(crash_after))
+    backup = tnt.callbacks.BackupAndRestore(tmp_path, save_freq)
+    assert fit_over_epochs(backup, CrashAt(-1)) == history
 
 
 def test_metrics_of_the_model_have_the_results_of_the_last_call():

@@ -35,7 +35,8 @@ class Batches(tnt.callbacks.Callback):
 @pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
 def test_steps_in_one_program_equal_single_steps(use_ranks, num_ranks):
     use_ranks(num_ranks)
-    # 7 batches, the last of 3 rows: two programs of 3 steps, and one step.
+    # 7 batches, the last of 3 rows: two programs of 3 steps, and one step, which callbacks see as
+    # the end of a whole group, like in Keras.
     net = Net(batch_norm=True, dropout=0.3, axis_name="data")
     single, fused = Batches(), Batches()
     expected, expected_history = fit(net, "adam", 51, callbacks=[single])
@@ -44,8 +45,17 @@ def test_steps_in_one_program_equal_single_steps(use_ranks, num_ranks):
     )
     assert_close(model.variables, expected.variables)
     assert_close(history, expected_history)
-    assert (fused.begun, fused.ended) == ([0, 3, 6] * 2, [2, 5, 6] * 2)
+    assert (fused.begun, fused.ended) == ([0, 3, 6] * 2, [2, 5, 8] * 2)
     assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6, 9, 12, 13)])
+
+
+def test_callbacks_see_steps_that_fill_no_program_as_one_group(use_ranks):
+    use_ranks(2)
+    seen = Batches()
+    profiler = tnt.callbacks.RuntimeProfiler()
+    fit(Net(), "sgd", 51, callbacks=[seen, profiler], compile_options={"steps_per_execution": 101})
+    assert (seen.begun, seen.ended) == ([0] * 2, [100] * 2)
+    assert [(epoch["niterations"], epoch["size"]) for epoch in profiler.epochs] == [(7, 51)] * 2
 
 
 class InferenceBatches(keras.callbacks.Callback):
@@ -82,7 +92,7 @@ def test_evaluation_and_prediction_run_several_steps_in_one_program(use_ranks, n
     model.compile("sgd", loss=crossentropy(), metrics=["accuracy"], steps_per_execution=3)
     assert_close(infer(model, x, y, fused), expected)
     assert_close(fused.losses, [single.losses[index] for index in (2, 5, 6)])
-    groups = [("begin", 0), ("end", 2), ("begin", 3), ("end", 5), ("begin", 6), ("end", 6)]
+    groups = [("begin", 0), ("end", 2), ("begin", 3), ("end", 5), ("begin", 6), ("end", 8)]
     assert fused.calls == groups + [(f"predict {moment}", batch) for moment, batch in groups]
 
 
@@ -142,8 +152,9 @@ def test_auto_chooses_after_timed_steps_and_trains_alike(use_ranks):
     )
     assert_close(model.variables, expected.variables)
     assert steps.ended[:16] == list(range(16))
-    assert steps.ended[-1] == 49
-    assert model._core.compilation.steps_per_execution >= 1
+    chosen = model._core.compilation.steps_per_execution
+    assert chosen >= 1
+    assert steps.ended[16:] == [first + chosen - 1 for first in range(16, 50, chosen)]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,23 @@ class Compiled:
         """Returns the functions of a step around the forward pass `apply`."""
         return StepParts(apply, self._loss_terms, self._increments)
 
+    def kept(self, sums: Any) -> Any:
+        """Returns the sums with which the next epoch begins; None if no metric keeps its own."""
+        keeps = [
+            [metric.keeps_sums for metric in spec.metrics + spec.weighted_metrics]
+            for spec in self.specs
+        ]
+        if not any(map(any, keeps)):
+            return None
+        start = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
+        ended = jax.tree.map(np.asarray, sums["metrics"]["outputs"])
+        for begun, *values in zip(start["metrics"]["outputs"], ended, keeps, strict=True):
+            begun[:] = [
+                kept if keeps_sums else zeros
+                for zeros, kept, keeps_sums in zip(begun, *values, strict=True)
+            ]
+        return start
+
     @property
     def has_own_losses(self) -> bool:
         """Whether a loss is the user's, and may compare rows."""

@@ -276,6 +276,13 @@ class Core:
             logs["loss"] = math.nan  # Every step was left.
         return logs
 
+    def kept_sums(self, sums: Any) -> Any:
+        """Returns the sums with which the epoch after one begins; None if they begin with zeros."""
+        functions = self.functions
+        if sums is None or not isinstance(functions, Compiled):
+            return None
+        return functions.kept(sums)
+
     def training_logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs of training; with `on_nan` they count the steps that were left."""
         counts = {"skipped_steps": float(sums[CHECKED][2])} if CHECKED in sums else {}

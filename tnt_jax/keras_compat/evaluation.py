@@ -82,9 +82,12 @@ class Evaluator:
             gives_up=points.gives_up,
         ) as feed:  # fmt: skip
             phase_hooks = PhaseHooks(
-                "test", hooks, progress=self._progress, read=self._core.logs, stop=stop
-            )
-            logs = self._core.logs(trainer.evaluate(points.before_each(feed), phase_hooks))
+                "test", hooks, progress=self._progress, read=self._core.logs, stop=stop,
+                num_steps=num_steps,
+            )  # fmt: skip
+            sums = trainer.evaluate(points.before_each(feed), phase_hooks)
+            phase_hooks.end_group(sums)
+            logs = self._core.logs(sums)
         hooks.call("on_test_end", logs)
         return logs
 
@@ -143,13 +146,14 @@ class Predictor:
         ):  # fmt: skip
             hooks.call("on_predict_begin", {})
             phase_hooks = PhaseHooks(
-                "predict", hooks, progress=self._progress, read=dict, stop=stop
+                "predict", hooks, progress=self._progress, read=dict, stop=stop, num_steps=num_steps
             )
             try:
                 outputs = trainer.predict(points.before_each(feed), phase_hooks)
             except CallError as error:
                 # The message says what to do; the traceback does not help.
                 raise CallError(str(error)) from None
+            phase_hooks.end_group(None)
             hooks.call("on_predict_end", {})
         return outputs
 

@@ -227,7 +227,7 @@ class FitLoop:
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
             hooks.call("on_epoch_end", epoch, logs)
-            progress.enter_epoch(epoch + 1, 0, 0, None)
+            self._resumption.enter_epoch(epoch + 1)
             progress.stop_training = divergence.check(
                 self._core.trainer.require_state(),
                 epoch=epoch + 1,
@@ -253,6 +253,8 @@ class FitLoop:
         )
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
+        elif kept := jax.tree.leaves(self._progress.training_sums):
+            steps.sums = self._core.trainer.host_sums(kept, plan.unpack(plan.first))
         batches = read_in_lockstep(
             stream.epoch(epoch),
             stream.source,
@@ -260,12 +262,12 @@ class FitLoop:
             first_step=steps.index + 1,
         )
         start_s = time.perf_counter()
-        had_ended = steps.sums is not None and self._was_asked_to_end()
+        had_ended = steps.index > 0 and self._was_asked_to_end()
         if compilation.steps_per_execution is None and not had_ended:
             self._time_steps(steps, hooks, batches, available=stream.num_steps)
         if not (had_ended or hooks.is_over):
             steps.run(batches, num_steps=compilation.steps_per_execution or 1)
-        if steps.sums is None and epoch > plan.arguments.initial_epoch:
+        if not steps.index and epoch > plan.arguments.initial_epoch:
             logger.warning(
                 "The data ended after %d of %d epochs, and training ends with it. A generator is "
                 "read once: let it yield steps_per_epoch * epochs batches, or pass data that can "
@@ -273,7 +275,7 @@ class FitLoop:
                 epoch, plan.arguments.epochs,
             )  # fmt: skip
             return None
-        if steps.sums is None:
+        if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
         self._core.trainer.end_epoch(steps.index)
         fit_reports.report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
@@ -375,7 +377,7 @@ class _EpochSteps:
         Raises:
             Preempted: Once they have run, if all processes stop after them.
         """
-        first = self.index
+        first, self._hooks.num_steps = self.index, num_steps
         with device_feed(
             self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
             gives_up=self._points.gives_up,
@@ -383,6 +385,8 @@ class _EpochSteps:
             self.sums = self._trainer.train_epoch(
                 self._counted(feed), self._hooks, first_index=first, sums=self.sums
             )
+        if not self._is_stopped:
+            self._hooks.end_group(self.sums)
         with stall.waiting("last steps of the epoch"):
             jax.block_until_ready(self.sums)
         if self._is_stopped:

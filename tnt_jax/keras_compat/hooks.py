@@ -67,6 +67,11 @@ class PhaseHooks:
         read: Maps the sums of an epoch so far to its logs.
         stop: Decides with all processes whether the loop ends; None if it does not end early.
         before_step: Called after the callbacks, before each step.
+        num_steps: Steps of which callbacks see the first and the last, as in Keras also where fewer
+            are left: the end of those then has the number that the last of all would have.
+
+    Attributes:
+        num_steps: See Args; it may change between two groups of steps.
     """
 
     def __init__(
@@ -78,7 +83,11 @@ class PhaseHooks:
         read: Callable[[Any], dict[str, float]],
         stop: SharedStop | None = None,
         before_step: Callable[[], None] = lambda: None,
+        num_steps: int = 1,
     ) -> None:
+        self.num_steps = num_steps
+        # Number of the last step of the group, while it runs.
+        self._group_end: int | None = None
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = stall.here()
         self._trains = phase == "train"
@@ -98,7 +107,10 @@ class PhaseHooks:
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
         self._here.step = index + 1
-        self._callbacks.call_batch(self._begin, index, {})
+        if self._group_end is None:
+            self._group_end = index + self.num_steps - 1
+            self._progress.rows_in_batch = 0
+            self._callbacks.call_batch(self._begin, index, {})
         self._before_step()
         self._here.doing = self._program
         self._start_ns, self._first = time.perf_counter_ns(), index
@@ -110,7 +122,7 @@ class PhaseHooks:
             end_ns = time.perf_counter_ns()
             self._timeline.add(f"{self._phase} step", "step", self._start_ns, end_ns, place)
         progress = self._progress
-        progress.rows_in_batch = num_rows
+        progress.rows_in_batch += num_rows
         if sums is not None:
             progress.epoch_sums = sums
         if self._trains:
@@ -118,11 +130,16 @@ class PhaseHooks:
             progress.rows_done += num_rows
             progress.training_sums = sums
             goodput.note_steps(index + 1 - self._first, self._start_ns)
-        if self._has_end:
-            self._callbacks.call_batch(
-                self._end, index, {} if sums is None else LazyLogs(lambda: self._logs(sums))
-            )
+        if self._group_end is not None and index >= self._group_end:
+            self.end_group(sums)
         return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
+
+    def end_group(self, sums: Any) -> None:
+        """Runs the callbacks after a group of steps, unless they have run."""
+        index, self._group_end = self._group_end, None
+        if index is not None and self._has_end:
+            logs = {} if sums is None else LazyLogs(lambda: self._logs(sums))
+            self._callbacks.call_batch(self._end, index, logs)
 
     @property
     def is_over(self) -> bool:

@@ -160,7 +160,7 @@ class Model:
             run_eagerly: Must be False; wrap `fit` in `jax.disable_jit()` to debug.
             steps_per_execution: Steps in one compiled program, of which callbacks see the last;
                 `"auto"` times the first steps of training and chooses. Batches of another shape,
-                such as the last one, run by themselves.
+                such as the last one, run by themselves; callbacks see them as part of their group.
             jit_compile: Accepted as in Keras; steps are always compiled.
             auto_scale_loss: Whether a Keras model in `mixed_float16` gets a `LossScaleOptimizer`.
             objective: A function `f(params, batch, rngs)` in place of loss and metrics; see

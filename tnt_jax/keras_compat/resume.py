@@ -460,7 +460,8 @@ class Resumption:
 
     def enter_epoch(self, epoch: int) -> None:
         """Says that training is before the first step of an epoch."""
-        self._progress.enter_epoch(epoch, 0, 0, None)
+        kept = self._core.kept_sums(self._progress.training_sums)
+        self._progress.enter_epoch(epoch, 0, 0, kept)
 
     def warn_unless_repeatable(self) -> None:
         """Warns if the data of the running `fit` cannot be read again from its beginning."""

@@ -62,9 +62,9 @@ class RuntimeProfiler(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Records and writes a step when it is due."""
-        # Batch numbers jump if several steps run in one program.
+        # Batch numbers jump if several steps run in one program, at last beyond the epoch.
         before = self._iteration
-        self._iteration = batch + 1
+        self._iteration = min(batch + 1, self.params["steps"] or batch + 1)
         self._rows += self.model.rows_in_batch
         if _passes(before, self._iteration, self.logging_freq):
             # Reading the logs waits for the step, so the time is that of the devices.

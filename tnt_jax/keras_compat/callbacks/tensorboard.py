@@ -109,7 +109,9 @@ class TensorBoard(Callback):
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes the logs of the step when due, and stops the profiler after its last step."""
         before = self._run_steps
-        self._run_steps = self._steps_at_epoch + batch + 1
+        # A group of steps that the end of the data cuts short has the number of a whole one.
+        done = min(batch + 1, self.params["steps"] or batch + 1)
+        self._run_steps = self._steps_at_epoch + done
         if self._is_profiling and self._run_steps >= self._profiled[1]:
             self._stop_profiler(logs)
         if not isinstance(self.update_freq, int) or not self.writes:

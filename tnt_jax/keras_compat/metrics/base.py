@@ -42,7 +42,10 @@ class Metric(Recorded):
 
     Attributes:
         name: Name of the metric in logs.
+        keeps_sums: Whether the sums of an epoch go on in the next one.
     """
+
+    keeps_sums = False
 
     def __init__(self, dtype: Any = None, name: str | None = None) -> None:
         self.name = name or snake_case(type(self).__name__)

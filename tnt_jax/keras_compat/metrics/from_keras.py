@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.metrics.base import Metric
@@ -30,11 +31,24 @@ def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[i
     is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
     if is_mean and type(metric).result is keras.metrics.Mean.result:
         # The mean of a function of rows is known to add up, and tnt_jax's metric handles padding.
-        return MeanMetricWrapper(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
+        mean = MeanMetricWrapper(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
+        mean.keeps_sums = _keeps_state(metric)
+        return mean
     if type(metric) is keras.metrics.R2Score:
         # Keras counts padding as samples.
         return R2Score(metric.class_aggregation, metric.num_regressors, metric.name, metric.dtype)
     return KerasMetric(metric, y_true_shape, y_pred_shape)
+
+
+def _keeps_state(metric: Any) -> bool:
+    """Returns whether `reset_state` of a Keras metric leaves its state as it is."""
+    for variable in metric.variables:
+        variable.assign(jnp.ones_like(variable.value))
+    metric.reset_state()
+    is_kept = all(np.all(variable.value) for variable in metric.variables)
+    for variable in metric.variables:
+        variable.assign(jnp.zeros_like(variable.value))
+    return is_kept
 
 
 class KerasMetric(StatefulMetric):
