@@ -3,12 +3,12 @@
 Ranks see parts of a batch, so a module or an objective that compares rows, or draws random numbers
 by the position of a row, would give results that depend on the number of ranks. The check runs
 once, before training, on a few rows of the first batch: the same program runs on two selections,
-and rows in both must have equal results.
+and rows in both must have equal results. Losses that a model adds must be a mean over rows.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,9 @@ def _problem_of_programs(
     if not has_statistics(trainer.programs.parts):
         training = _program(trainer, batch, per_row, num_rows, train=True)
         if not training.communicates and not training.has_statistics():
-            return _problem(training, what, sizes)
+            problem = _problem(training, what, sizes)
+            is_alone = trainer.rank_slice.num_ranks == 1  # It computes the whole batch.
+            return problem if is_alone else problem or _problem_of_penalty(training, what)
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
 
@@ -188,6 +190,16 @@ class _Program:
         *_, batch, _ = _jax.needed_operands(self._traced, (others, states))
         return any(jax.tree.leaves(batch))
 
+    def adds_loss_of_rows(self) -> bool:
+        """Returns whether losses that a model adds depend on the rows."""
+        values, _ = self._traced.out_info
+        if not isinstance(values, _Applied):
+            return False
+        nothing = jax.tree.map(lambda _: False, self._traced.out_info)
+        flags = (nothing[0]._replace(penalty=True), nothing[1])
+        *_, batch, _ = _jax.needed_operands(self._traced, flags)
+        return any(jax.tree.leaves(batch))
+
     def _values(self, compiled: Any, rows: np.ndarray, first_row: int) -> Any:
         values, _ = compiled(*self._variables, self._take(rows), first_row)
         return jax.tree.map(np.asarray, _jax.finished(values))
@@ -209,6 +221,35 @@ class _Program:
 
 def _compiled(traced: Any) -> Any:
     return traced.lower().compile(_jax.options_of_one_run())
+
+
+class _Applied(NamedTuple):
+    """What a model computes from rows: outputs, and the losses that it adds, if any."""
+
+    outputs: Any
+    penalty: Any
+
+
+def _problem_of_penalty(program: _Program, what: str) -> ValueError | None:
+    """Returns what is wrong if the losses that a model adds are not a mean over rows, or None."""
+    if not program.adds_loss_of_rows():
+        return None
+    halves = np.split(np.arange(program.num_rows // 2 * 2), 2)
+    rows = np.concatenate(halves)
+    try:
+        whole = float(program.run_alone(rows, 0).penalty)
+        parts = [float(program.run_alone(half, half[0]).penalty) for half in halves]
+    except (TypeError, ValueError):  # The model may be written for one number of rows.
+        return None
+    close = program.tolerance * np.max(np.abs(parts))
+    if np.isclose(whole, np.mean(parts), rtol=0, atol=close, equal_nan=True):
+        return None
+    return ValueError(
+        f"{what} adds losses (sow, or variables of a class Loss) that are not a mean over rows: "
+        f"{whole:.6g} for {len(rows)} rows, but {parts[0]:.6g} and {parts[1]:.6g} for the "
+        "halves of them. Results would depend on the number of devices. Compute one value per row, "
+        "and add jnp.mean of them."
+    )
 
 
 def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
@@ -273,6 +314,8 @@ def outputs_per_row(adapter: Adapter) -> PerRow:
         params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
     ) -> tuple[Any, Any]:
         applied = adapter.apply(params, model_state, batch.inputs, key=key, train=train, mask=None)
+        if adapter.adds_means and train:
+            return _Applied(applied.outputs, applied.penalty), applied.model_state
         return applied.outputs, applied.model_state
 
     return per_row
