@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter
@@ -108,11 +109,13 @@ def _problem_of_programs(
     # A step that was traced before has told; else the training pass is traced to see.
     if not has_statistics(trainer.programs.parts):
         training = _program(trainer, batch, per_row, num_rows, train=True)
+        _warn_of_ids(training, batch, what)
         if not training.communicates and not training.has_statistics():
             problem = _problem(training, what, sizes)
             is_alone = trainer.rank_slice.num_ranks == 1  # It computes the whole batch.
             return problem if is_alone else problem or _problem_of_penalty(training, what)
     evaluation = _program(trainer, batch, per_row, num_rows, train=False)
+    _warn_of_ids(evaluation, batch, what)
     return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
 
 
@@ -190,6 +193,17 @@ class _Program:
         *_, batch, _ = _jax.needed_operands(self._traced, (others, states))
         return any(jax.tree.leaves(batch))
 
+    def embedded_inputs(self) -> set[tuple[Any, int]]:
+        """Returns paths of inputs by which an embedding is read, with its number of entries."""
+        in_avals, _ = self._traced.in_avals
+        paths = [path for path, _ in jax.tree.leaves_with_path(in_avals)]
+        labels = {
+            variable: path[2:]
+            for variable, path in zip(self._traced.jaxpr.jaxpr.invars, paths, strict=True)
+            if path[:2] == (SequenceKey(3), GetAttrKey("inputs"))
+        }
+        return set(_jax.looked_up(self._traced.jaxpr.jaxpr, labels))
+
     def adds_loss_of_rows(self) -> bool:
         """Returns whether losses that a model adds depend on the rows."""
         values, _ = self._traced.out_info
@@ -217,6 +231,19 @@ class _Program:
 
     def _take(self, rows: np.ndarray) -> Batch:
         return jax.tree.map(lambda x: np.asarray(x)[rows], self._batch)
+
+
+def _warn_of_ids(program: _Program, batch: Batch, what: str) -> None:
+    """Warns of ids in the inputs of a batch for which an embedding has no entry."""
+    for path, size in program.embedded_inputs():
+        ids = np.asarray(dict(jax.tree.leaves_with_path(batch.inputs))[path])
+        if len(ids) and (ids.max() >= size or ids.min() < -size):
+            logger.warning(
+                "%s looks up ids from %d to %d of the inputs%s in an embedding of %d entries, "
+                "which gives NaN for ids that it lacks: the largest is %d. Correct the ids, or make the "
+                "embedding larger (num_embeddings).",
+                what, ids.min(), ids.max(), jax.tree_util.keystr(path), size, size - 1,
+            )  # fmt: skip
 
 
 def _compiled(traced: Any) -> Any:
