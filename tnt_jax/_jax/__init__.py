@@ -52,6 +52,7 @@ from tnt_jax._jax.processes import (
 )
 from tnt_jax._jax.profile import Recording, profile
 from tnt_jax._jax.programs import (
+    CALLS,
     CASTS,
     PLAIN,
     ClosedJaxpr,
@@ -70,9 +71,8 @@ from tnt_jax._jax.programs import (
     jaxpr_as_fun,
     jaxprs_in_params,
     last_activations,
-    loop_sizes,
     looked_up,
-    needed_constants,
+    loop_sizes,
     needed_operands,
     run_equation,
     unjitted,
@@ -80,6 +80,7 @@ from tnt_jax._jax.programs import (
 )
 
 __all__ = [
+    "CALLS",
     "CASTS",
     "DATA_AXIS",
     "FSDP_AXIS",
@@ -126,12 +127,11 @@ __all__ = [
     "local_copy",
     "local_parts",
     "local_ranks",
-    "loop_sizes",
     "looked_up",
+    "loop_sizes",
     "make_data_mesh",
     "make_varying",
     "mapped_axes",
-    "needed_constants",
     "needed_operands",
     "num_ranks",
     "one_rank_mesh",

@@ -103,29 +103,6 @@ def needed_operands(traced: Any, results: Any) -> Any:
     return positional
 
 
-def needed_constants(program: Any, results: list[bool]) -> list[bool]:
-    """Returns which of a `ClosedJaxpr`'s constants some of its results are computed from.
-
-    Values of an outer trace that the traced function was closed over are such constants.
-
-    Args:
-        program: The value of `jax.make_jaxpr(...)(...)`.
-        results: For each result, whether it is one of them.
-    """
-    return _needed_constants(program.jaxpr, results)
-
-
-@or_plain(
-    lambda jaxpr, results: [var in _needed(jaxpr, results)[1] for var in jaxpr.constvars],
-    lost="Some results that do not depend on a constant count as if they did.",
-)
-def _needed_constants(jaxpr: Any, results: list[bool]) -> list[bool]:
-    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function leaves equations out.
-    from jax._src.interpreters import partial_eval
-
-    return list(partial_eval.dce_jaxpr_consts(jaxpr, results)[1])
-
-
 class _Program(NamedTuple):
     """Part of a program."""
 
@@ -168,7 +145,7 @@ def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
 
 
 # Equations that run another program once, on their operands.
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -181,7 +158,7 @@ _CALLS = (
 
 def called_program(equation: Any) -> Any:
     """Returns the `ClosedJaxpr` that an equation runs once on its operands, or None."""
-    if equation.primitive.name not in _CALLS:
+    if equation.primitive.name not in CALLS:
         return None
     programs = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
     return programs[0] if len(programs) == 1 else None

@@ -67,12 +67,10 @@ class Adapter(Protocol):
     Attributes:
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables, into which `write_back` writes.
-        adds_means: Whether losses that the model adds must be means over rows to count right.
     """
 
     name: str
     holds_variables: bool
-    adds_means: bool
 
     def sample_inputs(self) -> Any:
         """Returns inputs to build the model with, or None if the model does not know them."""

@@ -61,7 +61,6 @@ class KerasAdapter:
     """
 
     holds_variables = True
-    adds_means = False
 
     def __init__(self, model: keras.Model, *, synchronized: bool = False) -> None:
         if keras.backend.backend() != "jax":

@@ -38,7 +38,6 @@ class NnxAdapter:
     """
 
     holds_variables = True
-    adds_means = True
 
     def __init__(self, module: nnx.Module) -> None:
         if not callable(module):

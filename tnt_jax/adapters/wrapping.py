@@ -21,14 +21,12 @@ class WrappingAdapter:
         inner: That adapter.
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables.
-        adds_means: Whether losses that the model adds must be means over rows.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self.inner = adapter
         self.name = adapter.name
         self.holds_variables = adapter.holds_variables
-        self.adds_means = adapter.adds_means
 
     def outer(self, variables: Variables) -> Variables:
         """Returns the variables that training sees, made of those of the wrapped adapter."""
