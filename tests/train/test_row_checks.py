@@ -12,6 +12,7 @@ from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax.keras_compat import row_checks
+from tnt_jax.log import logger
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype(np.float32)
@@ -356,3 +357,36 @@ def test_processes_choose_alike_where_the_rows_of_one_alone_show_the_comparison(
     alone, *both = [np.loadtxt(tmp_path / name) for name in ("0 of 1", "0 of 2", "1 of 2")]
     assert_alike([alone, *both])
     assert "compares rows of a batch" in result.stderr
+
+
+class LinenTokens(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.Embed(10, 4)(x["tokens"].astype(jnp.int16)).mean(1))
+
+
+class NnxTokens(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.out = nnx.Embed(10, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.embed(x["tokens"]).mean(1))
+
+
+@pytest.mark.parametrize("make", [LinenTokens, NnxTokens])
+@pytest.mark.parametrize("largest", [9, 10])
+def test_ids_that_an_embedding_lacks_are_told(use_ranks, caplog, monkeypatch, make, largest):
+    use_ranks(2)
+    monkeypatch.setattr(logger, "propagate", True)
+    x = np.zeros((16, 5), int)
+    x[3, 2] = largest
+    model = tnt.Model(make())
+    model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+    [loss] = model.fit({"tokens": x}, x[:, 0], batch_size=8, verbose=0).history["loss"]
+    assert np.isnan(loss) == (largest == 10)
+    told = (
+        r"from 0 to 10 of the inputs['tokens'] are looked up in an embedding of 10 entries"
+        in caplog.text
+    )
+    assert told == (largest == 10)

@@ -88,6 +88,21 @@ def without_dead_code(jaxpr: Any) -> Any:
     return _eliminated(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
+def needed_operands(traced: Any, results: Any) -> Any:
+    """Returns which operands of a traced function some of its results are computed from.
+
+    Args:
+        traced: The value of `jitted.trace(...)`.
+        results: For each leaf of the results, whether it is one of them.
+
+    Returns:
+        The positional arguments, with True or False in the place of each leaf.
+    """
+    _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
+    positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
+    return positional
+
+
 class _Program(NamedTuple):
     """Part of a program."""
 
@@ -253,6 +268,39 @@ def communicates(traced: Any) -> bool:
     `traced` is the value of `jitted.trace(...)`.
     """
     return _communication(without_dead_code(traced.jaxpr.jaxpr)) is not None
+
+
+# Primitives whose result holds the values of their operand.
+_SAME_VALUES = ("convert_element_type", "reshape", "broadcast_in_dim", "transpose", "squeeze")
+
+
+def looked_up(jaxpr: Any, labels: Mapping[Any, Any]) -> Iterator[tuple[Any, int]]:
+    """Yields the tables that `jnp.take` reads by labelled variables, NaN beyond their ends.
+
+    Args:
+        jaxpr: The program.
+        labels: Labels of some of its variables.
+
+    Yields:
+        The label of the indices, and the number of entries of the table.
+    """
+    labels = dict(labels)
+    for equation in jaxpr.eqns:
+        given = [labels.get(x) if isinstance(x, Var) else None for x in equation.invars]
+        if equation.primitive.name in _SAME_VALUES:
+            labels[equation.outvars[0]] = given[0]
+        for inner in jaxprs_in_params(equation.params):
+            if equation.params.get("name") == "_take" and given[1:] not in ([], [None]):
+                yield from ((given[1], size) for size in _filled_sizes(inner))
+            elif len(inner.invars) == len(given):
+                yield from looked_up(inner, dict(zip(inner.invars, given, strict=True)))
+
+
+def _filled_sizes(jaxpr: Any) -> Iterator[int]:
+    for equation in _equations(jaxpr):
+        if equation.primitive.name == "gather" and "FILL" in str(equation.params["mode"]):
+            [dim, *_] = equation.params["dimension_numbers"].start_index_map
+            yield equation.invars[0].aval.shape[dim]
 
 
 def computes_in_half(traced: Any) -> bool:

@@ -14,12 +14,11 @@ from tnt_jax.adapters.base import Applied, Variables, check_trains_the_same
 from tnt_jax.adapters.keras_layers import layers_of_a_rank
 from tnt_jax.adapters.keras_limits import require_trainable
 from tnt_jax.adapters.keras_paths import paths_of
-from tnt_jax.adapters.keras_penalty import Kind, kinds_of_losses, penalty_of
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
+from tnt_jax.adapters.penalties import Kind, kinds_of_losses, penalty_of, warn_of_repeated_rows
 from tnt_jax.adapters.variable_path import VariablePath
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.distributed.random_rows import Draws
-from tnt_jax.log import logger
 
 # Name of the variable of a seed generator.
 _SEED = "seed_generator_state"
@@ -81,7 +80,7 @@ class KerasAdapter:
         self._seen: list[tuple[VariablePath, keras.Variable, Any]] = []
         self._flags: list[Any] = []
         self._sample: Any = None
-        self._has_warned = False
+        self.has_warned = False
         self.draws: dict[Any, Draws] = {}
 
     def sample_inputs(self) -> Any:
@@ -295,14 +294,10 @@ class KerasAdapter:
         num_exact = num_regularized + sum(
             v.regularizer is not None for v in self.module.trainable_variables
         )
-        if num_scalar > num_exact and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "The Keras model %r adds a scalar loss (add_loss). In batches whose rows do not "
-                "divide evenly among the ranks, often the last one, it includes repeated rows. Add "
-                "one value per row, [rows], to leave them out, or choose a batch size that avoids "
-                "them.", self.name,
-            )  # fmt: skip
+        if num_scalar > num_exact:
+            warn_of_repeated_rows(
+                self, "Add one value per row, [rows], to leave them out (add_loss). "
+            )
 
     def _increments(
         self, values: dict[int, Any], mask: jax.Array | None, num_rows: int

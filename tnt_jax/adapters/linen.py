@@ -18,6 +18,7 @@ from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.initializer_shapes import InitializerShapes
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
+from tnt_jax.adapters.penalties import with_penalty_of_real_rows
 from tnt_jax.adapters.replacing import replaced
 from tnt_jax.distributed.random_rows import Draws
 
@@ -44,6 +45,7 @@ class LinenAdapter:
         self._style = CallStyle.of(module.__call__)
         self._shapes = InitializerShapes()
         self.draws: dict[Any, Draws] = {}
+        self.has_warned = False
 
     def sample_inputs(self) -> None:
         """Returns None: a Linen module does not know its inputs."""
@@ -76,6 +78,7 @@ class LinenAdapter:
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
+    @with_penalty_of_real_rows
     @with_draws_by_row
     @with_varying_loops
     def apply(

@@ -16,6 +16,7 @@ from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
+from tnt_jax.adapters.penalties import with_penalty_of_real_rows
 from tnt_jax.distributed.random_rows import Draws
 
 _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
@@ -50,6 +51,7 @@ class NnxAdapter:
         self._style = CallStyle.of(module)
         self._seen: list[tuple[tuple[str, ...], nnx.Variable, Any]] = []
         self.draws: dict[Any, Draws] = {}
+        self.has_warned = False
         self._graph, self._losses, _, self._random, _ = nnx.split(
             module, is_loss, nnx.Param, is_random, ...
         )
@@ -73,6 +75,7 @@ class NnxAdapter:
     def attach(self, inputs: Any) -> None:
         """Does nothing: a Flax module needs no preparation."""
 
+    @with_penalty_of_real_rows
     @with_draws_by_row
     @with_varying_loops
     def apply(

@@ -44,7 +44,8 @@ def report_loss(epoch: int, loss: float) -> None:
     """Warns of a loss that is no number."""
     if not math.isfinite(loss):
         logger.warning(
-            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity. "
+            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity, or an "
+            "embedding lacks ids of the inputs. "
             "compile(on_nan=...) keeps such steps out of the weights.",
             epoch + 1,
             loss,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from tnt_jax import _jax
 from tnt_jax.adapters import batch_norm_off
@@ -56,7 +57,8 @@ def traced_dependence(
 
     Args:
         trainer: Trainer of the model.
-        batch: This process's rows of a batch, on the host, of which only shapes matter.
+        batch: This process's rows of a batch, on the host, of which shapes and ids of
+            embeddings matter.
         per_row: The function to examine; see `PerRow`.
         train: Whether to do so as in training; otherwise as in evaluation.
         sizes: Whether values may depend on the number of rows, which a trace never tells.
@@ -70,7 +72,7 @@ def traced_dependence(
     )
     per_rank = num_local_rows(batch) // ranks.local_ranks
 
-    batch = batch._replace(mask=None)
+    inputs, batch = batch.inputs, batch._replace(mask=None)
 
     def trace(num_rows: int) -> tuple[Any, int]:
         rows = jax.tree.map(
@@ -86,6 +88,7 @@ def traced_dependence(
             _for_some_rows(trace, [rows, several])
     except DrawError as error:
         return str(error).partition(". ")[0], True
+    _warn_of_ids(traced, inputs)
     if _jax.communicates(traced):
         return None, True
     holds_rows = [False] * len(jax.tree.leaves(variables)) + [True] * len(jax.tree.leaves(batch))
@@ -96,6 +99,26 @@ def traced_dependence(
             what = path[0].key
             return f"{what} compares rows of a batch with each other, by {found.operation}", True
     return None, all(map(is_by_row, results)) and not sizes
+
+
+def _warn_of_ids(traced: Any, inputs: Any) -> None:
+    """Warns of ids for which an embedding has no entry, in the inputs of a batch."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(traced.in_avals[0])]
+    labels = {
+        variable: path[2:]
+        for variable, path in zip(traced.jaxpr.jaxpr.invars, paths, strict=True)
+        if path[:2] == (SequenceKey(3), GetAttrKey("inputs"))
+    }
+    arrays = dict(jax.tree.leaves_with_path(inputs))
+    for path, size in sorted(set(_jax.looked_up(traced.jaxpr.jaxpr, labels)), key=str):
+        ids = np.asarray(arrays[path])
+        if ids.size and (ids.max() >= size or ids.min() < -size):
+            logger.warning(
+                "Ids from %d to %d of the inputs%s are looked up in an embedding of %d entries, "
+                "which gives NaN for ids that it lacks: the largest is %d. Correct the ids, or "
+                "make the embedding larger (num_embeddings).",
+                ids.min(), ids.max(), jax.tree_util.keystr(path), size, size - 1,
+            )  # fmt: skip
 
 
 @jax.disable_jit(False)  # Programs that are compiled by hand do not run where it is disabled.
