@@ -31,10 +31,17 @@ OF_THE_PROCESS = {
     "distributed.rendezvous._is_ending",
     "distributed.rendezvous._waiting_threads",
     "keras_compat.known_names.table",
-    "keras_compat.start_check._installed",
+    "keras_compat.start_check.installed_versions",
     "keras_compat.known_names._names_by_id",
     "launch.questions._listening",
     "_jax.compiler._without_ynn_convolutions",
+    # Answers about dtypes and modules, and kinds of keys by what they draw.
+    "train.checkpoint_arrays._is_storable",
+    "keras_compat.comparable._is_library",
+    "distributed.random_rows._impl",
+    "distributed.random_rows._known_draws",
+    # What a fork must close.
+    "train.checkpoint_lock._open_files",
     # What this version of JAX has.
     "_jax.frames._compiling",
     "_jax.host_call._primitive",

@@ -22,6 +22,8 @@ KINDS = {"python", "sh", "text", "yaml"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Programs of the extras, of the system and of the shell.
 PROGRAMS = {
+    "export",
+    "srun",
     "pytest",
     "pre-commit",
     "lint-imports",

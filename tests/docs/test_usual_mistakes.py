@@ -96,28 +96,27 @@ def test_a_loader_that_reads_a_shard_is_refused(use_ranks):
 # From tf.distribute.
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (
-            lambda targets, outputs: jnp.mean(
-                optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
-            ),
-            "one value per row",
-        ),
-        (
-            lambda targets, outputs: (
-                optax.softmax_cross_entropy_with_integer_labels(outputs, targets) / len(targets)
-            ),
-            "compares rows of a batch",
-        ),
-    ],
-    ids=["averaged", "divided by the local batch"],
-)
-def test_a_loss_that_is_scaled_by_hand_is_refused(loss, message, use_ranks):
+def test_a_loss_that_is_averaged_by_hand_is_refused(use_ranks):
     use_ranks(2)
-    with pytest.raises(ValueError, match=message):
-        make(loss).fit(X, Y, batch_size=8, verbose=0)
+
+    def averaged(targets, outputs):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
+
+    with pytest.raises(ValueError, match="one value per row"):
+        make(averaged).fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_a_loss_that_is_divided_by_the_batch_is_trained_as_written_with_a_warning(
+    use_ranks, capsys
+):
+    def divided(targets, outputs):
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+        return losses / len(targets)
+
+    use_ranks(2)
+    history = make(divided).fit(X, Y, batch_size=ROWS, verbose=0).history
+    np.testing.assert_allclose(history["loss"], [cross_entropy().mean() / ROWS], rtol=1e-5)
+    assert "Do not average over the rows of the batch: the step does" in capsys.readouterr().err
 
 
 class Decayed(nn.Module):

@@ -61,15 +61,6 @@ class NnxOfDict(nnx.Module):
         return self.linear(features["image"])
 
 
-class NnxNormalizing(nnx.Module):
-    def __init__(self):
-        self.norm = nnx.BatchNorm(6, rngs=nnx.Rngs(0))
-        self.linear = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.linear(self.norm(x, use_running_average=False))
-
-
 def fit(x=X, y=Y, *, module=None, loss=LOGITS, fit=None, **compile_arguments):
     model = tnt.Model(module or nn.Dense(3))
     model.compile("sgd", loss, **compile_arguments)
@@ -164,10 +155,6 @@ MISTAKES = {
     "batch norm without flag": (
         lambda: fit(module=Normalizing()),
         "BatchNorm that always trains.*flag",
-    ),
-    "NNX batch norm that trains": (
-        lambda: fit(module=NnxNormalizing()),
-        "in evaluation compares rows",
     ),
     "NumPy metric": (lambda: fit(metrics=[numpy_metric]), "Metric 'numpy_metric'.*jax.numpy"),
     "NumPy loss": (

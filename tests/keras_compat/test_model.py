@@ -345,14 +345,6 @@ def test_sown_losses_are_added_once():
     )
 
 
-def test_a_loss_that_compares_rows_is_refused():
-    def contrastive(y_true, y_pred):
-        return jnp.mean((y_pred - y_pred.mean(axis=0)) ** 2, axis=-1)
-
-    with pytest.raises(ValueError, match="compares rows of a batch with each other"):
-        make_model(loss=contrastive).fit(*data(), verbose=0)
-
-
 def test_a_function_of_single_rows_is_a_loss():
     def absolute(y_true, y_pred):
         return jnp.abs(y_pred[:, 0] - y_true)

@@ -1,9 +1,12 @@
-"""Trains a model that compares rows, which only process 1 can see in its own: arguments are a
-folder for what each process raises.
+"""Trains a model that compares rows in a way that a trace does not tell, and that only process 1 of
+two can see in its own rows: arguments are a folder for the losses of each process.
 """
 
+import os
 import sys
 from pathlib import Path
+
+os.environ["TNT_LOG_LEVEL"] = "INFO"
 
 import flax.linen as nn
 import numpy as np
@@ -14,14 +17,13 @@ import tnt_jax as tnt
 class Centred(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(3)(x - x.mean(0))
+        return nn.Dense(3)(x - sum(x[row : row + 1] for row in range(len(x))) / len(x))
 
 
 x = np.ones((16, 4), np.float32)
 x[8:] = np.random.default_rng(0).normal(size=(8, 4))
 model = tnt.Model(Centred())
 model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
-try:
-    model.fit(x, np.zeros(16, int), batch_size=16, shuffle=False, verbose=0)
-except (RuntimeError, ValueError) as error:
-    Path(sys.argv[1], str(tnt.get_process_index())).write_text(f"{type(error).__name__}: {error}")
+history = model.fit(x, np.zeros(16, int), batch_size=16, epochs=3, shuffle=False, verbose=0).history
+name = f"{tnt.get_process_index()} of {tnt.get_process_count()}"
+np.savetxt(Path(sys.argv[1], name), history["loss"])

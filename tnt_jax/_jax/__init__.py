@@ -52,6 +52,7 @@ from tnt_jax._jax.processes import (
 )
 from tnt_jax._jax.profile import Recording, profile
 from tnt_jax._jax.programs import (
+    CALLS,
     CASTS,
     PLAIN,
     ClosedJaxpr,
@@ -71,14 +72,13 @@ from tnt_jax._jax.programs import (
     jaxprs_in_params,
     last_activations,
     loop_sizes,
-    needed_constants,
-    needed_operands,
     run_equation,
     unjitted,
     without_dead_code,
 )
 
 __all__ = [
+    "CALLS",
     "CASTS",
     "DATA_AXIS",
     "FSDP_AXIS",
@@ -129,8 +129,6 @@ __all__ = [
     "make_data_mesh",
     "make_varying",
     "mapped_axes",
-    "needed_constants",
-    "needed_operands",
     "num_ranks",
     "one_rank_mesh",
     "options_of_one_run",

@@ -88,44 +88,6 @@ def without_dead_code(jaxpr: Any) -> Any:
     return _eliminated(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def needed_operands(traced: Any, results: Any) -> Any:
-    """Returns which operands of a traced function some of its results are computed from.
-
-    Args:
-        traced: The value of `jitted.trace(...)`.
-        results: For each leaf of the results, whether it is one of them.
-
-    Returns:
-        The positional arguments, with True or False in the place of each leaf.
-    """
-    _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
-    positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
-    return positional
-
-
-def needed_constants(program: Any, results: list[bool]) -> list[bool]:
-    """Returns which of a `ClosedJaxpr`'s constants some of its results are computed from.
-
-    Values of an outer trace that the traced function was closed over are such constants.
-
-    Args:
-        program: The value of `jax.make_jaxpr(...)(...)`.
-        results: For each result, whether it is one of them.
-    """
-    return _needed_constants(program.jaxpr, results)
-
-
-@or_plain(
-    lambda jaxpr, results: [var in _needed(jaxpr, results)[1] for var in jaxpr.constvars],
-    lost="Some results that do not depend on a constant count as if they did.",
-)
-def _needed_constants(jaxpr: Any, results: list[bool]) -> list[bool]:
-    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function leaves equations out.
-    from jax._src.interpreters import partial_eval
-
-    return list(partial_eval.dce_jaxpr_consts(jaxpr, results)[1])
-
-
 class _Program(NamedTuple):
     """Part of a program."""
 
@@ -168,7 +130,7 @@ def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
 
 
 # Equations that run another program once, on their operands.
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -181,7 +143,7 @@ _CALLS = (
 
 def called_program(equation: Any) -> Any:
     """Returns the `ClosedJaxpr` that an equation runs once on its operands, or None."""
-    if equation.primitive.name not in _CALLS:
+    if equation.primitive.name not in CALLS:
         return None
     programs = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
     return programs[0] if len(programs) == 1 else None

@@ -4,7 +4,8 @@ These are the only modules that import a model library.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tnt_jax.adapters.base import Adapter
@@ -98,6 +99,21 @@ def adapter_for(
     from tnt_jax.adapters.nnx import NnxAdapter
 
     return NnxAdapter(module)
+
+
+@contextmanager
+def batch_norm_off() -> Iterator[None]:
+    """Lets batch normalisation of any library use its moving statistics in the `with` block."""
+    with ExitStack() as stack:
+        if "flax.linen" in sys.modules or "flax.nnx" in sys.modules:
+            from tnt_jax.adapters.any_flax import flax_batch_norm_off
+
+            stack.enter_context(flax_batch_norm_off())
+        if "keras" in sys.modules:
+            from tnt_jax.adapters.keras_layers import keras_batch_norm_off
+
+            stack.enter_context(keras_batch_norm_off())
+        yield
 
 
 def _kind_with_variables(module: Any) -> str | None:

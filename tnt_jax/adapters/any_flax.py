@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from flax import linen, nnx
 
-from tnt_jax.adapters.linen import statistics_without_padding
+from tnt_jax.adapters.linen import by_moving_statistics, statistics_without_padding
 from tnt_jax.adapters.nnx import batch_norm_of
 from tnt_jax.adapters.replacing import replaced
 
@@ -26,5 +27,20 @@ def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
     with (
         linen.intercept_methods(statistics_without_padding(mask)),
         replaced(nnx.BatchNorm, {"__call__": batch_norm_of(mask)}),
+    ):
+        yield
+
+
+@contextmanager
+def flax_batch_norm_off() -> Iterator[None]:
+    """Lets all `BatchNorm`s use their moving statistics in the `with` block."""
+    original = nnx.BatchNorm.__call__
+
+    def of_nnx(layer: nnx.BatchNorm, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        return original(layer, x, use_running_average=True)
+
+    with (
+        linen.intercept_methods(by_moving_statistics),
+        replaced(nnx.BatchNorm, {"__call__": of_nnx}),
     ):
         yield

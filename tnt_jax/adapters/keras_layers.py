@@ -58,6 +58,18 @@ def layers_of_a_rank(
 
 
 @contextmanager
+def keras_batch_norm_off() -> Iterator[None]:
+    """Lets all batch normalisation use its moving statistics in the `with` block."""
+    original = keras.layers.BatchNormalization.call
+
+    def call(layer: Any, inputs: jax.Array, training: Any = None, mask: Any = None) -> Any:
+        return original(layer, inputs, training=False, mask=mask)
+
+    with replaced(keras.layers.BatchNormalization, {"call": call}):
+        yield
+
+
+@contextmanager
 def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Iterator[list[Any]]:
     """Makes activity regularizers, which Keras averages over rows, average over real rows."""
     regularized = [layer for layer in layers if layer.activity_regularizer is not None]

@@ -223,6 +223,24 @@ def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> ja
     for name, value in (("mean", mean), ("var", var)):
         old = layer.get_variable("batch_stats", name)
         layer.put_variable("batch_stats", name, layer.momentum * old + (1 - layer.momentum) * value)
+    return _normalized(layer, x, mean, var)
+
+
+def by_moving_statistics(
+    call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
+) -> Any:
+    """An interceptor that lets `nn.BatchNorm` use its moving statistics."""
+    layer = context.module
+    if not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    if layer.axis_name is not None:
+        jax.lax.axis_size(layer.axis_name)  # Raises a NameError if there is no such axis.
+    moments = (layer.get_variable("batch_stats", name) for name in ("mean", "var"))
+    return _normalized(layer, _batch_norm_arguments(layer, *args, **kwargs)[0], *moments)
+
+
+def _normalized(layer: nn.BatchNorm, x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
+    feature_dim = layer.axis
     scale = layer.get_variable("params", "scale") if layer.use_scale else None
     bias = layer.get_variable("params", "bias") if layer.use_bias else None
     y = normalize(

@@ -38,14 +38,16 @@ class Description(NamedTuple):
         planned: Kind and bytes of each collective that the step asks for, in order: gradient
             buckets and other sums.
         compiled: What the compiler made of them, in the order in which devices run them.
+        reason: Why the compiler alone chooses the collectives; None if the step asks for them.
     """
 
     planned: list[tuple[str, int]]
     compiled: list[Collective]
+    reason: str | None = None
 
     def __str__(self) -> str:
         """Returns one line for each kind, planned and compiled."""
-        lines = []
+        lines = [] if self.reason is None else [f"chosen by the compiler: {self.reason}"]
         for title, entries in (("planned", self.planned), ("compiled", self.compiled)):
             for kind in sorted({entry[0] for entry in entries}):
                 sizes = [entry[1] for entry in entries if entry[0] == kind]

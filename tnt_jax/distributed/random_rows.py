@@ -268,6 +268,11 @@ def row_key(key: jax.Array, first_row: jax.Array | int) -> jax.Array:
     return jax.random.wrap_key_data(jnp.concatenate(words), impl=_WHOLE if is_whole else _ROWS)
 
 
+def row_dim_of(dtype: Any, drawn: Drawn) -> RowDim | None:
+    """Returns the dimension of rows of what keys of a dtype draw; None if there is none."""
+    return _known_draws.get(dtype, {}).get(drawn)
+
+
 def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:
     """Returns the words of keys for consecutive parts of a rank's rows, uint32 `[parts, words]`.
 
@@ -371,6 +376,10 @@ def _define(name: str, row_dims: Callable[[str, Shape], RowDim | None]) -> Any:
     )
 
 
+# What keys of the implementations that were made draw by row, by their dtype.
+_known_draws: dict[Any, dict[Drawn, RowDim | None]] = {}
+
+
 @cache
 def _impl(known: frozenset[tuple[Drawn, RowDim | None]]) -> Any:
     """Returns the implementation of keys that draw known arrays."""
@@ -386,7 +395,11 @@ def _impl(known: frozenset[tuple[Drawn, RowDim | None]]) -> Any:
             )
         return row_dims[name, shape]
 
-    return _define("tnt_rows", row_dim)
+    impl = _define("tnt_rows", row_dim)
+    words = jnp.zeros(_KEY_WORDS, jnp.uint32)
+    dtype = jax.eval_shape(lambda: jax.random.wrap_key_data(words, impl=impl)).dtype
+    _known_draws[dtype] = row_dims
+    return impl
 
 
 def _refuse(name: str, shape: Shape) -> None:

@@ -40,13 +40,14 @@ def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
 
     Args:
         tree: Arrays.
-        mesh: Ranks.
+        mesh: Devices, over all of whose axes arrays are cut.
         before: Dimensions of the arrays before those that may be cut.
     """
 
     def sharding(x: Any) -> NamedSharding:
-        spec = shard_spec(jnp.shape(x)[before:], mesh.size)
-        return NamedSharding(mesh, PartitionSpec(*[None] * before, *spec))
+        dim = shard_dim(jnp.shape(x)[before:], mesh.size)
+        spec = () if dim is None else (*[None] * (before + dim), mesh.axis_names)
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(sharding, tree)
 

@@ -29,7 +29,10 @@ class Compilation:
         functions: Losses and metrics for the model's outputs; None before the first batch.
         announced_kind: The kind of data that `functions` were made for before any was read; None
             once data of that kind was checked.
-        knows_rows: Whether the rows were found to be independent.
+        traced_rows: Modes, training (True) or evaluation, whose program was traced for whether
+            rows depend on one another.
+        checked_rows: Modes of which that is known.
+        dependence: How rows depend on one another, if they were found to do so.
         known_kinds: Kinds of data that were checked against the losses.
         compiled_kinds: Shapes of the batches that training has seen.
     """
@@ -41,7 +44,9 @@ class Compilation:
     transformation: optax.GradientTransformation | None = None
     functions: Compiled | CompiledObjective | None = None
     announced_kind: Any = None
-    knows_rows: bool = False
+    traced_rows: set[bool] = field(default_factory=set)
+    checked_rows: set[bool] = field(default_factory=set)
+    dependence: str | None = None
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.adapters.base import Adapter
 from tnt_jax.keras_compat import losses, metrics
 from tnt_jax.keras_compat.compile_checks import (
     check_activation,
@@ -21,6 +22,7 @@ from tnt_jax.keras_compat.compile_checks import (
     check_traceable,
 )
 from tnt_jax.keras_compat.keras_objects import mask_of_outputs
+from tnt_jax.keras_compat.losses.arrays import standardized
 from tnt_jax.keras_compat.metrics import Metric
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper, and_valid
 from tnt_jax.keras_compat.output_specs import (
@@ -30,6 +32,7 @@ from tnt_jax.keras_compat.output_specs import (
     log_names,
     make_output_specs,
 )
+from tnt_jax.keras_compat.row_checks import PerRow, outputs_per_row
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, StepParts
 
 
@@ -153,6 +156,30 @@ class Compiled:
         """Returns the functions of a step around the forward pass `apply`."""
         return StepParts(apply, self._loss_terms, self._increments)
 
+    @property
+    def has_own_losses(self) -> bool:
+        """Whether a loss is the user's, and may compare rows."""
+        return any(spec.loss is not None and is_users(spec.loss) for spec in self.specs)
+
+    def per_row(self, adapter: Adapter) -> PerRow:
+        """Returns what computes outputs and the user's own losses, for `dependence_of_rows`."""
+        outputs_of = outputs_per_row(adapter)
+
+        def per_row(params: Any, model_state: Any, batch: Batch, *others: Any) -> dict[str, Any]:
+            outputs = outputs_of(params, model_state, batch, *others)
+            (own,) = outputs.values()
+            return outputs | self._own_losses(own, batch)
+
+        return per_row
+
+    def _own_losses(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        values = {}
+        for spec, true, pred, _ in self._by_output(outputs, batch):
+            if spec.loss is not None and is_users(spec.loss):
+                name = f"Loss {spec.loss.name!r}" + (f" of {spec.name!r}" if spec.name else "")
+                values[name] = spec.loss.call(*standardized(true, pred))
+        return values
+
     def results(self, sums: Any) -> dict[str, Any]:
         """Returns the logs for the sums of an epoch so far.
 
@@ -213,8 +240,8 @@ class Compiled:
             rows: Rows at the beginning that are not padding.
 
         Raises:
-            ValueError: If logits meet a loss or metric of probabilities, a target is out of range,
-                or a loss of the user's compares rows with each other.
+            ValueError: If logits meet a loss or metric of probabilities, or a target is out of
+                range.
         """
         if rows == 0:
             return

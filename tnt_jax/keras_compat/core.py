@@ -28,6 +28,7 @@ from tnt_jax.sharded.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.global_step import GlobalSteps, log_choice
 from tnt_jax.train.trainer import Trainer
 
 
@@ -44,6 +45,8 @@ class Core:
         options: See above.
         adapter: The adapter of the module.
         compilation: The choices of `compile`; None before it is called.
+        knows_outputs: Whether it is known if rows of the model's outputs depend on one another.
+        dependence_of_outputs: How they do in prediction, if so.
         mesh_choice: Why training has this mesh, with `mesh="auto"`; None before it is chosen.
         is_fitting: Whether `fit` runs; the wrapped object is then out of date.
     """
@@ -64,7 +67,8 @@ class Core:
         self.adapter.apply = self._chosen_apply(self.adapter.apply)
         self.compilation: Compilation | None = None
         self.mesh_choice: auto.Choice | None = None
-        self.is_fitting = False
+        self.is_fitting, self.knows_outputs = False, False
+        self.dependence_of_outputs: str | None = None
         self._trainer: Trainer | None = None
         # The state whose variables the wrapped object shows within `fit`.
         self._shown: weakref.ref[Any] | None = None
@@ -131,6 +135,61 @@ class Core:
         here, steps = steps_on(self.mesh_choice.axes)
         trainer.move(here, steps, steps.place(trainer.require_state()))
         trainer.compile(**step._asdict())
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether a step sees parts of a batch, so that it matters how rows depend on others."""
+        steps = self.trainer.steps
+        return steps.rank_slice.num_ranks > 1 or self.options.pipeline is not None
+
+    def choose_step_of_rows(self) -> None:
+        """Computes whole global batches if rows were found to depend on one another.
+
+        Otherwise each rank computes its part.
+
+        Raises:
+            ValueError: If an option needs parts of batches, and rows are dependent.
+        """
+        trainer, compilation = self.trainer, self.compilation
+        of_steps = None if compilation is None else compilation.dependence
+        dependence = of_steps or self.dependence_of_outputs
+        is_whole = isinstance(trainer.steps, GlobalSteps)
+        if is_whole == (dependence is not None):
+            return
+        if dependence is not None:
+            self._require_whole_batches(dependence)
+        job = trainer.runtime
+        self._move(job, self._plain_steps(job) if dependence is None else GlobalSteps(job))
+
+    def _require_whole_batches(self, dependence: str) -> None:
+        """Raises a ValueError if an option needs parts of batches; logs the choice otherwise."""
+        needs = {
+            "reproducible=True": self.options.reproducible,
+            "mesh": self._sharding is not None,
+            "gradient_compression": self.options.gradient_compression is not None,
+            "A parameter server": type(self.trainer.steps) is not DataParallelSteps,
+        }
+        for name, is_set in needs.items():
+            if is_set:
+                raise ValueError(
+                    f"{dependence}. {name} computes parts of a batch by themselves, with which "
+                    f"results would depend on the number of {self.trainer.rank_slice.kind}. Let "
+                    "the values of a row depend on this row alone, or leave it out: without it, "
+                    "such models are trained. See docs/flax.md#models-that-compare-rows."
+                )
+        log_choice(dependence, self.trainer.runtime.num_ranks)
+
+    def _move(self, job: runtime.Runtime, steps: DataParallelSteps) -> None:
+        """Lets the trainer go on with other steps."""
+        trainer, compilation = self.trainer, self.compilation
+        trainer.move(job, steps, steps.place(trainer.require_state()))
+        if compilation is None or compilation.functions is None:
+            return
+        assert compilation.transformation is not None
+        trainer.compile(
+            self.step_parts(), compilation.transformation,
+            accumulation_steps=compilation.accumulation_steps, on_nan=compilation.on_nan,
+        )  # fmt: skip
 
     @property
     def has_open_mesh(self) -> bool:

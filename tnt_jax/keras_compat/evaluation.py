@@ -68,6 +68,7 @@ class Evaluator:
         trainer = self._core.trainer
         stream, first = self._intake.open("Model.evaluate", source, steps=steps)
         self._preparation.prepare(first)
+        self._preparation.check_rows(first, train=False)
         num_steps = steps_per_program(
             trainer, compilation.steps_per_execution or 1, to_batch(first)
         )
@@ -95,15 +96,22 @@ class Predictor:
         core: What the parts of the model share.
         intake: What opens data.
         builder: What creates the variables.
+        preparation: What makes the steps ready for it.
         progress: What callbacks read.
     """
 
     def __init__(
-        self, core: Core, intake: DataIntake, builder: Builder, progress: Progress
+        self,
+        core: Core,
+        intake: DataIntake,
+        builder: Builder,
+        preparation: Preparation,
+        progress: Progress,
     ) -> None:
         self._core = core
         self._intake = intake
         self._builder = builder
+        self._preparation = preparation
         self._progress = progress
 
     def predict(self, data: DataArguments, steps: int | None, callbacks: CallbackArguments) -> Any:
@@ -116,6 +124,7 @@ class Predictor:
         first = to_batch(item)
         source = stream.source
         self._builder.build_for(first)
+        self._preparation.check_outputs(first)
         wanted = 1 if compilation is None else compilation.steps_per_execution or 1
         num_steps = steps_per_program(trainer, wanted, first)
         batches = read_in_lockstep(

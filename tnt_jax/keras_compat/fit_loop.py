@@ -111,10 +111,13 @@ class FitLoop:
             self._preparation.prepare(first, weighting)
             self._preparation.check_classes(arguments.class_weight)
             self._preparation.choose_mesh(first, weighting)
+            self._preparation.trace_rows(first, weighting, train=True, source=stream.source)
             plan = Plan(stream, first, weighting, None, arguments)
             if self.compiles_ahead and arguments.has_epochs:
                 self._preparation.compile_ahead(stream, first, plan.unpack)
-        self._preparation.check_rows(first, weighting, stream.source)
+        self._preparation.check_rows(first, weighting, train=True)
+        if arguments.validation_data is not None:
+            self._preparation.check_rows(first, weighting, train=False)
         return plan
 
     def _beside_first_batch(
@@ -129,6 +132,7 @@ class FitLoop:
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
             self._preparation.prepare_announced(announced, weighting)
+            self._preparation.trace_rows(announced, weighting, train=True)
             unpack = partial(to_batch, weighting=weighting)
             self._preparation.compile_ahead(stream, announced, unpack)
 

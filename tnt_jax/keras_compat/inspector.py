@@ -347,13 +347,15 @@ class Inspector:
         Raises:
             RuntimeError: If the model was not compiled.
         """
-        return describe(self._core.trainer, self._first_batch(x, y, batch_size))
+        described = describe(self._core.trainer, self._first_batch(x, y, batch_size))
+        return described._replace(reason=self._core.require_compiled().dependence)
 
     def _first_batch(self, x: Any, y: Any, batch_size: int | None) -> Batch:
         """Returns the first batch of data, for which the steps are then ready."""
         self._core.require_compiled()
         first = EpochStream(self._intake.source(DataArguments(x, y, batch_size=batch_size))).peek(0)
         self._preparation.prepare(first)
+        self._preparation.check_rows(first, train=True)
         return to_batch(first)
 
     def _built_variables(self) -> Variables:

@@ -124,7 +124,7 @@ class Model:
         preparation = Preparation(core, state, builder)
         self.resumption = Resumption(core, progress)
         self._evaluator = evaluator = Evaluator(core, intake, preparation, progress)
-        self._predictor = Predictor(core, intake, builder, progress)
+        self._predictor = Predictor(core, intake, builder, preparation, progress)
         self._fit_loop = choose_fit_loop()(
             core, state, intake, preparation, evaluator, self.resumption, progress
         )

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.adapters.base import Adapter
 from tnt_jax.distributed.random_rows import Draws, data_key, key_for
 from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
 from tnt_jax.keras_compat.metrics.reduction import Mean
+from tnt_jax.keras_compat.row_checks import PerRow
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured
 
 Objective = Callable[..., Any]
@@ -37,6 +39,7 @@ class CompiledObjective:
     """
 
     looks_at_outputs = False
+    has_own_losses = True
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
@@ -45,6 +48,10 @@ class CompiledObjective:
     def step_parts(self, apply: Apply) -> "ObjectiveParts":
         """Returns the parts of a step around the objective and the forward pass `apply`."""
         return ObjectiveParts(self._objective, apply, self._names)
+
+    def per_row(self, adapter: Adapter) -> PerRow:
+        """Returns what computes the objective of each row, for `dependence_of_rows`."""
+        return self.step_parts(adapter.apply).per_row
 
     def results(self, sums: Any) -> dict[str, float]:
         """Returns the logs for the sums of an epoch so far: `loss` and the objective's metrics."""
@@ -92,10 +99,10 @@ class ObjectiveParts:
 
     def per_row(
         self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Any]:
-        """Returns the values and metrics of each row, and the model state after the call."""
-        values, metrics, forward = self._call(params, model_state, batch, key, train=train)
-        return (values, metrics), forward.model_state
+    ) -> dict[str, Any]:
+        """Returns the values and metrics of each row, for the check that rows are independent."""
+        values, metrics, _ = self._call(params, model_state, batch, key, train=train)
+        return {"The objective": (values, metrics)}
 
     def _call(
         self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, *, train: bool

@@ -43,7 +43,6 @@ class OutputSpec:
     @property
     def looks_at_outputs(self) -> bool:
         """Whether `check` has anything to check."""
-        of_user = self.loss is not None and is_users(self.loss)
         parts = (
             self.loss,
             *(
@@ -56,14 +55,12 @@ class OutputSpec:
             getattr(part, "expects_probabilities", False) or getattr(part, "threshold", None) == 0.5
             for part in parts
         ]
-        return of_user or any(expects)
+        return any(expects)
 
     def check(self, true: np.ndarray, outputs: np.ndarray) -> None:
         """Raises a ValueError if loss or metrics cannot work on such outputs `[rows, ...]`."""
         if self.loss is not None:
             losses.check_outputs(self.loss, outputs)
-            if is_users(self.loss):
-                losses.check_rows(self.loss, true, outputs)
         for metric in self.metrics + self.weighted_metrics:
             metrics.check_outputs(metric, outputs)
 

@@ -9,7 +9,7 @@ from tnt_jax.adapters.base import CallError
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.stream import EpochStream
-from tnt_jax.distributed import runtime
+from tnt_jax.distributed import collectives, runtime
 from tnt_jax.distributed.collectives import raise_on_all_processes
 from tnt_jax.keras_compat.building import Builder
 from tnt_jax.keras_compat.compilation import Compilation
@@ -20,7 +20,12 @@ from tnt_jax.keras_compat.inputs import Weighting, require_targets, to_batch
 from tnt_jax.keras_compat.keras_files import is_keras
 from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.objective import CompiledObjective
-from tnt_jax.keras_compat.row_checks import outputs_per_row, problem_of_rows
+from tnt_jax.keras_compat.row_checks import (
+    PerRow,
+    dependence_of_rows,
+    outputs_per_row,
+    traced_dependence,
+)
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import preparation_of
 from tnt_jax.train.outputs import local_outputs, steps_per_program, trace_outputs
@@ -128,38 +133,86 @@ class Preparation:
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
-    def check_rows(
-        self, first: HostBatch, weighting: Weighting | None, source: Source | None = None
+    def trace_rows(
+        self,
+        first: HostBatch,
+        weighting: Weighting | None = None,
+        *,
+        train: bool,
+        source: Source | None = None,
     ) -> None:
-        """Raises a ValueError on all processes if rows are not independent.
+        """Chooses the step by whether rows depend on one another, if the program says so.
 
-        The check runs once per `compile`.
+        Called before `compile_ahead`, once for training and once for evaluation; `check_rows` runs
+        the program where that does not suffice.
 
-        Args:
-            first: The first batch.
-            weighting: From targets and sample weights to the weights to use.
-            source: The data, which may know its last batch.
+        Raises:
+            ValueError: On all processes, if rows must be independent but are not.
         """
-        compilation = self._core.require_compiled()
-        adapter = self._core.adapter
-        if compilation.knows_rows:
+        compilation, core = self._core.require_compiled(), self._core
+        if train in compilation.traced_rows or not core.splits_rows:
             return
-        trainer = self._core.trainer
-        batch = to_batch(first, weighting)
-        last_rows = _last_rows(source, first.num_rows, trainer.rank_slice.num_ranks)
         functions = compilation.functions
-        if isinstance(functions, CompiledObjective):
-            per_row = functions.step_parts(adapter.apply).per_row
-            problem = problem_of_rows(
-                trainer, batch, per_row, what="The objective", sizes=True, last_rows=last_rows
-            )
-        else:
-            problem = problem_of_rows(
-                trainer, batch, outputs_per_row(adapter), what=f"The model {adapter.name!r}",
-                last_rows=last_rows,
-            )  # fmt: skip
-        raise_on_all_processes(problem)
-        compilation.knows_rows = True
+        assert functions is not None
+        dependence, is_known = traced_dependence(
+            core.trainer, to_batch(first, weighting), functions.per_row(core.adapter),
+            train=train, sizes=functions.has_own_losses,
+            last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
+        )  # fmt: skip
+        compilation.traced_rows.add(train)
+        if is_known:
+            self._choose_step(dependence, train=train)
+
+    def check_rows(
+        self, first: HostBatch, weighting: Weighting | None = None, *, train: bool
+    ) -> None:
+        """Chooses the step by whether rows depend on one another; all processes must call it.
+
+        The check runs once per `compile` for training and once for evaluation.
+
+        Raises:
+            ValueError: On all processes, if rows must be independent but are not.
+        """
+        self.trace_rows(first, weighting, train=train)
+        compilation, core = self._core.require_compiled(), self._core
+        if train in compilation.checked_rows or not core.splits_rows:
+            return
+        functions = compilation.functions
+        assert functions is not None
+        dependence = self._seen_dependence(
+            to_batch(first, weighting), functions.per_row(core.adapter),
+            train=train, sizes=functions.has_own_losses,
+        )  # fmt: skip
+        self._choose_step(dependence, train=train)
+
+    def check_outputs(self, batch: Batch) -> None:
+        """Does for the model's outputs alone what `check_rows` does; for prediction."""
+        core = self._core
+        is_checked = core.compilation is not None and False in core.compilation.checked_rows
+        if is_checked or core.knows_outputs or not core.splits_rows:
+            return
+        per_row = outputs_per_row(core.adapter)
+        try:
+            dependence, is_known = traced_dependence(core.trainer, batch, per_row, train=False)
+        except CallError as error:
+            # The message says what to do; the traceback does not help.
+            raise CallError(str(error)) from None
+        if not is_known:
+            dependence = self._seen_dependence(batch, per_row, train=False)
+        core.knows_outputs, core.dependence_of_outputs = True, dependence
+        core.choose_step_of_rows()
+
+    def _seen_dependence(self, batch: Batch, per_row: PerRow, **options: bool) -> str | None:
+        """Returns how rows depend on one another, as any process finds by running the function."""
+        found = dependence_of_rows(self._core.trainer, batch, per_row, **options)
+        notes = collectives.agree("check of rows", {}, note=found)
+        return next(filter(None, notes), None)
+
+    def _choose_step(self, dependence: str | None, *, train: bool) -> None:
+        compilation = self._core.require_compiled()
+        compilation.dependence = compilation.dependence or dependence
+        compilation.checked_rows.add(train)
+        self._core.choose_step_of_rows()
 
     def check_validation(self, source: Source) -> None:
         """Raises a ValueError if available validation data does not fit the model or the losses."""

@@ -1,14 +1,14 @@
-"""Checks that the result for a row depends neither on other rows nor on its position.
+"""Finds out whether the result for a row depends on other rows or on its position.
 
-Ranks see parts of a batch, so a module or an objective that compares rows, or draws random numbers
-by the position of a row, would give results that depend on the number of ranks. The check runs
-once, before training, on a few rows of the first batch: the same program runs on two selections,
-and rows in both must have equal results.
+A rank of `DataParallelSteps` sees a part of the batch, so with a module, a loss or an objective
+that compares rows, or draws random numbers by the position of a row, results would depend on the
+number of ranks; `GlobalSteps` are for these. The traced program tells most (`traced_dependence`).
+Otherwise it runs once, before training, on two selections of a few rows of the first batch: rows in
+both must have equal results (`dependence_of_rows`).
 """
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,19 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.adapters import batch_norm_off
 from tnt_jax.adapters.base import Adapter
 from tnt_jax.distributed.random_rows import DrawError, row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
-from tnt_jax.train.step import has_statistics
+from tnt_jax.train.row_dependence import Mixed, dependences, is_by_row
 from tnt_jax.train.trainer import Trainer
 
-# Maps parameters, model state, rows, key and the train flag to values `[rows, ...]` and the model
-# state afterwards.
-PerRow = Callable[[Any, Any, Batch, jax.Array | None, bool], tuple[Any, Any]]
+# Maps parameters, model state, rows, key and the train flag to values `[rows, ...]` by what makes
+# them.
+PerRow = Callable[[Any, Any, Batch, jax.Array | None, bool], dict[str, Any]]
+_T = TypeVar("_T")
 
 _NUM_ROWS = 4
 # Of the parameters of a sharded model, which are gathered for the check.
@@ -35,43 +37,82 @@ _MOST_BYTES = 2**30
 # accumulated in another order.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
 _SIZE_TOLERANCE = 1e-2
-_ALL_ROWS = (
-    "Ranks see parts of a batch, so results would depend on their number. Let the values of a row "
-    "depend on this row alone, or gather the rows of all ranks: jax.lax.all_gather(x, 'data', "
-    "axis=0, tiled=True)."
-)
-_PLACES = (
-    "Results would depend on the number of ranks. Draw random numbers for all rows at once, as an "
-    "array [rows, ...], with the keys that the call is given (make_rng('dropout') in Linen, "
-    "rngs.dropout() in NNX, rngs in an objective), not with a constant key."
-)
 
 
-@jax.disable_jit(False)  # Programs that are compiled by hand do not run where it is disabled.
-def problem_of_rows(
+def traced_dependence(
     trainer: Trainer,
     batch: Batch,
     per_row: PerRow,
     *,
-    what: str,
+    train: bool,
     sizes: bool = False,
     last_rows: int = 0,
-) -> ValueError | None:
-    """Returns what is wrong if values of a row depend on other rows or on its position, or None.
+) -> tuple[str | None, bool]:
+    """Returns how values of a row depend on other rows, and whether that is known.
 
-    A function that communicates with other ranks itself is not checked; if it does so in training
-    only, as synchronised BatchNorm does, evaluation is checked. So it is with batch statistics,
-    such as BatchNorm's, which are allowed: they change the model state, and the step warns of
-    them. A sharded model with parameters of more than 1 GiB is not checked.
+    Nothing runs, and variables may still be on their way. A function that communicates with other
+    ranks itself is not examined. The statistics of a library's batch normalisation are left out:
+    over which rows they are is for `BatchNorm(axis_name=...)` and the like to say.
+
+    Args:
+        trainer: Trainer of the model.
+        batch: This process's rows of a batch, on the host, of which only shapes matter.
+        per_row: The function to examine; see `PerRow`.
+        train: Whether to do so as in training; otherwise as in evaluation.
+        sizes: Whether values may depend on the number of rows, which a trace never tells.
+        last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
+            must be told apart, too.
+    """
+    state, ranks = trainer.described(), trainer.rank_slice
+    variables = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (state.params, state.model_state, state.key),
+    )
+    per_rank = num_local_rows(batch) // ranks.local_ranks
+
+    batch = batch._replace(mask=None)
+
+    def trace(num_rows: int) -> tuple[Any, int]:
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_rows, *np.shape(x)[1:]), jnp.result_type(x)), batch
+        )
+        return _traced(trainer, per_row, variables, rows, train=train), num_rows
+
+    # With one row, its position would not matter.
+    several = max(per_rank, 2)
+    try:
+        traced, num_rows = _for_some_rows(trace, [several, per_rank])
+        for rows in {per_rank, last_rows} - {0, several}:
+            _for_some_rows(trace, [rows, several])
+    except DrawError as error:
+        return str(error).partition(". ")[0], True
+    if _jax.communicates(traced):
+        return None, True
+    holds_rows = [False] * len(jax.tree.leaves(variables)) + [True] * len(jax.tree.leaves(batch))
+    results, _ = dependences(traced.jaxpr.jaxpr, [*holds_rows, False], num_rows)
+    paths = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    for (path, _), found in zip(paths, results, strict=True):
+        if isinstance(found, Mixed):
+            what = path[0].key
+            return f"{what} compares rows of a batch with each other, by {found.operation}", True
+    return None, all(map(is_by_row, results)) and not sizes
+
+
+@jax.disable_jit(False)  # Programs that are compiled by hand do not run where it is disabled.
+def dependence_of_rows(
+    trainer: Trainer, batch: Batch, per_row: PerRow, *, train: bool, sizes: bool = False
+) -> str | None:
+    """Returns how values of a row depend on other rows or on its position; None if they do not.
+
+    It runs the function, where `traced_dependence` does not know. A sharded model with parameters
+    of more than 1 GiB is not checked.
 
     Args:
         trainer: Trainer of the model, which is built.
         batch: This process's rows of the first batch, on the host.
         per_row: The function to check; see `PerRow`.
-        what: Its name in the message.
+        train: Whether to check it as in training; otherwise as in evaluation.
         sizes: Whether to check also that values do not depend on the number of rows.
-        last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
-            must be told apart, too.
     """
     if _is_too_large(trainer):
         logger.info(
@@ -84,34 +125,10 @@ def problem_of_rows(
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
     if not num_rows:
         return None
-    try:
-        if last_rows:
-            _trace_last_batch(trainer, batch, per_row, last_rows)
-        return _problem_of_programs(trainer, batch, per_row, num_rows, what, sizes)
-    except DrawError as error:
-        # One device draws the same in any case.
-        return None if trainer.rank_slice.num_ranks == 1 else ValueError(f"{what}: {error}")
-
-
-def _trace_last_batch(trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int) -> None:
-    try:
-        _Program(trainer, batch, per_row, num_rows, train=True)
-    except DrawError:
-        raise
-    except (TypeError, ValueError) as error:  # The step on the last batch raises it, too.
-        logger.info("The model cannot be traced with %d row(s): %s", num_rows, error)
-
-
-def _problem_of_programs(
-    trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: list[int], what: str, sizes: bool
-) -> ValueError | None:
-    # A step that was traced before has told; else the training pass is traced to see.
-    if not has_statistics(trainer.programs.parts):
-        training = _program(trainer, batch, per_row, num_rows, train=True)
-        if not training.communicates and not training.has_statistics():
-            return _problem(training, what, sizes)
-    evaluation = _program(trainer, batch, per_row, num_rows, train=False)
-    return None if evaluation.communicates else _problem(evaluation, f"{what} in evaluation", sizes)
+    program = _for_some_rows(
+        lambda rows: _Program(trainer, batch, per_row, rows, train=train), num_rows
+    )
+    return _dependence(program, sizes)
 
 
 def _is_too_large(trainer: Trainer) -> bool:
@@ -125,15 +142,38 @@ def _num_real(batch: Batch) -> int:
     return num_local_rows(batch) if batch.mask is None else int(batch.mask.sum())
 
 
-def _program(
-    trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: list[int], *, train: bool
-) -> "_Program":
+def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
+    """Returns what is made for the first number of rows, or for the last."""
     if num_rows[0] != num_rows[-1]:
         # The model may be written for one number of rows, that of a rank; any other error recurs
         # below.
-        with suppress(TypeError, ValueError):
-            return _Program(trainer, batch, per_row, num_rows[0], train=train)
-    return _Program(trainer, batch, per_row, num_rows[-1], train=train)
+        try:
+            return make(num_rows[0])
+        except DrawError:
+            raise
+        except (TypeError, ValueError):
+            pass
+    return make(num_rows[-1])
+
+
+def _traced(trainer: Trainer, per_row: PerRow, variables: Any, batch: Batch, *, train: bool) -> Any:
+    """Returns the trace of a function of variables, rows and the number of the first row.
+
+    It is for one device of this process.
+    """
+    mesh = trainer.runtime.mesh
+
+    def run(
+        params: Any, model_state: Any, words: Any, batch: Batch, first_row: Any
+    ) -> dict[str, Any]:
+        key = row_key(step_key(words, 0), first_row)
+        with batch_norm_off():
+            return per_row(params, model_state, batch, key, train)
+
+    spec: Any = PartitionSpec()
+    one_rank = _jax.one_rank_mesh(mesh.local_devices[0], mesh)
+    mapped = _jax.shard_map(run, mesh=one_rank, in_specs=(spec,) * 5, out_specs=spec)
+    return jax.jit(mapped).trace(*variables, batch, 0)
 
 
 class _Program:
@@ -144,7 +184,6 @@ class _Program:
         train: Whether it runs as in training.
 
     Attributes:
-        communicates: Whether it communicates with other ranks; it cannot be run then.
         tolerance: Difference that rounding can explain, relative to the largest value.
     """
 
@@ -154,54 +193,31 @@ class _Program:
         state = trainer.require_state()
         num_real = _num_real(batch)
         self.num_rows = num_rows
-        mesh = trainer.runtime.mesh
-        self._mesh = _jax.one_rank_mesh(mesh.local_devices[0], mesh)
         variables = (state.params, state.model_state, state.key)
         self._variables = jax.tree.map(lambda x: trainer.gather(x).addressable_data(0), variables)
         # Rows from all over the batch: neighbours may be alike.
         chosen = np.linspace(0, num_real - 1, num_rows).astype(int)
         self._batch = jax.tree.map(lambda x: np.asarray(x)[chosen], batch._replace(mask=None))
-        self._per_row = per_row
-        self._train = train
+        self._trace = lambda rows: _traced(
+            trainer, per_row, self._variables, self._take(rows), train=train
+        )
         traced = self._trace(np.arange(num_rows))
-        self.communicates = _jax.communicates(traced)
         self.tolerance = _HALF_TOLERANCE if _jax.computes_in_half(traced) else _TOLERANCE
-        self._traced, self._compiled = traced, None
+        self._run, self._traced = None, traced
 
     def run(self, rows: np.ndarray, first_row: int = 0) -> Any:
         """Returns the values of rows of the batch that start at `first_row`, `num_rows` of them."""
-        if self._compiled is None:
-            self._compiled = _compiled(self._traced)
-        return self._values(self._compiled, rows, first_row)
+        if self._run is None:
+            self._run = _compiled(self._traced)
+        return self._values(self._run, rows, first_row)
 
     def run_alone(self, rows: np.ndarray, first_row: int) -> Any:
         """Returns values of rows of the batch, in a program for their number."""
         return self._values(_compiled(self._trace(rows)), rows, first_row)
 
-    def has_statistics(self) -> bool:
-        """Returns whether the model state afterwards depends on the rows."""
-        values, model_state = self._traced.out_info
-        others, states = (
-            jax.tree.map(lambda _: False, values),
-            jax.tree.map(lambda _: True, model_state),
-        )
-        *_, batch, _ = _jax.needed_operands(self._traced, (others, states))
-        return any(jax.tree.leaves(batch))
-
     def _values(self, compiled: Any, rows: np.ndarray, first_row: int) -> Any:
-        values, _ = compiled(*self._variables, self._take(rows), first_row)
+        values = compiled(*self._variables, self._take(rows), first_row)
         return jax.tree.map(np.asarray, _jax.finished(values))
-
-    def _trace(self, rows: np.ndarray) -> Any:
-        def run(
-            params: Any, model_state: Any, words: Any, batch: Batch, first_row: Any
-        ) -> tuple[Any, Any]:
-            key = row_key(step_key(words, 0), first_row)
-            return self._per_row(params, model_state, batch, key, self._train)
-
-        spec: Any = PartitionSpec()
-        mapped = _jax.shard_map(run, mesh=self._mesh, in_specs=(spec,) * 5, out_specs=spec)
-        return jax.jit(mapped).trace(*self._variables, self._take(rows), 0)
 
     def _take(self, rows: np.ndarray) -> Batch:
         return jax.tree.map(lambda x: np.asarray(x)[rows], self._batch)
@@ -211,7 +227,7 @@ def _compiled(traced: Any) -> Any:
     return traced.lower().compile(_jax.options_of_one_run())
 
 
-def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
+def _dependence(program: _Program, sizes: bool) -> str | None:
     rows = np.arange(program.num_rows)
     half = program.num_rows // 2
     back = slice(half, None)
@@ -222,13 +238,10 @@ def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
     if seen is not None:
         repeated = program.run(rows % half)
         if _difference(whole, slice(half), repeated, slice(half), program.tolerance) is not None:
-            return ValueError(
-                f"{what} compares rows of a batch with each other: {seen} among other rows. "
-                f"{_ALL_ROWS}"
-            )
-        return ValueError(
-            f"{what} gives a row values that depend on its position in the batch: {seen} at "
-            f"another position. {_PLACES}"
+            return f"{seen.what} compares rows of a batch with each other: {seen} among other rows"
+        return (
+            f"{seen.what} gives a row values that depend on its position in the batch: {seen} at "
+            "another position"
         )
     if not sizes:
         return None
@@ -241,38 +254,54 @@ def _problem(program: _Program, what: str, sizes: bool) -> ValueError | None:
     )
     if seen is None:
         return None
-    return ValueError(
-        f"{what} gives a row values that depend on the number of rows: {seen} in a smaller one. Do "
-        f"not average over the batch: the step does. {_ALL_ROWS}"
-    )
+    found = f"{seen.what} gives a row values that depend on the number of rows"
+    logger.warning(
+        "%s: %s in a smaller batch. Do not average over the rows of the batch: the step does.",
+        found, seen,
+    )  # fmt: skip
+    return found
+
+
+class _Difference(NamedTuple):
+    """A value of a row that is not the same in two batches."""
+
+    what: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        return f"a row gets {self.left:.6g} in one batch but {self.right:.6g}"
 
 
 def _difference(
-    values: Any, rows: slice, others: Any, other_rows: slice, tolerance: float
-) -> str | None:
-    """Describes how rows of two pytrees of arrays `[rows, ...]` differ; None if they are equal.
+    values: dict[str, Any], rows: slice, others: Any, other_rows: slice, tolerance: float
+) -> _Difference | None:
+    """Returns where rows of two pytrees of arrays `[rows, ...]` differ; None if they are equal.
 
     Arrays without floating numbers are not compared: a small difference may choose another class.
     """
-    for left, right in zip(jax.tree.leaves(values), jax.tree.leaves(others), strict=True):
-        if not jnp.issubdtype(left.dtype, jnp.floating) or left.ndim == 0:
-            continue
-        left, right = left[rows].astype(np.float64), right[other_rows].astype(np.float64)
-        scale = np.max(np.abs(left), where=np.isfinite(left), initial=0.0)
-        is_same = np.isclose(left, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-        if not is_same.all():
-            index = tuple(np.argwhere(~is_same)[0])
-            return f"a row gets {left[index]:.6g} in one batch but {right[index]:.6g}"
+    for what in values:
+        pairs = zip(jax.tree.leaves(values[what]), jax.tree.leaves(others[what]), strict=True)
+        for left, right in pairs:
+            if not jnp.issubdtype(left.dtype, jnp.floating) or left.ndim == 0:
+                continue
+            left, right = left[rows].astype(np.float64), right[other_rows].astype(np.float64)
+            scale = np.max(np.abs(left), where=np.isfinite(left), initial=0.0)
+            limit = tolerance * scale
+            is_same = np.isclose(left, right, rtol=tolerance, atol=limit, equal_nan=True)
+            if not is_same.all():
+                index = tuple(np.argwhere(~is_same)[0])
+                return _Difference(what, left[index], right[index])
     return None
 
 
 def outputs_per_row(adapter: Adapter) -> PerRow:
-    """Returns the forward pass of a model as a function for `problem_of_rows`."""
+    """Returns what computes the model's outputs, for `dependence_of_rows`."""
 
     def per_row(
         params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Any]:
+    ) -> dict[str, Any]:
         applied = adapter.apply(params, model_state, batch.inputs, key=key, train=train, mask=None)
-        return applied.outputs, applied.model_state
+        return {f"The model {adapter.name!r}": applied.outputs}
 
     return per_row

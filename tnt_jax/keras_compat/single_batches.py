@@ -89,6 +89,7 @@ class SingleBatches:
         first = self._single(x, y, sample_weight)
         self._preparation.prepare(first, weighting)
         self._preparation.choose_mesh(first, weighting)
+        self._preparation.check_rows(first, weighting, train=True)
         with device_feed(
             trainer, iter([first]), lambda item: to_batch(item, weighting), threaded=False
         ) as feed:
@@ -108,6 +109,7 @@ class SingleBatches:
         self._core.require_compiled()
         first = self._single(x, y, sample_weight)
         self._preparation.prepare(first)
+        self._preparation.check_rows(first, train=False)
         with device_feed(self._core.trainer, iter([first]), to_batch, threaded=False) as feed:
             self._progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
         return self._results(return_dict)
@@ -122,6 +124,7 @@ class SingleBatches:
         """
         first = self._single(x, None, None, is_inputs=True)
         self._builder.build_for(to_batch(first))
+        self._preparation.check_outputs(to_batch(first))
         with device_feed(self._core.trainer, iter([first]), to_batch, threaded=False) as feed:
             return self._core.trainer.predict(feed, _NoHooks())
 

@@ -59,15 +59,19 @@ class ReproducibleSteps:
         rank_slice: The virtual ranks of this process.
         fused: Always None: steps run one by one.
         takes_host_arrays: Always False.
+        mesh: The mesh of the devices.
+        without_padding: None: padded rows are masked.
         ranks: Virtual ranks.
     """
 
     fused = None
     takes_host_arrays = False
+    without_padding = None
 
     def __init__(self, ranks: VirtualRanks) -> None:
         self.ranks = ranks
         self.rank_slice = ranks.rank_slice
+        self.mesh = ranks.mesh
 
     def begin_epoch(self, epoch: int, step: int, update: int) -> None:
         """Does nothing: the compiler's collectives carry all sums."""

@@ -50,9 +50,12 @@ class ShardedSteps:
         rank_slice: The part of the global batch that this process feeds.
         fused: Several steps as one program.
         takes_host_arrays: Always False.
+        mesh: The mesh that the programs are mapped over.
+        without_padding: None: padded rows are masked.
     """
 
     takes_host_arrays = False
+    without_padding = None
 
     def __init__(
         self,
@@ -66,19 +69,19 @@ class ShardedSteps:
         policy: Any = None,
     ) -> None:
         self.rank_slice = rank_slice_of(runtime)
-        self._mesh = runtime.mesh
+        self.mesh = runtime.mesh
         self._rules = rules
         self._names = names
         self._pipeline = pipeline
         pipelining = None
-        is_staged = self._mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
+        is_staged = self.mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
         if pipeline is not None and pipeline.schedule == "1f1b" and is_staged:
             pipelining = partial(PipelinedParts, pipeline=pipeline, policy=policy)
         self._placement = InParts(
-            self._mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
+            self.mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
         )
-        self._by_row: Any = PartitionSpec(_jax.rank_axes(self._mesh))
-        stacked = NamedSharding(self._mesh, PartitionSpec(None, *self._by_row))
+        self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
+        stacked = NamedSharding(self.mesh, PartitionSpec(None, *self._by_row))
         self.fused = _FusedSteps(self._placement, stacked)
 
     def layout_of(self, params: Any) -> Layout:
@@ -87,7 +90,7 @@ class ShardedSteps:
         Raises:
             ValueError: As `choose_axes`.
         """
-        return Layout.of(params, self._mesh, self._rules, self._names(), self._pipeline)
+        return Layout.of(params, self.mesh, self._rules, self._names(), self._pipeline)
 
     def begin_epoch(self, epoch: int, step: int, update: int) -> None:
         """Does nothing: the compiler's collectives carry all sums."""
@@ -126,10 +129,10 @@ class ShardedSteps:
 
         def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
             layout = self.layout_of(params)
-            rank_step = evaluation(GatheredParts(parts, layout), self._mesh)
+            rank_step = evaluation(GatheredParts(parts, layout), self.mesh)
             return self._mapped(rank_step, layout, 1, _REPLICATED)(params, model_state, sums, batch)
 
-        return compiled(step, self._mesh)
+        return compiled(step, self.mesh)
 
     def predict(self, apply: Apply) -> Callable:
         """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
@@ -144,12 +147,12 @@ class ShardedSteps:
             mapped = self._mapped(rank_step, layout, 1, self._by_row)
             return mapped(params, model_state, first_row, inputs)
 
-        return compiled(step, self._mesh)
+        return compiled(step, self.mesh)
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
         """Returns fresh variables, of which each device makes its parts alone."""
         shapes = jax.eval_shape(make)
-        whole = NamedSharding(self._mesh, PartitionSpec())
+        whole = NamedSharding(self.mesh, PartitionSpec())
         shardings = Variables(
             self.layout_of(shapes.params).shardings,
             jax.tree.map(lambda _: whole, shapes.model_state),
@@ -185,7 +188,7 @@ class ShardedSteps:
             zeros = partial(jax.tree.map, lambda x: jnp.zeros((1, *x.shape), x.dtype))
             cut = layout.like_params(jax.eval_shape(zeros, params), before=1)
             accumulated = jax.jit(zeros, out_shardings=cut)(params)
-        shared = _jax.replicate(state, self._mesh)
+        shared = _jax.replicate(state, self.mesh)
         return replace(shared, params=params, opt_state=opt_state, accumulated=accumulated)
 
     def put_state(self, state: TrainState) -> TrainState:
@@ -202,7 +205,7 @@ class ShardedSteps:
 
     def _shardings(self, state: TrainState) -> TrainState:
         layout = self.layout_of(state.params)
-        whole = NamedSharding(self._mesh, PartitionSpec())
+        whole = NamedSharding(self.mesh, PartitionSpec())
         return replace(
             jax.tree.map(lambda _: whole, replace(state, params=None, opt_state=None)),
             params=layout.shardings,
@@ -213,7 +216,7 @@ class ShardedSteps:
     def _mapped(self, step: Callable, layout: Layout, num_sums: int, out_specs: Any) -> Callable:
         """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
         specs = (layout.manual_specs, *(_REPLICATED,) * (1 + num_sums), self._by_row)
-        return _jax.shard_map(step, mesh=self._mesh, in_specs=specs, out_specs=out_specs)
+        return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
 
 
 def _copied(tree: Any) -> Any:

@@ -48,8 +48,8 @@ class CompiledSteps:
         on_nan: OnNaN | None,
     ) -> None:
         self.parts = parts
-        self.watch = NumberWatch(on_nan, parts, runtime.mesh) if on_nan else None
-        self._runtime = runtime
+        self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
+        self._platform, self._mesh = runtime.platform, steps.mesh
         options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
         self._train_step = steps.train(parts, optimizer, **options)
         self._eval_step = steps.evaluate(parts)
@@ -70,7 +70,7 @@ class CompiledSteps:
             assert self._make_train_steps is not None
             self._train_steps = execution.fused_unless_slow(
                 self._make_train_steps(), self._train_step,
-                state, sums, group.batch, platform=self._runtime.platform,
+                state, sums, group.batch, platform=self._platform,
             )  # fmt: skip
         return self._train_steps
 
@@ -96,7 +96,7 @@ class CompiledSteps:
         """Returns the sums of an epoch before its first batch, on the devices."""
         batch = execution.described_batch(group)
         signature = tuple(jax.tree.leaves(batch))
-        mesh = self._runtime.mesh
+        mesh = self._mesh
         if signature not in self._zeros:
             zeros = zero_sums(self.parts, state, batch, mesh)
             self._zeros[signature] = _jax.replicate(zeros, mesh)
@@ -115,5 +115,5 @@ class CompiledSteps:
         sums = self.zero_sums(group, state)
         first = len(leaves) - len(jax.tree.leaves(sums))  # 1 if `on_nan` was set, else 0.
         sums = jax.tree.structure(sums).unflatten(leaves[first:])
-        sums = _jax.replicate(sums, self._runtime.mesh)
+        sums = _jax.replicate(sums, self._mesh)
         return self.watch.restored(sums, leaves[0]) if first and self.watch else sums

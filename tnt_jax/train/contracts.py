@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState
 
@@ -193,6 +195,19 @@ class Steps(Protocol):
         """Whether the programs of a single process accept host arrays.
 
         They copy such arrays faster themselves.
+        """
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the programs are mapped over."""
+        ...
+
+    @property
+    def without_padding(self) -> Callable[[DeviceBatches], DeviceBatches] | None:
+        """From batches to what the programs take, without padded rows; None if these are masked.
+
+        All processes must call it at the same place among their programs.
         """
         ...
 

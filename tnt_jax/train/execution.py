@@ -156,14 +156,14 @@ def one_by_one(step: Callable) -> Callable:
     return steps
 
 
-def scanned(step: Callable, sharding: NamedSharding) -> Callable:
+def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
     """Returns the jitted function `(params, model_state, sums, batches) -> sums`.
 
     It runs an evaluation step for each stacked batch.
 
     Args:
         step: The jitted function `(params, model_state, sums, batch) -> sums`.
-        sharding: Sharding of the stacked batches `[steps, rows, ...]`.
+        sharding: Sharding of the stacked batches `[steps, rows, ...]`; None to leave it open.
     """
     plain_step = _jax.unjitted(step)
 
@@ -175,14 +175,15 @@ def scanned(step: Callable, sharding: NamedSharding) -> Callable:
     return jax.jit(steps, in_shardings=(None, None, None, sharding))
 
 
-def mapped(step: Callable, sharding: NamedSharding) -> Callable:
+def mapped(step: Callable, sharding: NamedSharding | None) -> Callable:
     """Returns the jitted function `(params, model_state, inputs, first_rows) -> outputs`.
 
     It runs a prediction step for each of the stacked inputs and its first row.
 
     Args:
         step: The jitted function `(params, model_state, inputs, first_row) -> outputs`.
-        sharding: Sharding of stacked inputs and outputs `[steps, rows, ...]`.
+        sharding: Sharding of stacked inputs and outputs `[steps, rows, ...]`; None to leave it
+            open.
     """
     plain_step = _jax.unjitted(step)
 

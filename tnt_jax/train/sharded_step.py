@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.averages import StateAverage
@@ -117,14 +117,17 @@ class ShardedOptimizer:
 
     def placed(self, state: TrainState) -> TrainState:
         """Returns a state whose optimizer state and accumulated gradients are in parts."""
-        opt_state, accumulated = jax.lax.with_sharding_constraint(
-            (state.opt_state, state.accumulated),
-            (
-                shardings(state.opt_state, self.mesh),
-                shardings(state.accumulated, self.mesh, before=1),
-            ),
-        )
-        return replace(state, opt_state=opt_state, accumulated=accumulated)
+        return jax.lax.with_sharding_constraint(state, shardings_in_parts(state, self.mesh))
+
+
+def shardings_in_parts(state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns the shardings of a state: in parts are optimizer state and accumulated gradients."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return replace(
+        jax.tree.map(lambda _: whole, replace(state, opt_state=None, accumulated=None)),
+        opt_state=shardings(state.opt_state, mesh),
+        accumulated=shardings(state.accumulated, mesh, before=1),
+    )
 
 
 def make_sharded_train_step(

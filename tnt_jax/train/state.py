@@ -104,11 +104,13 @@ def moved(state: TrainState, places: TrainState) -> TrainState:
     Args:
         state: Arrays on the devices.
         places: Descriptions of the arrays there, with their shardings. Sums of gradients may have
-            more rows there; rows of zeros are added.
+            more rows there, of which the further ones are zeros, or the one that is their sum.
     """
 
     def with_rows(x: jax.Array, place: jax.ShapeDtypeStruct) -> jax.Array:
         more = place.shape[0] - x.shape[0] if x.ndim else 0
+        if more < 0:
+            return jnp.sum(x, 0, keepdims=True)
         return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if more else x
 
     def copy(state: TrainState) -> TrainState:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ from tnt_jax.train.state import TrainState
 
 # Fewer rows make poor statistics (Wu and He 2018, arXiv:1803.08494, figure 1).
 _FEW_ROWS = 16
-# Parts of steps that have been traced, with whether the model state depends on the rows.
-_traced = Slot[WeakKeyDictionary[Parts, bool]](WeakKeyDictionary)
+# Parts of steps that have been traced.
+_traced = Slot[WeakSet[Parts]](WeakSet)
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
@@ -107,13 +107,15 @@ def repeated(step: Callable) -> Callable:
     return steps
 
 
-def compiled(
-    function: Callable, mesh: Mesh, *, donate_argnums: int | tuple[int, ...] = ()
-) -> Callable:
-    """Returns a jitted function with the compiler options that suit the devices of a mesh."""
-    return jax.jit(
-        function, donate_argnums=donate_argnums, compiler_options=_jax.convolution_options(mesh)
-    )
+def compiled(function: Callable, mesh: Mesh, **options: Any) -> Callable:
+    """Returns a jitted function with the compiler options that suit the devices of a mesh.
+
+    Args:
+        function: The function.
+        mesh: The mesh.
+        **options: Other arguments of `jax.jit`.
+    """
+    return jax.jit(function, compiler_options=_jax.convolution_options(mesh), **options)
 
 
 class LocalStep(NamedTuple):
@@ -163,10 +165,7 @@ def differentiate(
             measured.model_state,
         )
 
-    programs: list[Any] = []
-
     def rewrite(program: Any) -> Any:
-        programs.append(program)
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         return keep_inputs(program, step=state.step) if is_cpu else program
 
@@ -177,36 +176,9 @@ def differentiate(
     )
     # Later traces are those of last batches, which may well be small.
     if parts not in _traced.get():
-        _traced.get()[parts] = _changes_by_rows(programs[0], model_state, grads, batch)
+        _traced.get().add(parts)
         _warn_of_statistics(model_state, num_local_rows(batch))
     return LocalStep(numbers, model_state, grads, order)
-
-
-def has_statistics(parts: Parts) -> bool:
-    """Returns whether a step that was traced changes the model state by the rows of the batch.
-
-    So do batch statistics, such as BatchNorm's. It is False as long as none was traced.
-    """
-    return _traced.get().get(parts, False)
-
-
-def _changes_by_rows(program: Any, model_state: Any, grads: Any, batch: Batch) -> bool:
-    """Returns whether the model state that a traced program returns depends on the batch.
-
-    Args:
-        program: The `ClosedJaxpr` of a function that was closed over the batch.
-        model_state: Its results before the last ones.
-        grads: Its last results.
-        batch: This rank's rows.
-    """
-    num_states, num_grads = len(jax.tree.leaves(model_state)), len(jax.tree.leaves(grads))
-    num_others = len(program.jaxpr.outvars) - num_states - num_grads
-    wanted = [False] * num_others + [True] * num_states + [False] * num_grads
-    needed = _jax.needed_constants(program, wanted)
-    rows = {id(x) for x in jax.tree.leaves(batch)}
-    return any(
-        id(x) in rows for x, is_needed in zip(program.consts, needed, strict=True) if is_needed
-    )
 
 
 def _train_step(

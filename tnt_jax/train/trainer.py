@@ -88,8 +88,12 @@ class Trainer:
             places: Descriptions of the arrays of the state there, with their shardings.
         """
         state = self._built()
+        # What is compiled for the steps before must not meet those to come.
+        self.ahead.wait()
+        self.evaluation_ahead.wait()
         self._use(runtime, steps)
-        self.state = moved(state, places)
+        if self.owner is None:
+            self.state = moved(state, places)
 
     @property
     def state(self) -> TrainState | None:
@@ -248,8 +252,8 @@ class Trainer:
             for x in jax.tree.leaves((state.params, state.opt_state))
         ):
             raise RuntimeError(
-                "With shard_optimizer_state or a mesh each process holds a part of the training "
-                "state, so that one alone cannot save it. "
+                "With shard_optimizer_state, a mesh or a model that compares rows each process "
+                "holds a part of the training state, so that one alone cannot save it. "
                 "Save on every process: leave OnMaster out."
             )
         params, opt_state = jax.tree.map(self.gather, (state.params, state.opt_state))
@@ -286,12 +290,13 @@ class Trainer:
             first_index: Number of the first step in the epoch.
             sums: Sums of the steps before.
         """
-        compiled = self.programs
         running = InFlight(is_alone=self._is_alone)
-        index, watch = first_index, compiled.watch
+        index, watch = first_index, self.programs.watch
         self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
             hooks.on_batch_begin(index)
+            # Read here, because a callback may have changed the steps.
+            group, compiled = self._taken(group), self.programs
             self.ahead.wait()
             sums = compiled.zero_sums(group, self._built()) if sums is None else sums
             sums = sums if watch is None else watch.before(index, self._built(), sums)
@@ -327,7 +332,7 @@ class Trainer:
         compiled, state = self.programs, self._built()
         running = InFlight(is_alone=self._is_alone)
         sums, index = None, 0
-        for group in batches:
+        for group in map(self._taken, batches):
             hooks.on_batch_begin(index)
             self.evaluation_ahead.wait()
             sums = compiled.zero_sums(group, state) if sums is None else sums
@@ -345,7 +350,7 @@ class Trainer:
         They are those of the real rows in order, shard after shard.
         """
         state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
-        for group in batches:
+        for group in map(self._taken, batches):
             hooks.on_batch_begin(index)
             arrays = (state.params, state.model_state, group.batch.inputs)
             if group.num_steps == 1:
@@ -366,21 +371,29 @@ class Trainer:
 
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
-        return self.lower(DeviceBatches(self.put(batch), 0))
+        placed = self.put(batch)
+        is_taken = self.steps.without_padding is not None and batch.mask is not None
+        rows = int(self._fetch(placed.mask).sum()) if is_taken else 0
+        return self.lower(DeviceBatches(placed, rows))
 
     def lower(self, group: DeviceBatches) -> Any:
         """Returns the same for the steps of a group of batches; None if they run one by one."""
-        return self.programs.lower(group, self.described())
+        return self.programs.lower(self._taken(group), self.described())
 
     def lower_evaluation(self, group: DeviceBatches) -> Any:
         """Returns the lowered program that evaluates a group of batches; None if it is not one."""
-        return self.programs.lower_evaluation(group, self.described())
+        return self.programs.lower_evaluation(self._taken(group), self.described())
 
     @property
     def programs(self) -> CompiledSteps:
         """The steps of training and evaluation that `compile` has chosen."""
         assert self._compiled is not None, "compile() comes first."
         return self._compiled
+
+    def _taken(self, group: DeviceBatches) -> DeviceBatches:
+        """Returns a group of batches as the programs take it."""
+        take = self.steps.without_padding
+        return group if take is None else take(group)
 
     def _built(self) -> TrainState:
         assert self.state is not None, "build() comes first."

@@ -283,10 +283,11 @@ def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
 
 def _reduction_of(trainer: Trainer) -> Reduction:
     """Returns how a trainer sums gradients; a ValueError if its steps leave no choice."""
-    if not isinstance(trainer.steps, DataParallelSteps):
+    if type(trainer.steps) is not DataParallelSteps:
         raise ValueError(
             "With reproducible=True the order of all additions is fixed: there is nothing to tune. "
-            "With a mesh gradients are summed in parts, layer by layer."
+            "With a mesh gradients are summed in parts, layer by layer, and the step of a model "
+            "that compares rows is divided by the compiler."
         )
     return trainer.steps.reduction
 

@@ -7,7 +7,6 @@ from .base import Loss as Loss
 from .base import LossFunctionWrapper as LossFunctionWrapper
 from .checks import check_labels as check_labels
 from .checks import check_outputs as check_outputs
-from .checks import check_rows as check_rows
 from .crossentropy import binary_crossentropy as binary_crossentropy
 from .crossentropy import binary_focal_crossentropy as binary_focal_crossentropy
 from .crossentropy import categorical_crossentropy as categorical_crossentropy

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from tnt_jax.keras_compat.losses.arrays import standardized
 from tnt_jax.keras_compat.losses.base import Loss
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
 
@@ -79,53 +77,6 @@ def check_labels(loss: Loss, y_true: Any, y_pred_shape: tuple[int, ...]) -> None
     if kind == "sign":
         is_sign = (targets == 1) | (targets == (-1 if (targets == -1).any() else 0))
         _require(loss, is_sign, targets, "targets that are -1 and 1, or 0 and 1")
-
-
-def check_rows(loss: Loss, y_true: Any, outputs: Any) -> None:
-    """Checks that a loss gives a row the same value whatever the other rows.
-
-    Ranks see parts of a batch: a loss that compares rows with each other would depend on the number
-    of ranks. The losses of tnt_jax do not; this check is for custom functions and classes.
-
-    Args:
-        loss: The loss.
-        y_true: Concrete targets of the first batch [batch, ...].
-        outputs: Concrete outputs of the model [batch, ...].
-
-    Raises:
-        ValueError: If a row's value changes when the batch is halved; the error names the row and
-            both values.
-    """
-    y_true, outputs = standardized(y_true, outputs)
-    rows = jax.tree.leaves(outputs)[0].shape[0]
-    if rows < 2:
-        return
-
-    def values_of(part: slice) -> np.ndarray:
-        return np.asarray(loss.call(*jax.tree.map(lambda leaf: leaf[part], (y_true, outputs))))
-
-    whole = values_of(slice(None))
-    halves = [values_of(part) for part in (slice(rows // 2), slice(rows // 2, None))]
-    if whole.ndim == 0:
-        return  # Loss.terms refuses it with its own message.
-    parts = np.concatenate(halves)
-    is_same = (
-        np.isclose(whole, parts, rtol=1e-3, atol=1e-5, equal_nan=True)
-        if whole.shape == parts.shape
-        else np.zeros(1, bool)
-    )
-    wrong = np.argwhere(~is_same)
-    if wrong.size:
-        row = int(wrong[0][0])
-        seen = (
-            f"row {row} has {whole[row].ravel()[:3]} in the batch but {parts[row].ravel()[:3]} in "
-            "half of it"
-        )
-        raise ValueError(
-            f"Loss {loss.name!r} compares rows of a batch with each other: {seen}. Training on "
-            "parts of a batch needs values [batch, ...] that depend on their own row only. See "
-            "docs/flax.md#rows-must-be-independent."
-        )
 
 
 def _range_problem(outputs: np.ndarray) -> str:

@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax.distributed import stall, timeline
 from tnt_jax.distributed.gradients import EpochExchange
-from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.distributed.reduction import Reduction, choose_reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train.execution import InFlight
+from tnt_jax.train.global_step import RealRows, divided, global_mesh, log_choice
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
@@ -48,6 +51,7 @@ class Engine:
         self._placement = Placement(name, runtime.mesh)
         self._compiled: dict[bool, Callable] = {}
         self._metrics = _Metrics([], [], self._placement)
+        self._take: RealRows | None = None
         self._running = InFlight()
         self._words: tuple[Any, Any] = (None, None)
         # Number of the batch that is expected next, and the same on the devices.
@@ -67,7 +71,10 @@ class Engine:
         with stall.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words)
             carried = self._metrics.totals(), number
-            state, carried, metrics = program(state, carried, batch.arrays, words)
+            arrays = batch.arrays
+            if self._take is not None:
+                arrays = self._take(arrays, batch.real_rows, dim=int(stacked))
+            state, carried, metrics = program(state, carried, arrays, words)
             totals, number = carried
             self._metrics.replace(totals)
             self._next = batch.step + (batch.num_steps or 1), number
@@ -90,10 +97,28 @@ class Engine:
         prepared = self._program.prepared(self.runtime.mesh, state, one, words)
         self._program = prepared.program
         self._metrics = _Metrics(prepared.metrics, prepared.sums, self._placement)
-        mapped = self._program.mapped(self.runtime.mesh, stacked=stacked)
         donated = 0 if self._program.trains else ()
-        self._compiled[stacked] = compiled(mapped, self.runtime.mesh, donate_argnums=donated)
+        if prepared.operation is None:
+            mapped = self._program.mapped(self.runtime.mesh, stacked=stacked)
+            self._compiled[stacked] = compiled(mapped, self.runtime.mesh, donate_argnums=donated)
+        else:
+            mesh = self._with_whole_batches(prepared.operation)
+            mapped = self._program.mapped(mesh, stacked=stacked)
+            self._compiled[stacked] = divided(
+                mapped, mesh, at=2, dim=int(stacked), donate_argnums=donated,
+                out_shardings=NamedSharding(mesh, PartitionSpec()),
+            )  # fmt: skip
         return self._compiled[stacked]
+
+    def _with_whole_batches(self, operation: str) -> Mesh:
+        """Returns the mesh of steps that compare rows."""
+        mesh = global_mesh(self.runtime.mesh)
+        if self._take is None:
+            name = self._program.name
+            log_choice(f"{name} compares rows of a batch, by {operation}", self.runtime.num_ranks)
+            self._take = RealRows(mesh)
+        self._program = replace(self._program, reduction=Reduction("xla"))
+        return mesh
 
     def _check_arguments(self, batch: Any, key: Any, *, stacked: bool) -> None:
         name = self._program.name

@@ -11,6 +11,7 @@ from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.train.contracts import LossTerm
 from tnt_jax.train.epoch_sums import divide
 from tnt_jax.train.loops.context import StepContext, require_step
+from tnt_jax.train.row_dependence import marked
 from tnt_jax.train.row_weights import weighted, where_rows
 
 
@@ -37,6 +38,7 @@ def compute_average_loss(per_row: Any, sample_weight: ArrayLike | None = None) -
     step = require_step("compute_average_loss")
     values = jnp.asarray(per_row)
     _require_rows(values, step)
+    values = marked(values)
     mask = step.batch.mask
     values, weight = weighted(values, sample_weight, None, mask)
     if mask is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.adapters.any_flax import padding_left_out
+from tnt_jax.adapters.any_flax import flax_batch_norm_off, padding_left_out
 from tnt_jax.adapters.loops import with_varying_loops
 from tnt_jax.distributed.random_rows import Draws, batch_key, key_for
 from tnt_jax.distributed.reduction import Reduction
@@ -18,6 +18,7 @@ from tnt_jax.train.contracts import Batch
 from tnt_jax.train.loops.checks import check_metrics, check_state, unpacked
 from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
 from tnt_jax.train.loops.sums import mixes_sums, sums_again
+from tnt_jax.train.row_dependence import Exchanged, Mixed, dependences
 
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
@@ -95,12 +96,13 @@ class Program:
             in_specs=(_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED),
             out_specs=_REPLICATED,
         )
-        traced, shapes = jax.make_jaxpr(mapped, return_shape=True)(
+        operands = (
             jax.tree.map(alike, state),
             jax.ShapeDtypeStruct((), jnp.int32),
             jax.tree.map(lambda x: alike(x, several // mesh.size), batch),
             jax.tree.map(alike, words),
         )
+        traced, shapes = jax.make_jaxpr(mapped, return_shape=True)(*operands)
         if self.reduction.by_ring and mixes_sums(traced.jaxpr):
             logger.info("%s sums over ranks itself: XLA carries all its sums.", self.name)
             by_xla = replace(self, reduction=replace(self.reduction, by_ring=False))
@@ -112,7 +114,11 @@ class Program:
                 "Gradients of tnt_jax.value_and_grad and results of tnt_jax.reduce and "
                 "compute_average_loss are global: leave the psum or pmean out."
             )
-        return Prepared(self, [metric for metric, _ in records], shapes[2])
+        metrics = [metric for metric, _ in records]
+        operation = None
+        if mesh.size > 1:
+            operation = comparison_of_rows(mapped, operands, traced, several)
+        return Prepared(self, metrics, shapes[2], operation)
 
     def _one(self, state: Any, carried: Any, batch: Batch, words: Any) -> Any:
         totals, number = carried
@@ -139,7 +145,9 @@ class Program:
             num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
 
             def results(key: jax.Array, batch: Batch) -> Any:
-                return jax.tree.leaves(self._run(state, number, batch, key)[1:])
+                # A step may change NNX modules, those of its own trace alone.
+                own = jax.tree.map(lambda x: x, state)
+                return jax.tree.leaves(self._run(own, number, batch, key)[1:])
 
             key = key_for(results, batch_key(words, number, num_rows), batch, self.draws)
         return self._run(state, number, batch, key)
@@ -176,8 +184,37 @@ class Prepared:
         program: What to run.
         metrics: Metrics that it updates, in the order of their first updates.
         sums: Shapes of the arrays that each of them adds up.
+        operation: Name of an operation that combines rows of the batch; None if there is none.
     """
 
     program: Program
     metrics: list[SummedMetric]
     sums: list[Any]
+    operation: str | None
+
+
+def comparison_of_rows(
+    mapped: Callable, operands: tuple[Any, ...], traced: Any, num_ranks: int
+) -> str | None:
+    """Returns the operation by which values of a row depend on other rows; None if none is found.
+
+    Args:
+        mapped: The program over the ranks.
+        operands: Descriptions of state, number, batch and words.
+        traced: Its `ClosedJaxpr` for them.
+        num_ranks: Ranks that share the batch.
+    """
+    state, number, batch, words = operands
+    holds_rows = (
+        *(False for _ in jax.tree.leaves((state, number))),
+        *(True for _ in jax.tree.leaves(batch)),
+        *(False for _ in jax.tree.leaves(words)),
+    )
+    num_rows = jax.tree.leaves(batch.inputs)[0].shape[0] // num_ranks
+    _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
+    if Exchanged() in marks:
+        # Synchronised statistics would hide what else combines rows.
+        with flax_batch_norm_off():
+            traced = jax.make_jaxpr(lambda *operands: mapped(*operands))(*operands)
+        _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
+    return next((x.operation for x in marks if isinstance(x, Mixed)), None)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from tnt_jax import _jax
 from tnt_jax.distributed.fused_psum import psum
 from tnt_jax.train.loops.context import StepContext, require_step
+from tnt_jax.train.row_dependence import marked
 from tnt_jax.train.row_weights import where_rows
 
 Op = Literal["sum", "mean", "max", "min", "concat"]
@@ -40,7 +41,7 @@ def reduce(x: Any, op: Op = "sum") -> Any:
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(_OPS)}, but is {op!r}.")
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+    leaves = [marked(jnp.asarray(leaf)) for _, leaf in paths_and_leaves]
     for (path, _), leaf in zip(paths_and_leaves, leaves, strict=True):
         _check(jax.tree_util.keystr(path), leaf, op, step)
     return structure.unflatten(_reduced(leaves, op, step))
