@@ -7,7 +7,6 @@ apply them to variables.
 import functools
 import importlib
 import inspect
-import os
 import types
 import unittest
 import warnings
@@ -176,6 +175,15 @@ class Wrapped:
     def compile(self, *args, run_eagerly=False, **kwargs):
         self._ours.compile(*args, **kwargs)
 
+    def save(self, *args, **kwargs):
+        _save_model(self, *args, **kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        _save_weights(self, *args, **kwargs)
+
+    def load_weights(self, *args, **kwargs):
+        _load_weights(self, *args, **kwargs)
+
     def __getattr__(self, name):
         is_theirs = name in self._of_keras or not hasattr(self._ours, name)
         return getattr(self._theirs if is_theirs else self._ours, name)
@@ -241,13 +249,69 @@ class Model(keras.Model):
         return Wrapped(model)
 
 
+class Instead:
+    """A module with some names of ours; what a test sets in it, is set in the module itself."""
+
+    def __init__(self, module, **ours):
+        vars(self).update(ours | {"_module": module})
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._module, name, value)
+
+    def __delattr__(self, name):
+        delattr(self._module, name)
+
+
+def _ours(model):
+    return model._ours if isinstance(model, Wrapped) else tnt.Model(model)
+
+
 def _load_model(path, custom_objects=None, compile=True, safe_mode=True):
-    if not os.path.isdir(path):
-        return keras.saving.load_model(path, custom_objects, compile, safe_mode)
     loaded = tnt.models.load_model(
         path, custom_objects=custom_objects, compile=compile, trust=not safe_mode
     )
     return Wrapped(loaded.module, loaded)
+
+
+# Arguments that only Keras's functions take go to these, with `model.module`.
+
+
+def _save_model(model, path, overwrite=True, **of_keras):
+    if of_keras:
+        return keras.saving.save_model(_module(model), path, overwrite, **of_keras)
+    ours = model._ours if isinstance(model, Wrapped) else model
+    return tnt.models.save_model(ours, path, overwrite)
+
+
+def _save_weights(model, path, overwrite=True, **of_keras):
+    if of_keras:
+        return keras.saving.save_weights(_module(model), path, overwrite, **of_keras)
+    return _ours(model).save_weights(path, overwrite)
+
+
+def _load_weights(model, path, skip_mismatch=False, **of_keras):
+    if of_keras:
+        return keras.saving.load_weights(_module(model), path, skip_mismatch, **of_keras)
+    return _ours(model).load_weights(path, skip_mismatch)
+
+
+def _module(model):
+    return model._ours.module if isinstance(model, Wrapped) else model
+
+
+_SAVING = {
+    "save_model": _save_model,
+    "load_model": _load_model,
+    "save_weights": _save_weights,
+    "load_weights": _load_weights,
+    "save_weights_only": _save_weights,
+    "load_weights_only": _load_weights,
+    "save_model_to_hdf5": _save_model,
+    "load_model_from_hdf5": _load_model,
+}
 
 
 def _replacement(name, value):
@@ -257,10 +321,13 @@ def _replacement(name, value):
         return _sequential
     if inspect.ismodule(value) and value.__name__ in ("keras", "keras.src.models"):
         ours = {"Sequential": _sequential, "Model": Model}
+        if value is keras:
+            ours["saving"] = _replacement("saving", keras.saving)
         return types.SimpleNamespace(**(vars(value) | ours))
-    if inspect.ismodule(value) and value.__name__ == "keras.src.saving":
-        ours = {"load_model": _load_model, "save_model": tnt.models.save_model}
-        return types.SimpleNamespace(**(vars(value) | ours))
+    if inspect.ismodule(value) and ".saving" in value.__name__:
+        return Instead(value, **{key: _SAVING[key] for key in _SAVING if hasattr(value, key)})
+    if inspect.isfunction(value) and ".saving" in value.__module__:
+        return _SAVING.get(name, value)
     for kind in ("losses", "metrics", "callbacks"):
         if getattr(value, "__module__", "").startswith(f"keras.src.{kind}"):
             return getattr(getattr(tnt, kind), name, value)
@@ -300,7 +367,12 @@ def _lenient(cls):
         assert config == ours.deserialize(written, custom_objects).get_config()
         assert set(dir(instance)) == set(dir(revived))
 
+    def tear_down(self):
+        Model.__bases__ = (keras.Model,)  # Keras makes it functional for good.
+        cls.tearDown(self)
+
     replaced = {
+        "tearDown": tear_down,
         "assertRaisesRegex": assert_raises,
         "run_class_serialization_test": there_and_back,
         "__module__": __name__,

@@ -261,6 +261,15 @@ def test_what_is_the_users_must_be_passed_or_trusted(tmp_path, loss):
     ).optimizer
 
 
+def test_what_is_registered_with_keras_is_known(tmp_path, monkeypatch):
+    model = saved(tmp_path, own_loss)
+    expected = model.fit(*data(), batch_size=8, verbose=0).history
+    for own in (Own, own_loss):
+        monkeypatch.setitem(keras.saving.get_custom_objects(), f"mine>{own.__name__}", own)
+    loaded = tnt.models.load_model(tmp_path / "run")
+    assert loaded.fit(*data(), batch_size=8, verbose=0).history == expected
+
+
 def test_a_wrong_object_in_place_of_a_class_is_an_error(tmp_path):
     saved(tmp_path, own_loss)
     with pytest.raises(ValueError, match=r"test_loading_safely:Own is not a flax.linen.Module"):

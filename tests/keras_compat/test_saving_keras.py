@@ -173,6 +173,13 @@ def test_sharded_weights_of_keras_are_loaded(trained, tmp_path):
     np.testing.assert_array_equal(fresh.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+def test_unzipped_models_of_keras_are_loaded(trained, tmp_path):
+    model, _, x, _ = trained
+    keras.saving.save_model(model.module, tmp_path / "run", zipped=False)
+    read = tnt.models.load_model(tmp_path / "run")
+    np.testing.assert_array_equal(read.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
 def test_loading_the_file_gives_a_model_that_trains_on(trained, tmp_path):
     model, _, x, y = trained
     model.save(tmp_path / "model.keras")

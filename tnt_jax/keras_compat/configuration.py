@@ -170,7 +170,7 @@ def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any
             f"{name!r} is not in tnt_jax.{room}: a name is a string. custom_objects= are also "
             "found by name."
         )
-    own = _registered_with_keras() | dict(custom_objects or {})
+    own = registered_with_keras() | dict(custom_objects or {})
     if name in own:
         return own[name]
     module = importlib.import_module(f"tnt_jax.keras_compat.{room}")
@@ -188,7 +188,7 @@ def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any
     return found
 
 
-def _registered_with_keras() -> dict[str, Any]:
+def registered_with_keras() -> dict[str, Any]:
     """Returns what the user registered with Keras, by name.
 
     That is, by `keras.saving.register_keras_serializable` or in a scope.

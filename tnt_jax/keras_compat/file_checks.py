@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 from tnt_jax.distributed.runtime import get_process_index
+from tnt_jax.keras_compat.file_names import is_file_name
 
 _END = b"\ntnt_jax crc32 %08x\n"
 _END_PATTERN = re.compile(rb"\ntnt_jax crc32 ([0-9a-f]{8})\n")
@@ -32,9 +33,13 @@ def add_checksum(path: Path) -> None:
 
 def problem_of_path(path: Path) -> Exception | None:
     """Returns what keeps this process from loading a path: it is missing, or a damaged file."""
-    if not path.exists():
-        return FileNotFoundError(f"Process {get_process_index()} does not find {path.absolute()}.")
     try:
+        if not path.exists():
+            if path.suffix != ".json":  # Keras's sharded weights are loaded, but not saved.
+                is_file_name(path, of_keras=True)
+            raise FileNotFoundError(
+                f"Process {get_process_index()} does not find {path.absolute()}."
+            )
         if path.is_file():
             _check_file(path)
     except (OSError, ValueError) as error:

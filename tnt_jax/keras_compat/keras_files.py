@@ -18,7 +18,7 @@ from tnt_jax.keras_compat.rebuild import Rebuilder
 from tnt_jax.keras_compat.weight_files import H5_ENDING, read_h5, read_h5_notes, write_h5
 
 _NOTES, _ARRAYS = "tnt_jax.json", "tnt_jax.h5"
-_KERAS_CONFIG = "config.json"
+_KERAS_CONFIG, _KERAS_METADATA = "config.json", "metadata.json"
 
 
 def is_keras(module: Any) -> bool:
@@ -117,7 +117,9 @@ def add_to_archive(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, An
 
 
 def holds_keras_model(path: Path) -> bool:
-    """Returns whether a file holds a Keras model, and not the archive of a Flax model."""
+    """Returns whether a path holds a Keras model, and not a checkpoint or a Flax model."""
+    if path.is_dir():
+        return (path / _KERAS_CONFIG).is_file() and (path / _KERAS_METADATA).is_file()
     if not zipfile.is_zipfile(path):
         return True
     with zipfile.ZipFile(path) as file:
@@ -132,7 +134,7 @@ def read_weights(model: Any, path: Path, *, skip_mismatch: bool) -> list[np.ndar
 
 def read_extra(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays that `write` added to a file; none for files of Keras."""
-    if path.suffix == ".json":
+    if path.suffix == ".json" or path.is_dir():
         return {}
     if not zipfile.is_zipfile(path):
         return read_h5(path)
@@ -145,6 +147,8 @@ def read_extra(path: Path) -> dict[str, np.ndarray]:
 
 def read_notes(path: Path) -> dict[str, Any]:
     """Returns the notes that `write` added to a file of a whole model; none for files of Keras."""
+    if path.is_dir():
+        return {}
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
             text = file.read(_NOTES) if _NOTES in file.namelist() else b"{}"

@@ -4,8 +4,8 @@
 module = Rebuilder(custom_objects={"Net": Net})(json.loads(text))
 ```
 
-A name in a description is looked up in `known_names` and in the objects that the user passes. Other
-names are imported only if the user trusts the description.
+A name in a description is looked up in `known_names`, in the objects that the user passes, and in
+those registered with Keras. Other names are imported only if the user trusts the description.
 """
 
 import functools
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tnt_jax.keras_compat import keras_descriptions
+from tnt_jax.keras_compat import configuration, keras_descriptions
 from tnt_jax.keras_compat.known_names import dtype_names, table
 from tnt_jax.keras_compat.recorded import Recorded
 
@@ -134,6 +134,7 @@ class Rebuilder:
             (table(), name),
             (self.custom_objects, name),
             (self.custom_objects, short),
+            (configuration.registered_with_keras(), short),
         ):
             if key in known:
                 return known[key]

@@ -64,7 +64,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> Model:
-    """Returns a model that `Model.save` wrote, or that Keras wrote to a `.keras` file.
+    """Returns a model that `Model.save` wrote, or that Keras wrote, also unzipped.
 
     Every process must call it.
 
@@ -94,7 +94,7 @@ def load_model(
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust)
     path = Path(filepath)
     collectives.raise_on_all_processes(problem_of_path(path))
-    if path.is_dir():
+    if path.is_dir() and not keras_files.holds_keras_model(path):
         saved = Checkpoints(path).read()
         return _load_described(path, saved.notes, saved.arrays, module, compile, rebuild)
     if not keras_files.holds_keras_model(path):
