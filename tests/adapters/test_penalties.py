@@ -1,3 +1,5 @@
+import logging
+
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
@@ -74,3 +76,25 @@ def test_repeated_rows_are_told_where_rows_are_normalised_together(use_ranks, ca
     caplog.clear()
     fit(Linen(lambda hidden: jnp.zeros(()), normalizes=True), 37, 16)
     assert "repeated rows" not in caplog.text
+
+
+ADDED = {
+    "sum": lambda hidden: 0.1 * jnp.sum(hidden**2),
+    "rows": lambda hidden: 0.1 * jnp.sum(hidden**2, axis=-1),
+    "variance": lambda hidden: jnp.var(jnp.mean(hidden, axis=-1)),
+}
+
+
+@pytest.mark.parametrize("sizes", long_but_last((40, 8), (37, 16)))
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+def test_added_losses_that_are_no_mean_are_those_of_one_device(
+    use_ranks, caplog, monkeypatch, added, sizes
+):
+    found = []
+    for num_ranks in (4, 1):
+        use_ranks(num_ranks)
+        monkeypatch.setattr(logger, "propagate", True)
+        with caplog.at_level(logging.INFO, "tnt_jax"):
+            found.append(fit(Linen(added), *sizes))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+    assert "adds losses that are not a mean over rows" in caplog.text

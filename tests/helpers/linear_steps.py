@@ -78,7 +78,7 @@ def make_parts(forward=apply):
 class LinearAdapter:
     """The part of an adapter that a trainer uses."""
 
-    name, holds_variables = "linear", False
+    name, holds_variables, knows_penalty = "linear", False, False
 
     def __init__(self):
         self.attached = []

@@ -67,10 +67,13 @@ class Adapter(Protocol):
     Attributes:
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables, into which `write_back` writes.
+        knows_penalty: Whether the penalty of a part of a batch is its share whatever the model adds;
+            otherwise it must be a mean over rows.
     """
 
     name: str
     holds_variables: bool
+    knows_penalty: bool
 
     def sample_inputs(self) -> Any:
         """Returns inputs to build the model with, or None if the model does not know them."""

@@ -61,6 +61,7 @@ class KerasAdapter:
     """
 
     holds_variables = True
+    knows_penalty = True
 
     def __init__(self, model: keras.Model, *, synchronized: bool = False) -> None:
         if keras.backend.backend() != "jax":

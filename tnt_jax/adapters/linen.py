@@ -32,6 +32,7 @@ class LinenAdapter:
     """
 
     holds_variables = False
+    knows_penalty = False
 
     def __init__(self, module: nn.Module, *, variables: Mapping[str, Any] | None = None) -> None:
         if variables is not None and "params" not in variables:

@@ -38,6 +38,7 @@ class NnxAdapter:
     """
 
     holds_variables = True
+    knows_penalty = False
 
     def __init__(self, module: nnx.Module) -> None:
         if not callable(module):

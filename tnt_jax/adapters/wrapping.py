@@ -21,12 +21,14 @@ class WrappingAdapter:
         inner: That adapter.
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables.
+        knows_penalty: See `Adapter`.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self.inner = adapter
         self.name = adapter.name
         self.holds_variables = adapter.holds_variables
+        self.knows_penalty = adapter.knows_penalty
 
     def outer(self, variables: Variables) -> Variables:
         """Returns the variables that training sees, made of those of the wrapped adapter."""

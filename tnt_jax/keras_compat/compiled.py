@@ -184,7 +184,7 @@ class Compiled:
 
         def per_row(params: Any, model_state: Any, batch: Batch, *others: Any) -> dict[str, Any]:
             outputs = outputs_of(params, model_state, batch, *others)
-            (own,) = outputs.values()
+            own = next(iter(outputs.values()))
             return outputs | self._own_losses(own, batch)
 
         return per_row

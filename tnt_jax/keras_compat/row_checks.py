@@ -23,7 +23,7 @@ from tnt_jax.distributed.random_rows import DrawError, row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.epoch_sums import num_local_rows
-from tnt_jax.train.row_dependence import Mixed, dependences, is_by_row
+from tnt_jax.train.row_dependence import Free, Mixed, dependences, is_by_row
 from tnt_jax.train.trainer import Trainer
 
 # Maps parameters, model state, rows, key and the train flag to values `[rows, ...]` by what makes
@@ -38,6 +38,8 @@ _MOST_BYTES = 2**30
 # accumulated in another order.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
 _SIZE_TOLERANCE = 1e-2
+# Losses that a Flax module adds, a scalar among the values of rows.
+_ADDED = "added losses"
 
 
 def traced_dependence(
@@ -94,11 +96,16 @@ def traced_dependence(
     holds_rows = [False] * len(jax.tree.leaves(variables)) + [True] * len(jax.tree.leaves(batch))
     results, _ = dependences(traced.jaxpr.jaxpr, [*holds_rows, False], num_rows)
     paths = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    is_known = not sizes
     for (path, _), found in zip(paths, results, strict=True):
-        if isinstance(found, Mixed):
-            what = path[0].key
+        what = path[0].key
+        if what == _ADDED:
+            is_known &= isinstance(found, Free)
+        elif isinstance(found, Mixed):
             return f"{what} compares rows of a batch with each other, by {found.operation}", True
-    return None, all(map(is_by_row, results)) and not sizes
+        else:
+            is_known &= is_by_row(found)
+    return None, is_known
 
 
 def _warn_of_ids(traced: Any, inputs: Any) -> None:
@@ -266,6 +273,8 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
             f"{seen.what} gives a row values that depend on its position in the batch: {seen} at "
             "another position"
         )
+    if _ADDED in whole and (found := _dependence_of_added(program)) is not None:
+        return found
     if not sizes:
         return None
     seen = _difference(
@@ -283,6 +292,23 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
         found, seen,
     )  # fmt: skip
     return found
+
+
+def _dependence_of_added(program: _Program) -> str | None:
+    """Returns how the losses that a module adds differ from a mean over rows, or None."""
+    halves = np.split(np.arange(program.num_rows // 2 * 2), 2)
+    try:
+        whole = float(program.run_alone(np.concatenate(halves), 0)[_ADDED])
+        parts = [float(program.run_alone(half, half[0])[_ADDED]) for half in halves]
+    except (TypeError, ValueError):  # The module may be written for one number of rows.
+        return None
+    limit = program.tolerance * np.max(np.abs(parts))
+    if np.isclose(whole, np.mean(parts), rtol=0, atol=limit, equal_nan=True):
+        return None
+    return (
+        f"The module adds losses that are not a mean over rows: {whole:.6g} for some rows, but "
+        f"{parts[0]:.6g} and {parts[1]:.6g} for the halves of them"
+    )
 
 
 class _Difference(NamedTuple):
@@ -319,12 +345,18 @@ def _difference(
 
 
 def outputs_per_row(adapter: Adapter) -> PerRow:
-    """Returns what computes the model's outputs, for `dependence_of_rows`."""
+    """Returns what computes the model's outputs, for `dependence_of_rows`.
+
+    In training also the losses that the model adds, unless the adapter knows their shares.
+    """
 
     def per_row(
         params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool
     ) -> dict[str, Any]:
         applied = adapter.apply(params, model_state, batch.inputs, key=key, train=train, mask=None)
-        return {f"The model {adapter.name!r}": applied.outputs}
+        values = {f"The model {adapter.name!r}": applied.outputs}
+        if train and isinstance(applied.penalty, jax.Array) and not adapter.knows_penalty:
+            values[_ADDED] = applied.penalty
+        return values
 
     return per_row
