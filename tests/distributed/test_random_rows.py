@@ -21,11 +21,8 @@ def bits(*shape, dtype=jnp.uint32):
     """Returns a function that draws an array; the size "rows" is the number of rows."""
 
     def draw(key, rows):
-        sizes = [
-            len(rows) if size == "rows" else 2 * len(rows) if size == "twice" else size
-            for size in shape
-        ]
-        return jax.random.bits(key, sizes, dtype)
+        sizes = {"rows": len(rows), "twice": 2 * len(rows)}
+        return jax.random.bits(key, [sizes.get(size, size) for size in shape], dtype)
 
     return draw
 

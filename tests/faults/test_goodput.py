@@ -208,7 +208,9 @@ def test_a_run_that_was_killed_and_started_again_has_one_account(tmp_path):
         [*map(str, words), "end"], env=env, timeout=100, stdout=subprocess.PIPE, text=True
     )
     assert second.returncode == 0
-    redone = 10 - int(second.stdout)  # The backup of step 8 may not have been complete.
+    resumed, steps = second.stdout.splitlines()
+    assert resumed.startswith(f"Training resumes from {tmp_path / 'backup'}, after batch ")
+    redone = 10 - int(steps)  # The backup of step 8 may not have been complete.
     elapsed_s = time.time() - launched_s
     (line,) = file.read_text().splitlines()
     report = json.loads(line)

@@ -516,7 +516,11 @@ def test_a_generator_that_ends_early_ends_training_with_a_warning(monkeypatch):
     ("arguments", "message"),
     [
         ({"epochs": "3"}, "epochs must be a whole number, but is '3'"),
-        ({"x": _X.tolist()}, "x is a list of rows of Python numbers"),
+        (
+            {"x": _X.tolist()},
+            "x is a list of 27 arrays of shape \\(3,\\). As in Keras, a list means",
+        ),
+        ({"x": _X[:2].tolist(), "y": _P[:2, 0].astype(int)}, "x is a list of 2 arrays of shape"),
         ({"x": {"a": _X, "b": None}}, "x\\['b'\\] is None"),
         ({"class_weight": {2: 1.0, 7: 2.0}}, "class_weight names class 7, but"),
     ],

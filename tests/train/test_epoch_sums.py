@@ -9,18 +9,20 @@ from long_params import long_but_last
 
 from tnt_jax import _jax
 from tnt_jax.train.contracts import Batch, LossTerm
-from tnt_jax.train.epoch_sums import add_sums, divide, num_real_rows, quotient
+from tnt_jax.train.epoch_sums import add_sums, divide, num_real_rows, quotient, weighted_sum
 
 ROWS, RANK = PartitionSpec("data"), PartitionSpec()
 
 
 @pytest.mark.parametrize(
     ("count", "share"),
-    [(None, 6.0), (4.0, 1.5), (0.0, 0.0)],  # No real row, and so no loss.
+    [(None, 3.0), (4.0, 0.75), (0.0, 0.0)],  # No real row, and so no loss.
 )
-def test_a_term_is_divided_by_its_count(count, share):
+def test_a_term_is_divided_by_its_count_and_weighted_in_the_sum(count, share):
     term = LossTerm(jnp.float32(3), count, scale=2.0)
-    assert float(quotient(term, count)) == share
+    found = quotient(term, count)
+    assert float(found) == share
+    assert float(weighted_sum([found], [term], 0.5)) == 2 * share + 0.5
 
 
 def test_no_count_gives_no_infinite_gradient():

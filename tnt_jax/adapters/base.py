@@ -67,8 +67,8 @@ class Adapter(Protocol):
     Attributes:
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables, into which `write_back` writes.
-        knows_penalty: Whether the penalty of a part of a batch is its share whatever the model adds;
-            otherwise it must be a mean over rows.
+        knows_penalty: Whether the penalty of a part of a batch is its share, whatever the model
+            adds; otherwise it must be a mean over rows.
     """
 
     name: str

@@ -58,15 +58,6 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
                 hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
             ):
                 check_numbers(name, leaf)
-    if isinstance(x, list) and x and _is_rows(x):
-        raise ValueError(
-            "x is a list of rows of Python numbers. As in Keras, a list means several inputs: make "
-            "one array, numpy.asarray(x)."
-        )
-
-
-def _is_rows(x: list[Any]) -> bool:
-    return all(isinstance(row, list) and bool(row) and is_numbers(row) for row in x)
 
 
 def _check_no_rows(name: str, value: Any, other: Any) -> None:
@@ -74,7 +65,8 @@ def _check_no_rows(name: str, value: Any, other: Any) -> None:
         return
     first = np.shape(value[0]) if hasattr(value[0], "shape") else (len(value[0]),)
     num_targets = len(other) if hasattr(other, "shape") and np.ndim(other) else None
-    if first and (len(value) == num_targets != first[0] or len(value) > _MOST_INPUTS):
+    are_rows = name == "x" and all(isinstance(row, list) and is_numbers(row) for row in value)
+    if first and (are_rows or len(value) == num_targets != first[0] or len(value) > _MOST_INPUTS):
         several = "inputs" if name == "x" else "outputs"
         raise ValueError(
             f"{name} is a {type(value).__name__} of {len(value)} arrays of shape {first}. As in "
