@@ -26,7 +26,7 @@ import tnt_jax as tnt
         ),
         ({"run_eagerly": True}, "jax.disable_jit"),
         ({"jit_compile": "no"}, "jit_compile must be True, False or 'auto'"),
-        ({"objective": lambda params, batch, rngs: 0}, "or an objective"),
+        ({"objective": lambda params, batch, rngs: 0}, "takes the place of a loss"),
     ],
 )
 def test_invalid_options_of_compile(options, message):
