@@ -98,3 +98,21 @@ def test_added_losses_that_are_no_mean_are_those_of_one_device(
             found.append(fit(Linen(added), *sizes))
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
     assert "adds losses that are not a mean over rows" in caplog.text
+
+
+class FixedRows(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        if len(x) not in (1, 4, 16):  # The check of rows compares 4 with their halves.
+            raise ValueError("unknown number of rows")
+        hidden = nn.Dense(5)(x)
+        self.sow("losses", "size", 0.1 * jnp.sum(hidden**2))
+        return nn.Dense(3)(hidden)
+
+
+def test_added_losses_for_some_numbers_of_rows_alone_are_those_of_one_device(use_ranks):
+    found = []
+    for num_ranks in (4, 1):
+        use_ranks(num_ranks)
+        found.append(fit(FixedRows(), 32, 16))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)

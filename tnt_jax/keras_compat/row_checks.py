@@ -300,8 +300,8 @@ def _dependence_of_added(program: _Program) -> str | None:
     try:
         whole = float(program.run_alone(np.concatenate(halves), 0)[_ADDED])
         parts = [float(program.run_alone(half, half[0])[_ADDED]) for half in halves]
-    except (TypeError, ValueError):  # The module may be written for one number of rows.
-        return None
+    except (TypeError, ValueError) as error:  # The module may be written for one number of rows.
+        return f"Whether added losses are a mean over rows cannot be told ({error})"
     limit = program.tolerance * np.max(np.abs(parts))
     if np.isclose(whole, np.mean(parts), rtol=0, atol=limit, equal_nan=True):
         return None
