@@ -233,20 +233,16 @@ class _Program:
         )
         traced = self._trace(np.arange(num_rows))
         self.tolerance = _HALF_TOLERANCE if _jax.computes_in_half(traced) else _TOLERANCE
-        self._run, self._traced = None, traced
+        self._traced = traced
+        self._programs: dict[int, Any] = {}
 
     def run(self, rows: np.ndarray, first_row: int = 0) -> Any:
-        """Returns the values of rows of the batch that start at `first_row`, `num_rows` of them."""
-        if self._run is None:
-            self._run = _compiled(self._traced)
-        return self._values(self._run, rows, first_row)
-
-    def run_alone(self, rows: np.ndarray, first_row: int) -> Any:
-        """Returns values of rows of the batch, in a program for their number."""
-        return self._values(_compiled(self._trace(rows)), rows, first_row)
-
-    def _values(self, compiled: Any, rows: np.ndarray, first_row: int) -> Any:
-        values = compiled(*self._variables, self._take(rows), first_row)
+        """Returns the values of rows that start at `first_row`, in a program for their number."""
+        number = len(rows)
+        if number not in self._programs:
+            traced = self._traced if number == self.num_rows else self._trace(rows)
+            self._programs[number] = _compiled(traced)
+        values = self._programs[number](*self._variables, self._take(rows), first_row)
         return jax.tree.map(np.asarray, _jax.finished(values))
 
     def _take(self, rows: np.ndarray) -> Batch:
@@ -273,14 +269,14 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
             f"{seen.what} gives a row values that depend on its position in the batch: {seen} at "
             "another position"
         )
-    if _ADDED in whole and (found := _dependence_of_added(program)) is not None:
+    if _ADDED in whole and (found := _dependence_of_added(program, float(whole[_ADDED]))):
         return found
     if not sizes:
         return None
     seen = _difference(
         whole,
         back,
-        program.run_alone(rows[back], half),
+        program.run(rows[back], half),
         slice(None),
         max(program.tolerance, _SIZE_TOLERANCE),
     )
@@ -294,16 +290,17 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
     return found
 
 
-def _dependence_of_added(program: _Program) -> str | None:
+def _dependence_of_added(program: _Program, whole: float) -> str | None:
     """Returns how the losses that a module adds differ from a mean over rows, or None."""
-    halves = np.split(np.arange(program.num_rows // 2 * 2), 2)
+    rows = np.arange(program.num_rows)
+    halves = np.split(rows, [len(rows) // 2])
     try:
-        whole = float(program.run_alone(np.concatenate(halves), 0)[_ADDED])
-        parts = [float(program.run_alone(half, half[0])[_ADDED]) for half in halves]
+        parts = [float(program.run(half, half[0])[_ADDED]) for half in halves]
     except (TypeError, ValueError) as error:  # The module may be written for one number of rows.
         return f"Whether added losses are a mean over rows cannot be told ({error})"
+    mean = np.average(parts, weights=list(map(len, halves)))
     limit = program.tolerance * np.max(np.abs(parts))
-    if np.isclose(whole, np.mean(parts), rtol=0, atol=limit, equal_nan=True):
+    if np.isclose(whole, mean, rtol=0, atol=limit, equal_nan=True):
         return None
     return (
         f"The module adds losses that are not a mean over rows: {whole:.6g} for some rows, but "
