@@ -22,6 +22,8 @@ import tnt_jax as tnt
 
 # Modules whose cases test what a model does, and the methods that our model does in its place.
 OF_MODELS = ("keras.src.trainers.trainer_test", "keras.src.models.model_test")
+# Opens a file of ours by Keras's `load_model`.
+OPENS_BY_KERAS = "keras.src.callbacks.swap_ema_weights_test"
 _METHODS = """fit evaluate predict train_on_batch test_on_batch predict_on_batch reset_metrics
     get_metrics_result get_compile_config compile_from_config"""
 
@@ -265,7 +267,7 @@ class Instead:
         delattr(self._module, name)
 
 
-def _ours(model):
+def _model_of(model):
     return model._ours if isinstance(model, Wrapped) else tnt.Model(model)
 
 
@@ -289,13 +291,13 @@ def _save_model(model, path, overwrite=True, **of_keras):
 def _save_weights(model, path, overwrite=True, **of_keras):
     if of_keras:
         return keras.saving.save_weights(_module(model), path, overwrite, **of_keras)
-    return _ours(model).save_weights(path, overwrite)
+    return _model_of(model).save_weights(path, overwrite)
 
 
 def _load_weights(model, path, skip_mismatch=False, **of_keras):
     if of_keras:
         return keras.saving.load_weights(_module(model), path, skip_mismatch, **of_keras)
-    return _ours(model).load_weights(path, skip_mismatch)
+    return _model_of(model).load_weights(path, skip_mismatch)
 
 
 def _module(model):
@@ -322,12 +324,8 @@ def _replacement(name, value):
     if inspect.ismodule(value) and value.__name__ in ("keras", "keras.src.models"):
         ours = {"Sequential": _sequential, "Model": Model}
         if value is keras:
-            ours["saving"] = _replacement("saving", keras.saving)
+            ours["saving"] = _saving_replacement("saving", keras.saving)
         return types.SimpleNamespace(**(vars(value) | ours))
-    if inspect.ismodule(value) and ".saving" in value.__name__:
-        return Instead(value, **{key: _SAVING[key] for key in _SAVING if hasattr(value, key)})
-    if inspect.isfunction(value) and ".saving" in value.__module__:
-        return _SAVING.get(name, value)
     for kind in ("losses", "metrics", "callbacks"):
         if getattr(value, "__module__", "").startswith(f"keras.src.{kind}"):
             return getattr(getattr(tnt, kind), name, value)
@@ -343,6 +341,14 @@ def _replacement(name, value):
         return tnt.schedules
     is_optimizers = inspect.ismodule(value) and value.__name__ == "keras.src.optimizers"
     return _optimizers() if is_optimizers else value
+
+
+def _saving_replacement(name, value):
+    if inspect.ismodule(value) and ".saving" in value.__name__:
+        return Instead(value, **{key: _SAVING[key] for key in _SAVING if hasattr(value, key)})
+    if inspect.isfunction(value) and ".saving" in value.__module__:
+        return _SAVING.get(name, value)
+    return value
 
 
 def _lenient(cls):
@@ -386,7 +392,9 @@ def cases(module_name):
     for name, value in list(vars(module).items()):
         is_case = inspect.isclass(value) and issubclass(value, unittest.TestCase)
         if name[0] != "_" and (is_case or module_name not in OF_MODELS):
-            setattr(module, name, _replacement(name, value))
+            found = _replacement(name, value)
+            is_ours = module_name != OPENS_BY_KERAS
+            setattr(module, name, _saving_replacement(name, found) if is_ours else found)
     return [
         value
         for name, value in vars(module).items()

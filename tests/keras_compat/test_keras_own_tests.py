@@ -48,6 +48,8 @@ NEEDS_TENSORFLOW = ("swap_ema_weights_test", "tensorboard_test")
 # processes that read data.
 NOT_RUN = [
     "SensitivityAtSpecificityTest.test_handles_sas_metrics",
+    "ModelTest.test_functional_dict_outputs_with_single_tensor",
+    "ModelTest.test_functional_list_outputs_list_losses_abbr",
     "TestTrainer.test_fit_with_data_adapter_torch*",
     "TestTrainer.test_fit_with_data_adapter_py_dataset_multiprocessing*",
 ]
@@ -117,8 +119,6 @@ _REASONS = _INTERNAL | {
     "a loss takes one output, not a structure of them": """ModelTest.test_functional_deeply_nested_outputs_struct_losses
         ModelTest.test_functional_struct_outputs_dict_struct_losses* ModelTest.test_functional_struct_outputs_namedtuple*
         ModelTest.test_functional_struct_outputs_struct_losses[0167]""",
-    "a loss of probabilities gets numbers that are none": """ModelTest.test_functional_dict_outputs_with_single_tensor
-        ModelTest.test_functional_list_outputs_list_losses_abbr""",
     "the seed generators of the model keep their states": "TestTrainer.test_rng_updated_during_predict",
     "keras.config limits Keras's own training": "TestTrainer.test_max_epochs_and_steps",
     "a name that no output has is a ValueError": "ModelTest.test_functional_dict_outputs_dict_losses_invalid_keys",
