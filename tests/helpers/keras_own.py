@@ -240,10 +240,15 @@ def _sequential(*args, **kwargs):
     return Wrapped(keras.Sequential(*args, **kwargs))
 
 
+_is_loading = False
+
+
 class Model(keras.Model):
     """Makes wrapped models, of its own class and of derived ones."""
 
     def __new__(cls, *args, **kwargs):
+        if _is_loading:
+            return super().__new__(cls)
         if cls is Model:
             return Wrapped(keras.Model(*args, **kwargs))
         model = super().__new__(cls)
@@ -272,9 +277,10 @@ def _model_of(model):
 
 
 def _load_model(path, custom_objects=None, compile=True, safe_mode=True):
-    loaded = tnt.models.load_model(
-        path, custom_objects=custom_objects, compile=compile, trust=not safe_mode
-    )
+    with mock.patch(f"{__name__}._is_loading", True):
+        loaded = tnt.models.load_model(
+            path, custom_objects=custom_objects, compile=compile, trust=not safe_mode
+        )
     return Wrapped(loaded.module, loaded)
 
 

@@ -180,6 +180,53 @@ def test_unzipped_models_of_keras_are_loaded(trained, tmp_path):
     np.testing.assert_array_equal(read.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+@keras.saving.register_keras_serializable("tnt_jax_tests")
+class OfBuiltLayers(keras.Model):
+    """Holds a layer that is built before the model is called."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+        self.dense.build((None, 5))
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return super().get_config() | {"units": self.units}
+
+
+@pytest.mark.filterwarnings("ignore:You are saving a model that has not yet been built")
+def test_a_model_of_built_layers_is_saved_before_it_is_called(trained, tmp_path):
+    _, _, x, y = trained
+    inner = OfBuiltLayers(3)
+    tnt.models.save_model(inner, tmp_path / "model.keras")
+    for load in (keras.models.load_model, tnt.models.load_model):
+        for a, b in zip(
+            load(tmp_path / "model.keras").get_weights(), inner.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+    read = tnt.models.load_model(tmp_path / "model.keras")
+    assert read.built
+    read.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    plain = OfBuiltLayers(3)
+    plain.set_weights(inner.get_weights())
+    plain.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for model in (read, plain):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for a, b in zip(read.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_that_cannot_say_how_its_model_was_compiled_warns(trained, tmp_path, caplog):
+    model = trained[0]
+    model.compile(optax.sgd(lambda step: 0.1), "mse")
+    model.save(tmp_path / "model.keras")
+    assert tnt.models.load_model(tmp_path / "model.keras").optimizer is None
+    assert "The model is not compiled" in caplog.text
+
+
 def test_loading_the_file_gives_a_model_that_trains_on(trained, tmp_path):
     model, _, x, y = trained
     model.save(tmp_path / "model.keras")

@@ -88,13 +88,15 @@ class KerasAdapter:
         """Returns one row for each input if the model knows its inputs.
 
         It does as a functional or Sequential model with given inputs, and after `attach`. Of
-        another model that was called, there are no inputs but its variables.
+        another model whose layers are built, there are no inputs but its variables.
         """
         inputs = getattr(self.module, "inputs", None)
         if not self.module.built or not inputs:
-            # A model that was called holds its variables; `attach` then needs no inputs yet.
-            is_called = self.module.built and all(layer.built for layer in self._layers())
-            return () if is_called and self._sample is None else self._sample
+            # Layers that are built hold their variables; `attach` then needs no inputs yet.
+            is_built = self.module.variables and all(
+                layer.built for layer in self._layers() if layer is not self.module
+            )
+            return () if is_built and self._sample is None else self._sample
         given = inputs[0] if len(inputs) == 1 else self.module.input
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
@@ -126,11 +128,14 @@ class KerasAdapter:
             )
         is_known = bool(jax.tree.leaves(inputs))
         if is_known:
-            self._sample = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), inputs
+            inputs = self._sample = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    (1, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+                ),
+                inputs,
             )
-        if not all(layer.built for layer in self._layers()):
-            self.module(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs))
+        if is_known and not all(layer.built for layer in self._layers()):
+            self.module(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs))
         require_trainable(self.module)
         both = (self.module.trainable_variables, self.module.non_trainable_variables)
         self._parts = tuple(paths_of(self.module, variables) for variables in both)

@@ -37,8 +37,9 @@ class ModelState:
 
     @property
     def built(self) -> bool:
-        """Whether the model has variables."""
-        return self._core.trainer.state is not None
+        """Whether the model has variables, or makes them as soon as they are asked for."""
+        trainer = self._core.trainer
+        return trainer.state is not None or trainer.adapter.sample_inputs() is not None
 
     @property
     def state(self) -> TrainState:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import traverse_util
 
 from tnt_jax.distributed import collectives
@@ -39,6 +40,7 @@ def save_model(
         tnt_save_all_devices: Whether every process writes a copy of its own.
 
     Raises:
+        RuntimeError: If the model has no variables yet.
         ValueError: If `model` is neither.
     """
     if isinstance(model, Model):
@@ -48,10 +50,6 @@ def save_model(
     else:
         raise ValueError(
             f"save_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
-        )
-    if not wrapped.built:
-        wrapped.build(
-            keras_files.inputs_of(wrapped.module) if keras_files.is_keras(wrapped.module) else None
         )
     wrapped.save(filepath, overwrite, tnt_save_all_devices=tnt_save_all_devices)
 
@@ -172,9 +170,17 @@ def model_from_json(
     return model_from(keras_files.read_json(text), rebuild, Model)
 
 
-def _compile(model: Model, description: Any, rebuild: Rebuilder) -> None:
-    given = described_arguments(rebuild(description), model.compile)
-    construct(model.compile, "compile", [], given)
+def _compile(model: Model, path: Path, notes: Mapping[str, Any], rebuild: Rebuilder) -> None:
+    """Compiles a model as its notes say, or warns that they could not say how."""
+    if "compile" in notes:
+        given = described_arguments(rebuild(notes["compile"]), model.compile)
+        construct(model.compile, "compile", [], given)
+    elif "compile_problem" in notes:
+        logger.warning(
+            "The model is not compiled: %s Call compile(...), then load_weights(%r).",
+            notes["compile_problem"],
+            str(path),
+        )
 
 
 def _load_described(
@@ -199,14 +205,8 @@ def _load_described(
             f"{path} does not say which module it holds: pass module=... to load_model.{why}"
         )
     _build(model, arrays, notes)
-    if compile and "compile" in notes:
-        _compile(model, notes["compile"], rebuild)
-    elif compile and "compile_problem" in notes:
-        logger.warning(
-            "The model is not compiled: %s Call compile(...), then load_weights(%r).",
-            notes["compile_problem"],
-            str(path),
-        )
+    if compile:
+        _compile(model, path, notes, rebuild)
     model.training_state.restore(arrays)
     return model
 
@@ -234,7 +234,10 @@ def _inputs_of(keras_model: Any, notes: Mapping[str, Any]) -> Any:
     They come from the model or from the file.
     """
     inputs = keras_files.inputs_of(keras_model)
-    return keras_files.described_inputs(notes.get("config", {})) if inputs is None else inputs
+    if inputs is None:
+        inputs = keras_files.described_inputs(notes.get("config", {}))
+    # A model that was saved before it was called names none.
+    return inputs if jax.tree.leaves(inputs) else None
 
 
 def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
@@ -251,14 +254,12 @@ def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
         model.build(inputs)
     if not compile:
         return model
-    if "compile" in notes:
-        _compile(model, notes["compile"], rebuild)
-    else:
-        given = keras_files.compile_arguments(
+    _compile(model, path, notes, rebuild)
+    if not notes and (
+        given := keras_files.compile_arguments(
             keras_model, custom_objects=custom_objects, trust=trust
         )
-        if not given:
-            return model
+    ):
         model.compile(**given)
     model.training_state.restore(keras_files.read_extra(path))
     return model
