@@ -5,7 +5,10 @@ The step that `fit` runs is compiled ahead of time for GPUs that need not be the
 states the memory that it needs, and its scheduler models the time and how much communication
 nothing hides; loops count as often as they run. Nothing runs, so no number here is a measured time.
 Plain jit gets the same parameters, cut in the same way, with the same rematerialization, and
-decides all else itself.
+decides all else itself. With "rows held", the output of each block keeps its rows where the batch
+has them, as MaxText, Levanter and Kauldron do by `with_sharding_constraint`; XLA then gathers the
+parameters of a block at a time. It sums gradients over GPUs in bfloat16, and this library in
+float32; "sums in bfloat16" is this library's step with the same sums.
 
 It needs the environment of `benchmarks/overlap.py`:
 
@@ -20,6 +23,8 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +36,7 @@ H100, MIB, TOPOLOGIES = overlap.H100, overlap.MIB, overlap.TOPOLOGIES
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -41,7 +47,7 @@ from tnt_jax.distributed.hlo import count_runs, read_collectives, read_traffic
 from tnt_jax.distributed.reduction import default_reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.settings import Settings
-from tnt_jax.sharded import ShardedSteps
+from tnt_jax.sharded import ShardedSteps, gathering
 from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.sharded.remat import rematerialized, rematerialized_apply
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
@@ -62,6 +68,8 @@ class Form(NamedTuple):
         mesh: Devices along each axis.
         remat: What blocks keep for backpropagation.
         by_jit: Whether plain `jax.jit` shards the step, and not this library.
+        holds_rows: Whether the outputs of blocks keep their rows where the batch has them.
+        sums: Dtype in which this library sums gradients.
         options: Options of the compiler.
         model: The decoder, or a model of `benchmarks/overlap.py`.
     """
@@ -70,10 +78,14 @@ class Form(NamedTuple):
     mesh: dict[str, int]
     remat: Any = "full"
     by_jit: bool = False
+    holds_rows: bool = False
+    sums: str = "float32"
     options: tuple[tuple[str, Any], ...] = ()
     model: str = "decoder"
 
 
+# XLA of JAX 0.12 fails to compile its own kernel for a sum over 64 GPUs.
+NO_KERNELS = (("xla_gpu_experimental_use_collective_kernels", ""),)
 # Two layers in a turn of the loop: the gathers of the second can run while the first computes.
 DOUBLE = (("xla_gpu_enable_while_loop_double_buffering", True),)
 
@@ -83,17 +95,21 @@ def forms_of(num_gpus: int) -> list[Form]:
     whole = {"fsdp": num_gpus}
     found = [
         Form("fsdp", whole),
+        Form("fsdp, sums in bfloat16", whole, sums="bfloat16"),
         Form("fsdp, two layers a turn", whole, options=DOUBLE),
         Form("fsdp, dots kept", whole, remat="dots"),
         Form("plain jit", whole, by_jit=True),
-        Form("plain jit, two layers a turn", whole, by_jit=True, options=DOUBLE),
+        Form("jit, rows held", whole, by_jit=True, holds_rows=True),
     ]
-    if num_gpus > 8:
-        by_host = {"data": num_gpus // 8, "fsdp": 8}
-        found += [Form("data x fsdp", by_host), Form("plain jit", by_host, by_jit=True)]
-    else:
+    both = {"data": num_gpus // 8, "fsdp": 8} if num_gpus > 8 else {"data": 2, "fsdp": 4}
+    found += [
+        Form("data x fsdp", both),
+        Form("data x fsdp, sums in bfloat16", both, sums="bfloat16"),
+        Form("plain jit", both, by_jit=True),
+        Form("jit, rows held", both, by_jit=True, holds_rows=True),
+    ]
+    if num_gpus == 8:
         found += [
-            Form("data x fsdp", {"data": 2, "fsdp": 4}),
             Form("data parallel", {"data": 8}, "none", model="transformer_big"),
             Form("fsdp", whole, "none", model="transformer_big"),
             Form("data parallel", {"data": 8}, "none", model="resnet50"),
@@ -164,25 +180,49 @@ def lower(form: Form, num_gpus: int) -> Any:
     by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
     batch = placed(problem.batch, jax.tree.map(lambda _: by_row, problem.batch))
     if form.by_jit:
-        return lower_jit(problem, form.remat, layout, state, batch)
+        return lower_jit(problem, form, layout, state, batch)
     apply = rematerialized_apply(problem.parts.apply, form.remat)
     parts = StepParts(apply, problem.parts.loss_terms, problem.parts.increments)
     sums = zero_sums(parts, state, batch, mesh)
     step = steps.train(parts, problem.optimizer, accumulation_steps=1)
-    return step.lower(state, sums, batch)  # type: ignore[attr-defined]
+    with summed_in(form.sums):
+        return step.lower(state, sums, batch)  # type: ignore[attr-defined]
 
 
-def lower_jit(problem: overlap.Problem, remat: Any, layout: Any, state: Any, batch: Batch) -> Any:
+@contextmanager
+def summed_in(dtype: str) -> Iterator[None]:
+    """Sums gradients that are reduce-scattered in float32, or in the dtype that was gathered."""
+
+    def backward(dim: int, name: str, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+        axis = _jax.FSDP_AXIS
+        total = jax.lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
+        return (total.astype(like.dtype),)
+
+    if dtype == "bfloat16":
+        gathering._gathered.defvjp(gathering._gathered_forward, backward)
+    try:
+        yield
+    finally:
+        gathering._gathered.defvjp(gathering._gathered_forward, gathering._gathered_backward)
+
+
+def lower_jit(problem: overlap.Problem, form: Form, layout: Any, state: Any, batch: Batch) -> Any:
     """Returns the lowered step that a user of plain JAX would write for the same arrays."""
-    optimizer = problem.optimizer
+    optimizer, remat, rows = problem.optimizer, form.remat, batch.inputs.sharding
+
+    def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        if not (form.holds_rows and type(context.module).__name__ == "DecoderBlock"):
+            return outputs
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), outputs)
 
     def step(params: Any, opt_state: Any, batch: Batch) -> Any:
         def loss(params: Any) -> jax.Array:
-            outputs = rematerialized(
-                lambda params: DECODER.apply({"params": params}, batch.inputs),
-                params,
-                remat=remat,
-            )
+            def forward(params: Any) -> jax.Array:
+                with nn.intercept_methods(hold):
+                    return DECODER.apply({"params": params}, batch.inputs)
+
+            outputs = rematerialized(forward, params, remat=remat)
             term = problem.parts.loss_terms(outputs, batch)[0]
             return term.total / term.count
 
@@ -202,7 +242,7 @@ def compile_row(form: Form, num_gpus: int) -> dict[str, Any]:
     start = time.time()
     with tempfile.TemporaryFile("w+") as log:
         with overlap.logging_to(log):
-            compiled = lowered.compile(compiler_options=dict(form.options) or None)
+            compiled = lowered.compile(compiler_options=dict((*NO_KERNELS, *form.options)))
         log.seek(0)
         text = compiled.as_text()
         exposed_us, total_us = modelled(log.read(), count_runs(text))
@@ -345,7 +385,7 @@ def main() -> None:
                 path.write_text("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
     print(table(rows))
     if args.picture:
-        drawn = ("fsdp", "data x fsdp", "plain jit")
+        drawn = ("fsdp", "data x fsdp", "jit, rows held")
         draw([row for row in rows if row["gpus"] == 8 and row["form"] in drawn], args.picture)
 
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 from training import assert_close, crossentropy
 
 import tnt_jax as tnt
-from tnt_jax.sharded import auto
+from tnt_jax.sharded import ShardedSteps, auto
 from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.sharded.planning import peak_bytes
 from tnt_jax.train.contracts import Batch
@@ -91,6 +91,14 @@ def test_the_smallest_sharding_that_fits_is_taken(
     assert ("too much: data 4 needs" in said[0]) == (parts > 1)
     assert_close(history, one_device[0])
     assert_close(model.get_weights(), one_device[1])
+
+
+def test_the_step_stays_the_one_that_was_measured(use_ranks, monkeypatch):
+    start(use_ranks, monkeypatch, needed_by(use_ranks, {"data": 2, "fsdp": 2}))
+    monkeypatch.setattr(ShardedSteps, "why_rows_move", lambda *args: "Rows move")
+    model = make_model(mesh="auto")
+    train(model)
+    assert type(model._core.trainer.steps) is ShardedSteps
 
 
 @pytest.mark.long  # Three programs.

@@ -11,7 +11,10 @@ from training import assert_close
 
 import tnt_jax as tnt
 
-pytestmark = pytest.mark.long  # Some twenty programs; one of each is in the files beside.
+pytestmark = [
+    pytest.mark.long,  # Some twenty programs; one of each is in the files beside.
+    pytest.mark.parametrize("what_moves", ["parameters", "rows"], indirect=True),
+]
 
 TURNS = [
     ({"fsdp": 1}, {"fsdp": 2}),

@@ -20,6 +20,8 @@ from training import assert_close, crossentropy
 
 import tnt_jax as tnt
 
+pytestmark = pytest.mark.parametrize("what_moves", ["parameters", "rows"], indirect=True)
+
 SIZE = 8
 
 

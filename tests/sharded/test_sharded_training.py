@@ -14,6 +14,8 @@ from training import assert_close
 import tnt_jax as tnt
 from tnt_jax.distributed.hlo import read_planned
 
+pytestmark = pytest.mark.parametrize("what_moves", ["parameters", "rows"], indirect=True)
+
 TOLERANCE = 1e-5
 ROWS, SIZE, WIDTH, CLASSES = 27, 8, 32, 5
 
@@ -195,19 +197,29 @@ def test_frozen_parameters_do_not_change(use_ranks):
     assert_close(model.get_weights(), weights)
 
 
-def test_batch_statistics_are_refused(use_ranks):
-    use_ranks(4)
-
+def test_batch_statistics_of_ranks_are_refused_and_those_of_whole_batches_are_one_devices(
+    use_ranks, request
+):
     class Normalized(nn.Module):
         @nn.compact
         def __call__(self, x, train=False):
             x = nn.BatchNorm(use_running_average=not train)(nn.Dense(64)(x))
             return nn.Dense(CLASSES)(x)
 
+    def fit(**options):
+        model, history = train(Normalized(), optax.sgd(0.1), **options)
+        return model.get_weights(), history
+
+    use_ranks(1)
+    expected = fit()
+    use_ranks(4)
+    if request.node.callspec.params["what_moves"] == "rows":
+        assert_close(fit(mesh={"fsdp": 4}), expected)
+        return
     with pytest.raises(
         ValueError, match=r"model state batch_stats/BatchNorm_0/mean \[64\].*axis_n"
     ):
-        train(Normalized(), optax.sgd(0.1), mesh={"fsdp": 4})
+        fit(mesh={"fsdp": 4})
 
 
 def test_a_state_that_is_put_back_stays_readable(use_ranks):

@@ -321,6 +321,25 @@ def test_the_optimizers_state_is_sharded(use_ranks):
     assert all(m.is_fully_replicated for m in jax.tree.leaves(state.params))
 
 
+def test_a_library_s_batch_normalisation_beside_a_comparison_is_that_of_one_device(use_ranks):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            x = nn.BatchNorm(use_running_average=not train, axis_name="data")(nn.Dense(8)(x))
+            return nn.Dense(3)(nn.relu(x) - x.mean(0))
+
+    def fit(num_ranks):
+        use_ranks(num_ranks)
+        x, y = make_rows(29)
+        model = tnt.Model(Net())
+        loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optax.sgd(0.1), loss)
+        history = model.fit(x["image"], y, batch_size=8, shuffle=False, verbose=0).history
+        return history, model.variables
+
+    assert_close(fit(4), fit(1))
+
+
 def test_a_batch_of_one_row_is_trained_on_one_device(use_ranks):
     use_ranks(1)
     x, y = make_rows(3)
@@ -341,7 +360,6 @@ def test_batches_smaller_than_the_ranks_are_refused(use_ranks):
     [
         ({"reproducible": True}, "reproducible=True"),
         ({"gradient_compression": "bfloat16"}, "gradient_compression"),
-        ({"mesh": {"fsdp": 4}}, "mesh"),
     ],
 )
 def test_options_that_need_independent_rows_are_refused_with_the_reason(options, named, use_ranks):

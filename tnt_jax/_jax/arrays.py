@@ -200,10 +200,11 @@ def make_varying(tree: Any) -> Any:
     `num_ranks` times too large.
     """
     axes = rank_axes()
+    # A name that `vmap` binds has no types.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = [name for name in ((axes,) if isinstance(axes, str) else axes) if name in manual]
 
     def vary(x: jax.Array) -> jax.Array:
-        if isinstance(axes, str):
-            return x if is_varying(x, axes) else jax.lax.pcast(x, axes, to="varying")
         missing = tuple(name for name in axes if not is_varying(x, name))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 

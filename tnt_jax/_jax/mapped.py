@@ -19,8 +19,15 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
 
     It is mapped over the axis `stage`, too, if `in_specs` name it. The compiler divides the work
     over the other axes of the mesh. One rank alone is not checked: nothing can differ, and `psum`
-    needs no collective to make that known.
+    needs no collective to make that known. If the compiler divides its work, its axes are those of
+    `vmap`, as XLA fails at a collective over one device of several axes.
     """
+    ranks = [name for name in RANK_AXES if name in mesh.axis_names]
+    is_divided = ranks and num_ranks(mesh) == 1 < mesh.size
+    if is_divided and STAGE_AXIS not in mesh.axis_names:
+        for name in ranks:  # Nothing is mapped but the name of an axis.
+            function = jax.vmap(function, None, None, axis_name=name, axis_size=1)
+        return function
     specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     has_stages = any(STAGE_AXIS in spec for spec in specs)
     manual = {*RANK_AXES, STAGE_AXIS} if has_stages else {*RANK_AXES}

@@ -303,6 +303,20 @@ def _filled_sizes(jaxpr: Any) -> Iterator[int]:
             yield equation.invars[0].aval.shape[dim]
 
 
+def bytes_of_products(jaxpr: Any) -> int:
+    """Returns the bytes of all products of matrices, convolutions and rows of tables.
+
+    What a loop computes counts as often as it runs, if the program says how often.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated", "gather"):
+            total += sum(x.aval.size * x.aval.dtype.itemsize for x in equation.outvars)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(map(bytes_of_products, jaxprs_in_params(equation.params)))
+    return total
+
+
 def computes_in_half(traced: Any) -> bool:
     """Returns whether a traced function computes with floating numbers of fewer than 32 bits."""
     values = (out.aval for equation in _equations(traced.jaxpr.jaxpr) for out in equation.outvars)

@@ -28,7 +28,7 @@ from tnt_jax.sharded.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
 from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.finite import CHECKED
-from tnt_jax.train.global_step import GlobalSteps, log_choice
+from tnt_jax.train.global_step import GlobalSteps, WholeBatches, log_choice
 from tnt_jax.train.trainer import Trainer
 
 
@@ -153,21 +153,21 @@ class Core:
         trainer, compilation = self.trainer, self.compilation
         of_steps = None if compilation is None else compilation.dependence
         dependence = of_steps or self.dependence_of_outputs
-        is_whole = isinstance(trainer.steps, GlobalSteps)
+        is_whole = isinstance(trainer.steps, WholeBatches)
         if is_whole == (dependence is not None):
             return
         if dependence is not None:
             self._require_whole_batches(dependence)
-        job = trainer.runtime
-        self._move(job, self._plain_steps(job) if dependence is None else GlobalSteps(job))
+        self._move(trainer.runtime, self._steps_of(trainer.runtime, whole=dependence is not None))
 
     def _require_whole_batches(self, dependence: str) -> None:
         """Raises a ValueError if an option needs parts of batches; logs the choice otherwise."""
         needs = {
             "reproducible=True": self.options.reproducible,
-            "mesh": self._sharding is not None,
+            "A pipeline": self.options.pipeline is not None,
             "gradient_compression": self.options.gradient_compression is not None,
-            "A parameter server": type(self.trainer.steps) is not DataParallelSteps,
+            "A parameter server": type(self.trainer.steps)
+            not in (DataParallelSteps, sharded.ShardedSteps),
         }
         for name, is_set in needs.items():
             if is_set:
@@ -179,7 +179,7 @@ class Core:
                 )
         log_choice(dependence, self.trainer.runtime.num_ranks)
 
-    def _move(self, job: runtime.Runtime, steps: DataParallelSteps) -> None:
+    def _move(self, job: runtime.Runtime, steps: DataParallelSteps | sharded.ShardedSteps) -> None:
         """Lets the trainer go on with other steps."""
         trainer, compilation = self.trainer, self.compilation
         trainer.move(job, steps, steps.place(trainer.require_state()))
@@ -195,6 +195,11 @@ class Core:
     def has_open_mesh(self) -> bool:
         """Whether training has still to choose the mesh."""
         return self._sharding is not None and self._sharding.is_open
+
+    @property
+    def finds_mesh(self) -> bool:
+        """Whether training chooses, or has chosen, the mesh."""
+        return self.has_open_mesh or self.mesh_choice is not None
 
     def mesh_notes(self) -> list[str]:
         """Returns why the mesh was chosen, if training chose it, and what a pipeline costs."""
@@ -353,14 +358,23 @@ class Core:
         if self.options.reproducible:
             ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
             return reproducible.ReproducibleSteps(ranks)
-        return self._plain_steps(job) if self._sharding is None else self._sharded_steps(job)
+        return self._steps_of(job, whole=False)
+
+    def _steps_of(
+        self, job: runtime.Runtime, *, whole: bool
+    ) -> DataParallelSteps | sharded.ShardedSteps:
+        """Returns the steps that compute the parts of a batch, or whole batches."""
+        if self._sharding is not None:
+            return self._sharded_steps(job, whole=whole)
+        return GlobalSteps(job) if whole else self._plain_steps(job)
 
     def _plain_steps(self, job: runtime.Runtime) -> DataParallelSteps:
         return DataParallelSteps(job, self._reduction(job))
 
-    def _sharded_steps(self, job: runtime.Runtime) -> sharded.ShardedSteps:
+    def _sharded_steps(self, job: runtime.Runtime, *, whole: bool = False) -> sharded.ShardedSteps:
         assert self._sharding is not None
-        return sharded.ShardedSteps(
+        make = sharded.ShardedGlobalSteps if whole else sharded.ShardedSteps
+        return make(
             job,
             replace(self._reduction(job), by_ring=False),
             rules=self._sharding.rules,

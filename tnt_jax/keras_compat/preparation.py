@@ -22,10 +22,12 @@ from tnt_jax.keras_compat.model_state import ModelState
 from tnt_jax.keras_compat.objective import CompiledObjective
 from tnt_jax.keras_compat.row_checks import (
     PerRow,
+    bytes_of_products,
     dependence_of_rows,
     outputs_per_row,
     traced_dependence,
 )
+from tnt_jax.sharded import ShardedSteps
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.device_feed import preparation_of
 from tnt_jax.train.outputs import local_outputs, steps_per_program, trace_outputs
@@ -154,9 +156,18 @@ class Preparation:
             return
         functions = compilation.functions
         assert functions is not None
+        batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
+        steps = core.trainer.steps
+        # mesh="auto" has measured the step that gathers.
+        if train and isinstance(steps, ShardedSteps) and not core.finds_mesh:
+            nbytes = bytes_of_products(core.trainer, batch, per_row)
+            reason = steps.why_rows_move(core.trainer.described().params, nbytes)
+            if reason is not None:
+                compilation.traced_rows.add(train)
+                self._choose_step(reason, train=train)
+                return
         dependence, is_known = traced_dependence(
-            core.trainer, to_batch(first, weighting), functions.per_row(core.adapter),
-            train=train, sizes=functions.has_own_losses,
+            core.trainer, batch, per_row, train=train, sizes=functions.has_own_losses,
             last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
         )  # fmt: skip
         compilation.traced_rows.add(train)

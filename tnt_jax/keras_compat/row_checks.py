@@ -67,19 +67,13 @@ def traced_dependence(
         last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
             must be told apart, too.
     """
-    state, ranks = trainer.described(), trainer.rank_slice
-    variables = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        (state.params, state.model_state, state.key),
-    )
-    per_rank = num_local_rows(batch) // ranks.local_ranks
+    variables = _described_variables(trainer)
+    per_rank = num_local_rows(batch) // trainer.rank_slice.local_ranks
 
     inputs, batch = batch.inputs, batch._replace(mask=None)
 
     def trace(num_rows: int) -> tuple[Any, int]:
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_rows, *np.shape(x)[1:]), jnp.result_type(x)), batch
-        )
+        rows = _described_rows(batch, num_rows)
         return _traced(trainer, per_row, variables, rows, train=train), num_rows
 
     # With one row, its position would not matter.
@@ -106,6 +100,35 @@ def traced_dependence(
         else:
             is_known &= is_by_row(found)
     return None, is_known
+
+
+def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int:
+    """Returns the bytes of the products that training computes for the rows of a global batch.
+
+    Args:
+        trainer: Trainer of the model.
+        batch: This process's rows of a batch.
+        per_row: What is computed; see `PerRow`.
+    """
+    ranks = trainer.rank_slice
+    per_rank = num_local_rows(batch) // ranks.local_ranks
+    rows = _described_rows(batch._replace(mask=None), per_rank)
+    traced = _traced(trainer, per_row, _described_variables(trainer), rows, train=True)
+    return ranks.num_ranks * _jax.bytes_of_products(traced.jaxpr.jaxpr)
+
+
+def _described_variables(trainer: Trainer) -> Any:
+    state = trainer.described()
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (state.params, state.model_state, state.key),
+    )
+
+
+def _described_rows(batch: Batch, num_rows: int) -> Batch:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_rows, *np.shape(x)[1:]), jnp.result_type(x)), batch
+    )
 
 
 def _warn_of_ids(traced: Any, inputs: Any) -> None:

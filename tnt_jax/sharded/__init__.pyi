@@ -7,4 +7,5 @@ from .remat import check_remat as check_remat
 from .remat import policy_of as policy_of
 from .remat import rematerialized_apply as rematerialized_apply
 from .rules import Rule as Rule
+from .steps import ShardedGlobalSteps as ShardedGlobalSteps
 from .steps import ShardedSteps as ShardedSteps

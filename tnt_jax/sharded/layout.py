@@ -30,6 +30,7 @@ class Layout:
         axes: Mesh axis of each dimension, by path, in the order of the leaves.
         structure: Structure of the parameters.
         blocks: The blocks of a list that the stages of a pipeline divide, if they are one.
+        fsdp: The axes of the mesh that stand for `fsdp`, if it has other ones.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class Layout:
     axes: Mapping[str, tuple[Axis, ...]]
     structure: Any
     blocks: BlockList | None = None
+    fsdp: tuple[str, ...] = (_jax.FSDP_AXIS,)
 
     @classmethod
     def of(
@@ -125,7 +127,8 @@ class Layout:
         return ()
 
     def _sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        named = (self.fsdp if axis == _jax.FSDP_AXIS else axis for axis in axes)
+        return NamedSharding(self.mesh, PartitionSpec(*named))
 
 
 def boxed_names(params: Any) -> dict[str, tuple[Axis, ...]]:

@@ -24,11 +24,14 @@ from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.global_step import WholeBatches, global_axes, global_mesh
 from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
 from tnt_jax.train.state import TrainState, create_state
 from tnt_jax.train.step import compiled, evaluation, prediction
 
 _REPLICATED: Any = PartitionSpec()
+# Parameters, gradients and the two moments of Adam.
+_ARRAYS_LIKE_PARAMS = 4
 
 
 class ShardedSteps:
@@ -77,12 +80,12 @@ class ShardedSteps:
         is_staged = self.mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
         if pipeline is not None and pipeline.schedule == "1f1b" and is_staged:
             pipelining = partial(PipelinedParts, pipeline=pipeline, policy=policy)
-        self._placement = InParts(
+        self.placement = InParts(
             self.mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
         )
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
         stacked = NamedSharding(self.mesh, PartitionSpec(None, *self._by_row))
-        self.fused = _FusedSteps(self._placement, stacked)
+        self.fused: Any = _FusedSteps(self.placement, stacked)
 
     def layout_of(self, params: Any) -> Layout:
         """Returns the layout of whole parameters or of their descriptions.
@@ -91,6 +94,29 @@ class ShardedSteps:
             ValueError: As `choose_axes`.
         """
         return Layout.of(params, self.mesh, self._rules, self._names(), self._pipeline)
+
+    def why_rows_move(self, params: Any, nbytes: int) -> str | None:
+        """Returns why a step had better move rows than parameters; None if it had not.
+
+        Where the products of a batch are smaller than the parameters, less is exchanged if each
+        device computes all rows with its part of the parameters. Each then holds all products, so
+        they must not be larger than what it holds of parameters, gradients and two moments. A
+        pipeline needs parts of batches.
+
+        Args:
+            params: Parameters, or their descriptions.
+            nbytes: Bytes of the products of the rows of a global batch with parameters.
+        """
+        leaves = zip(jax.tree.leaves(params), self.layout_of(params).cuts, strict=True)
+        cut = sum(x.size * x.dtype.itemsize for x, how in leaves if how is not None)
+        num_parts = self.mesh.shape.get(_jax.FSDP_AXIS, 1)
+        is_less = nbytes <= min(cut, _ARRAYS_LIKE_PARAMS * cut // num_parts)
+        if not is_less or num_parts == 1 or self._pipeline is not None:
+            return None
+        return (
+            f"The products of a global batch ({nbytes / 2**20:.3g} MiB) are smaller than the "
+            f"parameters in parts ({cut / 2**20:.3g} MiB)"
+        )
 
     def begin_epoch(self, epoch: int, step: int, update: int) -> None:
         """Does nothing: the compiler's collectives carry all sums."""
@@ -119,7 +145,7 @@ class ShardedSteps:
         return make_sharded_train_step(
             parts,
             optimizer,
-            self._placement,
+            self.placement,
             accumulation_steps=accumulation_steps,
             on_nan=on_nan,
         )
@@ -217,6 +243,27 @@ class ShardedSteps:
         """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
         specs = (layout.manual_specs, *(_REPLICATED,) * (1 + num_sums), self._by_row)
         return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+
+
+class ShardedGlobalSteps(WholeBatches, ShardedSteps):
+    """Implements `Steps` with a state in parts, for whole batches that the compiler divides.
+
+    Args:
+        runtime: Devices of the job, with the mesh that the model is sharded over, not over stages.
+        **options: As `ShardedSteps`.
+    """
+
+    def __init__(self, runtime: Runtime, reduction: Reduction, **options: Any) -> None:
+        self._named = runtime.mesh
+        whole = replace(runtime, mesh=global_mesh(runtime.mesh))
+        super().__init__(whole, reduction, **options)
+        self._compute_whole_batches(runtime)
+
+    def layout_of(self, params: Any) -> Layout:
+        """Returns the layout of whole parameters or of their descriptions."""
+        layout = Layout.of(params, self._named, self._rules, self._names())
+        axes = global_axes(self._named).get(_jax.FSDP_AXIS, {})
+        return replace(layout, mesh=self.mesh, fsdp=tuple(axes))
 
 
 def _copied(tree: Any) -> Any:

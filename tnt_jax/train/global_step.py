@@ -2,9 +2,10 @@
 
 The step is that of one rank whose rows lie on all devices: a model computes with `[global batch,
 ...]`, so its rows may depend on one another, and random numbers, statistics and losses are those of
-one device. The mesh has an axis `data` of size 1, which the step is mapped over, and axes that the
-compiler divides the rows over. The optimizer state is sharded over these axes: without that, XLA
-sums whole gradients on every device and updates all parameters there.
+one device. The axes of the ranks, which the step is mapped over, have size 1, and there are axes
+that the compiler divides the rows over. Where parameters are whole, the optimizer state is sharded
+over these axes: without that, XLA sums whole gradients on every device and updates all parameters
+there.
 
 Padded rows are dropped before a step, because rows may depend on them. Rows that the devices cannot
 share equally lie on the largest number of devices that divides them, in equal copies.
@@ -30,27 +31,37 @@ from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.sharded_step import (
+    Placement,
     ShardedOptimizer,
     make_sharded_train_step,
     make_sharded_train_steps,
 )
 from tnt_jax.train.step import compiled, make_eval_step, make_predict_step
 
+# What the names of the axes of a global mesh begin with that rows lie over.
+_ROWS = "rows_"
 
-class GlobalSteps(DataParallelSteps):
-    """Implements `Steps` for models whose rows depend on one another.
 
-    Args:
-        runtime: The mesh of the ranks that batches are read for.
+class WholeBatches:
+    """The part of `Steps` that computes whole batches, beside a class that places their state.
+
+    Attributes:
+        mesh: A mesh that `global_mesh` returned.
+        placement: How an update is computed and where its results lie.
     """
 
     takes_host_arrays = False
+    mesh: Mesh
+    placement: Placement
 
-    def __init__(self, runtime: Runtime) -> None:
-        whole = replace(runtime, mesh=global_mesh(runtime.mesh))
-        super().__init__(whole, Reduction("xla", shard_optimizer_state=True))
+    def _compute_whole_batches(self, runtime: Runtime) -> None:
+        """Begins to compute whole batches.
+
+        Args:
+            runtime: The mesh of the ranks that batches are read for.
+        """
         self.rank_slice = rank_slice_of(runtime)
-        self.fused = _FusedSteps(self.mesh)
+        self.fused = _FusedSteps(self.mesh, self.placement)
         self._take = RealRows(self.mesh)
 
     def without_padding(self, group: DeviceBatches) -> DeviceBatches:
@@ -70,7 +81,7 @@ class GlobalSteps(DataParallelSteps):
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
         step = make_sharded_train_step(
-            parts, optimizer, _OneRank(self.mesh),
+            parts, optimizer, _OneRank(self.placement),
             accumulation_steps=accumulation_steps, on_nan=on_nan,
         )  # fmt: skip
         out_shardings = (None, _whole(self.mesh))
@@ -90,11 +101,26 @@ class GlobalSteps(DataParallelSteps):
         )
 
 
+class GlobalSteps(WholeBatches, DataParallelSteps):
+    """Implements `Steps` for models whose rows depend on one another; parameters are whole.
+
+    Args:
+        runtime: The mesh of the ranks that batches are read for.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        whole = replace(runtime, mesh=global_mesh(runtime.mesh))
+        super().__init__(whole, Reduction("xla", shard_optimizer_state=True))
+        self.placement = ShardedOptimizer(self.mesh, self.reduction)
+        self._compute_whole_batches(runtime)
+
+
 class _FusedSteps:
     """Implements `FusedSteps` with loops inside a program."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, placement: Placement) -> None:
         self._mesh = mesh
+        self._placement = placement
 
     def train(
         self,
@@ -106,7 +132,7 @@ class _FusedSteps:
     ) -> Callable:
         """Returns the function `(state, sums, batches) -> (state, sums)`."""
         steps = make_sharded_train_steps(
-            parts, optimizer, _OneRank(self._mesh),
+            parts, optimizer, _OneRank(self._placement),
             accumulation_steps=accumulation_steps, on_nan=on_nan,
         )  # fmt: skip
         out_shardings = (None, _whole(self._mesh))
@@ -124,15 +150,22 @@ class _FusedSteps:
         return divided(_jax.unjitted(mapped(step, None)), self._mesh, at=2, dim=1, gives_rows=True)
 
 
-class _OneRank(ShardedOptimizer):
-    """Keeps the optimizer state sharded; the one rank's gradients are their sums."""
+class _OneRank:
+    """A placement whose one rank has whole parameters, and whose gradients are their sums."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, Reduction("xla"))
+    def __init__(self, placement: Placement) -> None:
+        self.mesh = placement.mesh
+        self.update, self.placed = placement.update, placement.placed
 
-    def grad_specs(self, params: Any) -> Any:
-        """Returns that gradients are whole for the rank."""
+    def param_specs(self, params: Any) -> Any:
+        """Returns that parameters are whole for the rank."""
         return PartitionSpec()
+
+    grad_specs = param_specs
+
+    def parts(self, parts: Parts, params: Any) -> Parts:
+        """Returns `parts`."""
+        return parts
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the gradients."""
@@ -142,26 +175,44 @@ class _OneRank(ShardedOptimizer):
 def global_mesh(mesh: Mesh) -> Mesh:
     """Returns a mesh of one rank over the devices of `mesh`, in their order.
 
-    After the axis `data` of size 1 it has an axis for each prime factor of their number, so that
-    rows can be divided over as many devices as divide them.
+    After axes of size 1 for those of the ranks, which models may name, it has the axes of
+    `global_axes`.
     """
-    factors, rest = [], mesh.size
-    while rest > 1:
-        factors.append(next(n for n in range(2, rest + 1) if rest % n == 0))
-        rest //= factors[-1]
-    names = (_jax.DATA_AXIS, *(f"rows_{index}" for index in range(len(factors))))
-    devices = mesh.devices.reshape(1, *factors)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    sizes = {axis: 1 for axis in mesh.axis_names if axis in _jax.RANK_AXES}
+    for parts in global_axes(mesh).values():
+        sizes |= parts
+    devices = mesh.devices.reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def log_choice(dependence: str, num_ranks: int) -> None:
+def global_axes(mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Returns the names and sizes of the axes of a global mesh that stand for each axis of `mesh`.
+
+    An axis of the ranks becomes one for each of its prime factors, so that rows can be divided over
+    as many devices as divide them.
+    """
+    found: dict[str, dict[str, int]] = {}
+    count = 0
+    for axis, size in mesh.shape.items():
+        if axis not in _jax.RANK_AXES:
+            found[axis] = {axis: size}
+            continue
+        found[axis] = {}
+        while size > 1:
+            factor = next(n for n in range(2, size + 1) if size % n == 0)
+            found[axis][f"{_ROWS}{count}"] = factor
+            size, count = size // factor, count + 1
+    return found
+
+
+def log_choice(reason: str, num_ranks: int) -> None:
     """Says why steps compute the whole global batch, and what it costs."""
     logger.info(
         "%s. So the compiler divides each step over the whole global batch among the %d devices: "
-        "results are those of one device. It exchanges what rows need of one another, and sums "
-        "gradients by its own choice, not in fused buckets; a batch whose rows the devices cannot "
-        "share equally is computed on fewer of them, in copies.",
-        dependence, num_ranks,
+        "results are those of one device. It chooses what is exchanged, and sums gradients by its "
+        "own choice, not in fused buckets; a batch whose rows the devices cannot share equally is "
+        "computed on fewer of them, in copies.",
+        reason, num_ranks,
     )  # fmt: skip
 
 
@@ -228,7 +279,7 @@ def by_rows(tree: Any, mesh: Mesh, *, dim: int = 0) -> Any:
 def row_sharding(mesh: Mesh, num_rows: int, *, dim: int = 0) -> NamedSharding:
     """Returns how arrays are sharded whose dimension `dim` is `num_rows` rows."""
     axes: list[str] = []
-    for name in mesh.axis_names[1:]:
+    for name in (name for name in mesh.axis_names if name.startswith(_ROWS)):
         if num_rows % mesh.shape[name] == 0:
             axes.append(name)
             num_rows //= mesh.shape[name]
