@@ -329,7 +329,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
 
     colours = {"all-gather": "tab:blue", "reduce-scatter": "tab:orange", "all-reduce": "tab:red"}
     bars = [
-        (f"{row['form']}\n{name}", loop)
+        (f"{row['form']}, {' x '.join(row['mesh'])}\n{name}", loop)
         for row in rows
         for name, loop in zip(("forward", "backward"), row["loops"], strict=False)
     ]
