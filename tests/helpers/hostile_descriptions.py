@@ -12,6 +12,7 @@ import json
 import linecache
 import random
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -194,7 +195,7 @@ def load(description):
     except RecursionError:
         text = "[" * 100_000
     model = model_from_json(text)
-    _compile(model, given, Rebuilder())
+    _compile(model, Path(), {"compile": given}, Rebuilder())
     model.optimizer  # noqa: B018 (what a property does counts, too)
 
 

@@ -90,20 +90,26 @@ COMPILED = {
 }
 
 
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
 @pytest.mark.parametrize("kind", COMPILED)
-def test_keras_opens_the_model_compiled(trained, tmp_path, kind):
+def test_keras_opens_the_model_compiled(trained, tmp_path, kind, name):
     _, inner, x, _ = trained
     model = tnt.Model(inner)
     model.compile(**COMPILED[kind])
     y = np.eye(3, dtype=np.float32)[np.arange(24) % 3]
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-    model.save(tmp_path / "model.keras")
-    read = keras.models.load_model(tmp_path / "model.keras")
+    model.save(tmp_path / name)
+    read = keras.models.load_model(tmp_path / name)
     assert "get_compile_config" not in vars(inner)
+    if name == "model.h5" and kind == "a name that Keras lacks":
+        assert not read.compiled  # Its reader of these files knows no Lamb.
+        return
     assert read.compiled
     assert type(read.optimizer).__module__.startswith("keras.")
     expected = model.evaluate(x, y, verbose=0, return_dict=True)
     found = read.evaluate(x, y, verbose=0, return_dict=True)
+    if name == "model.h5":  # It names a metric of a function as the function.
+        expected, found = sorted(expected.values()), sorted(found.values())
     assert found == pytest.approx(expected, rel=1e-5)
     ours = {key: value for key, value in model.optimizer.get_config().items() if key != "name"}
     theirs = read.optimizer.get_config()

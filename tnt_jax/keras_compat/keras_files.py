@@ -3,6 +3,7 @@
 The optimizer state is added where Keras does not look.
 """
 
+import copy
 import json
 import sys
 import zipfile
@@ -16,6 +17,7 @@ from tnt_jax.keras_compat import keras_descriptions
 from tnt_jax.keras_compat.describe import describe
 from tnt_jax.keras_compat.rebuild import Rebuilder
 from tnt_jax.keras_compat.weight_files import H5_ENDING, read_h5, read_h5_notes, write_h5
+from tnt_jax.log import logger
 
 _NOTES, _ARRAYS = "tnt_jax.json", "tnt_jax.h5"
 _KERAS_CONFIG, _KERAS_METADATA = "config.json", "metadata.json"
@@ -79,7 +81,7 @@ def write(
         arrays: Arrays to add: the optimizer state.
         notes: JSON values to add.
         compile_config: Arguments of `compile` for Keras, as its `get_compile_config` returns them;
-            None for those of the model itself. Only a `.keras` file holds them.
+            None for those of the model itself.
     """
     if path.name.endswith(H5_ENDING):
         model.save_weights(path)
@@ -95,7 +97,48 @@ def write(
     if path.suffix == ".keras":
         add_to_archive(path, arrays, notes)
         return
-    write_h5(path, arrays, mode="a", notes=json.dumps(dict(notes)))
+    training = None if compile_config is None else _legacy(compile_config)
+    texts = {} if training is None else {"training_config": json.dumps(training)}
+    write_h5(path, arrays, mode="a", notes=json.dumps(dict(notes)), attributes=texts)
+
+
+def _legacy(compile_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns arguments of `compile` as Keras's legacy files hold them.
+
+    None, with a line in the log, if its reader of such files does not know the optimizer.
+    """
+    import jax
+    import keras
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if value.get("class_name") == "function":
+                return value["config"]
+            return value if "class_name" in value else {k: named(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [named(each) for each in value]
+        return value
+
+    def full_name(loss: Any) -> Any:
+        # The reader takes short names such as "mse" for those of metrics.
+        try:
+            return getattr(keras.losses.get(loss), "__name__", loss)
+        except (TypeError, ValueError):  # It is a function of the user.
+            return loss
+
+    optimizer = compile_config["optimizer"]
+    try:
+        keras.optimizers.get(keras.optimizers.deserialize(copy.deepcopy(optimizer)))
+    except Exception as error:  # Keras can raise anything.
+        logger.info("Keras will open the file without the arguments of compile: %s", error)
+        return None
+    given = {name: named(compile_config[name]) for name in keras_descriptions.COMPILE_NAMES}
+    given["loss"] = jax.tree.map(
+        lambda loss: full_name(loss) if isinstance(loss, str) else loss,
+        given["loss"],
+        is_leaf=lambda x: x is None or "class_name" in x,
+    )
+    return given | {"optimizer_config": optimizer}
 
 
 def add_to_archive(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:

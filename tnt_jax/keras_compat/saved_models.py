@@ -40,8 +40,7 @@ def save_model(
         tnt_save_all_devices: Whether every process writes a copy of its own.
 
     Raises:
-        RuntimeError: If the model has no variables yet.
-        ValueError: If `model` is neither.
+        ValueError: If `model` is neither, or has no variables and does not know its inputs.
     """
     if isinstance(model, Model):
         wrapped = model
@@ -51,6 +50,8 @@ def save_model(
         raise ValueError(
             f"save_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
         )
+    if not wrapped.built:
+        wrapped.build(None)
     wrapped.save(filepath, overwrite, tnt_save_all_devices=tnt_save_all_devices)
 
 

@@ -22,7 +22,14 @@ _NAMED = 4
 _MANY_BYTES, _LARGEST_RATIO = 2**30, 1000
 
 
-def write_h5(path: Path, arrays: Mapping[str, Any], *, mode: str = "w", notes: str = "") -> None:
+def write_h5(
+    path: Path,
+    arrays: Mapping[str, Any],
+    *,
+    mode: str = "w",
+    notes: str = "",
+    attributes: Mapping[str, str] | None = None,
+) -> None:
     """Writes arrays to an HDF5 file, each at its path below the group `tnt_jax`.
 
     Args:
@@ -30,10 +37,12 @@ def write_h5(path: Path, arrays: Mapping[str, Any], *, mode: str = "w", notes: s
         arrays: Host or device arrays by path.
         mode: `"w"` for a new file, `"a"` to add to one.
         notes: Text to write along.
+        attributes: Texts to write as attributes of the file.
     """
     import h5py
 
     with h5py.File(path, mode) as file:
+        file.attrs.update(attributes or {})
         if notes:
             # An array, because an attribute holds at most 64 KiB.
             stored = file.create_dataset(_NOTES, data=np.frombuffer(notes.encode(), np.uint8))
