@@ -10,7 +10,7 @@ has them, as MaxText, Levanter and Kauldron do by `with_sharding_constraint`; XL
 parameters of a block at a time. It sums gradients over GPUs in bfloat16, and this library in
 float32; "sums in bfloat16" is this library's step with the same sums.
 
-It needs the environment of `benchmarks/overlap.py`:
+It needs the environment of `benchmarks/overlap.py`, with JAX and its plugins of 0.12.0.1:
 
     python benchmarks/larger_models.py --gpus 8 64 --output benchmarks/results/larger_models.json
     --picture benchmarks/results/larger_models.png

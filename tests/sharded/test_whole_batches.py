@@ -5,6 +5,7 @@ another or are less than the parameters; results are those of one device.
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -125,6 +126,41 @@ def test_large_batches_stay_and_parameters_move():
     assert_close(found, fit(make_nnx, batch_size=256, rows=512)[1], 2e-5)
 
 
+def test_half_precision_gathers_parameters_and_sums_gradients_in_float32(use_ranks):
+    use_ranks(4)
+    model = tnt.Model(make_nnx(), mesh={"fsdp": 4}, precision="mixed_bfloat16")
+    model.compile(optax.sgd(0.1), "mse")
+    model.fit(*make_data(), batch_size=8, verbose=0)
+    assert steps_of(model) is ShardedSteps
+
+
+def contrastive(params, batch, rngs, apply):
+    """Compares the rows of all ranks, which it gathers itself."""
+    z = apply(params, batch.inputs)
+    every = jax.lax.all_gather(z, "data", axis=0, tiled=True)
+    own = jax.lax.axis_index("data") * len(z) + jnp.arange(len(z))
+    return optax.softmax_cross_entropy_with_integer_labels(z @ every.T, own)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, {"tensor": 4}], ids=str)
+def test_an_objective_may_name_the_axis_of_the_rows_however_often_it_is_compiled(mesh):
+    def losses(mesh):
+        tnt.shutdown()
+        tnt.init(devices=range(math.prod(mesh.values())))
+        model = tnt.Model(nn.Dense(WIDTH), mesh=mesh)
+        found = []
+        for _ in range(2):
+            model.compile(optax.sgd(0.1), objective=contrastive)
+            fitted = model.fit(make_data()[0], batch_size=8, shuffle=False, verbose=0)
+            found.append((fitted.history["loss"], steps_of(model)))
+        return found
+
+    kind = ShardedSteps if "tensor" in mesh else ShardedGlobalSteps
+    found, expected = losses(mesh), losses({"data": 1})
+    assert [steps for _, steps in found] == [kind] * 2
+    assert_close([loss for loss, _ in found], [loss for loss, _ in expected])
+
+
 def test_training_is_resumed_on_another_mesh(tmp_path):
     def saving():
         return [tnt.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)]
@@ -135,7 +171,7 @@ def test_training_is_resumed_on_another_mesh(tmp_path):
     assert_close(found[1:], fit(make_nnx)[1][1:], 2e-5)
 
 
-def test_the_choice_is_told(capsys, monkeypatch, use_ranks):
+def test_the_choice_is_told(capsys, monkeypatch):
     monkeypatch.setenv("TNT_LOG_LEVEL", "INFO")
     model, _ = fit(make_nnx, {"fsdp": 4})
     said = "The products of a global batch (0.00391 MiB) are smaller than the parameters in parts"

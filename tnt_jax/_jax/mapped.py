@@ -25,8 +25,8 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     ranks = [name for name in RANK_AXES if name in mesh.axis_names]
     is_divided = ranks and num_ranks(mesh) == 1 < mesh.size
     if is_divided and STAGE_AXIS not in mesh.axis_names:
-        for name in ranks:  # Nothing is mapped but the name of an axis.
-            function = jax.vmap(function, None, None, axis_name=name, axis_size=1)
+        for name in ranks:
+            function = _named(function, name)
         return function
     specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     has_stages = any(STAGE_AXIS in spec for spec in specs)
@@ -40,6 +40,16 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
         check_vma=num_ranks(mesh) > 1 or has_stages, **mapped,
     )  # fmt: skip
+
+
+def _named(function: Callable, axis_name: str) -> Callable:
+    """Returns a function in which an axis of size 1 has a name; nothing is mapped."""
+    mapped = jax.vmap(function, None, 0, axis_name=axis_name, axis_size=1)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], mapped(*args))
+
+    return call
 
 
 def tracks_varying(axis_name: str) -> bool:

@@ -157,22 +157,25 @@ class Preparation:
         functions = compilation.functions
         assert functions is not None
         batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
-        steps = core.trainer.steps
-        # mesh="auto" has measured the step that gathers.
-        if train and isinstance(steps, ShardedSteps) and not core.finds_mesh:
-            nbytes = bytes_of_products(core.trainer, batch, per_row)
-            reason = steps.why_rows_move(core.trainer.described().params, nbytes)
-            if reason is not None:
-                compilation.traced_rows.add(train)
-                self._choose_step(reason, train=train)
-                return
         dependence, is_known = traced_dependence(
             core.trainer, batch, per_row, train=train, sizes=functions.has_own_losses,
             last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
         )  # fmt: skip
         compilation.traced_rows.add(train)
-        if is_known:
-            self._choose_step(dependence, train=train)
+        reason = dependence or (self._why_rows_move(batch, per_row) if train else None)
+        if is_known or reason is not None:
+            self._choose_step(reason, train=train)
+
+    def _why_rows_move(self, batch: Batch, per_row: PerRow) -> str | None:
+        """Returns why a step had better move rows than parameters; None if it had not."""
+        core = self._core
+        # mesh="auto" has measured the step that gathers.
+        if not isinstance(core.trainer.steps, ShardedSteps) or core.finds_mesh:
+            return None
+        nbytes = bytes_of_products(core.trainer, batch, per_row)
+        if nbytes is None:  # The compiler would sum gradients in half precision, too.
+            return None
+        return core.trainer.steps.why_rows_move(core.trainer.described().params, nbytes)
 
     def check_rows(
         self, first: HostBatch, weighting: Weighting | None = None, *, train: bool

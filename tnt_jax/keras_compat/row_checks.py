@@ -102,8 +102,10 @@ def traced_dependence(
     return None, is_known
 
 
-def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int:
+def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int | None:
     """Returns the bytes of the products that training computes for the rows of a global batch.
+
+    None if it computes in half precision.
 
     Args:
         trainer: Trainer of the model.
@@ -114,6 +116,8 @@ def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int:
     per_rank = num_local_rows(batch) // ranks.local_ranks
     rows = _described_rows(batch._replace(mask=None), per_rank)
     traced = _traced(trainer, per_row, _described_variables(trainer), rows, train=True)
+    if _jax.computes_in_half(traced):
+        return None
     return ranks.num_ranks * _jax.bytes_of_products(traced.jaxpr.jaxpr)
 
 

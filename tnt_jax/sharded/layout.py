@@ -30,7 +30,6 @@ class Layout:
         axes: Mesh axis of each dimension, by path, in the order of the leaves.
         structure: Structure of the parameters.
         blocks: The blocks of a list that the stages of a pipeline divide, if they are one.
-        fsdp: The axes of the mesh that stand for `fsdp`, if it has other ones.
     """
 
     mesh: Mesh
@@ -38,7 +37,6 @@ class Layout:
     axes: Mapping[str, tuple[Axis, ...]]
     structure: Any
     blocks: BlockList | None = None
-    fsdp: tuple[str, ...] = (_jax.FSDP_AXIS,)
 
     @classmethod
     def of(
@@ -127,8 +125,7 @@ class Layout:
         return ()
 
     def _sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
-        named = (self.fsdp if axis == _jax.FSDP_AXIS else axis for axis in axes)
-        return NamedSharding(self.mesh, PartitionSpec(*named))
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
 
 
 def boxed_names(params: Any) -> dict[str, tuple[Axis, ...]]:

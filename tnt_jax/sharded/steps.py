@@ -24,7 +24,7 @@ from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.global_step import WholeBatches, global_axes, global_mesh
+from tnt_jax.train.global_step import WholeBatches, global_mesh
 from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
 from tnt_jax.train.state import TrainState, create_state
 from tnt_jax.train.step import compiled, evaluation, prediction
@@ -72,7 +72,7 @@ class ShardedSteps:
         policy: Any = None,
     ) -> None:
         self.rank_slice = rank_slice_of(runtime)
-        self.mesh = runtime.mesh
+        self.mesh = self._named = runtime.mesh
         self._rules = rules
         self._names = names
         self._pipeline = pipeline
@@ -93,7 +93,7 @@ class ShardedSteps:
         Raises:
             ValueError: As `choose_axes`.
         """
-        return Layout.of(params, self.mesh, self._rules, self._names(), self._pipeline)
+        return Layout.of(params, self._named, self._rules, self._names(), self._pipeline)
 
     def why_rows_move(self, params: Any, nbytes: int) -> str | None:
         """Returns why a step had better move rows than parameters; None if it had not.
@@ -109,7 +109,7 @@ class ShardedSteps:
         """
         leaves = zip(jax.tree.leaves(params), self.layout_of(params).cuts, strict=True)
         cut = sum(x.size * x.dtype.itemsize for x, how in leaves if how is not None)
-        num_parts = self.mesh.shape.get(_jax.FSDP_AXIS, 1)
+        num_parts = self._named.shape.get(_jax.FSDP_AXIS, 1)
         is_less = nbytes <= min(cut, _ARRAYS_LIKE_PARAMS * cut // num_parts)
         if not is_less or num_parts == 1 or self._pipeline is not None:
             return None
@@ -254,16 +254,10 @@ class ShardedGlobalSteps(WholeBatches, ShardedSteps):
     """
 
     def __init__(self, runtime: Runtime, reduction: Reduction, **options: Any) -> None:
-        self._named = runtime.mesh
         whole = replace(runtime, mesh=global_mesh(runtime.mesh))
         super().__init__(whole, reduction, **options)
+        self._named = runtime.mesh
         self._compute_whole_batches(runtime)
-
-    def layout_of(self, params: Any) -> Layout:
-        """Returns the layout of whole parameters or of their descriptions."""
-        layout = Layout.of(params, self._named, self._rules, self._names())
-        axes = global_axes(self._named).get(_jax.FSDP_AXIS, {})
-        return replace(layout, mesh=self.mesh, fsdp=tuple(axes))
 
 
 def _copied(tree: Any) -> Any:

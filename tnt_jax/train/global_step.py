@@ -175,34 +175,20 @@ class _OneRank:
 def global_mesh(mesh: Mesh) -> Mesh:
     """Returns a mesh of one rank over the devices of `mesh`, in their order.
 
-    After axes of size 1 for those of the ranks, which models may name, it has the axes of
-    `global_axes`.
+    The axes of the ranks, which models may name, have size 1. After them each becomes one axis for
+    each of its prime factors, so that rows can be divided over as many devices as divide them. The
+    other axes stay.
     """
     sizes = {axis: 1 for axis in mesh.axis_names if axis in _jax.RANK_AXES}
-    for parts in global_axes(mesh).values():
-        sizes |= parts
-    devices = mesh.devices.reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def global_axes(mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Returns the names and sizes of the axes of a global mesh that stand for each axis of `mesh`.
-
-    An axis of the ranks becomes one for each of its prime factors, so that rows can be divided over
-    as many devices as divide them.
-    """
-    found: dict[str, dict[str, int]] = {}
-    count = 0
     for axis, size in mesh.shape.items():
         if axis not in _jax.RANK_AXES:
-            found[axis] = {axis: size}
+            sizes[axis] = size
             continue
-        found[axis] = {}
         while size > 1:
             factor = next(n for n in range(2, size + 1) if size % n == 0)
-            found[axis][f"{_ROWS}{count}"] = factor
-            size, count = size // factor, count + 1
-    return found
+            sizes[f"{_ROWS}{len(sizes)}"], size = factor, size // factor
+    devices = mesh.devices.reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def log_choice(reason: str, num_ranks: int) -> None:
