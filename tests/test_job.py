@@ -44,8 +44,6 @@ OF_THE_PROCESS = {
     "train.checkpoint_lock._open_files",
     # What this version of JAX has.
     "_jax.frames._compiling",
-    "_jax.host_call._primitive",
-    "_jax.host_call.calls_python",
 }
 
 

@@ -69,6 +69,8 @@ class Settings:
         restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
         device_memory: Bytes of a device for `Model(mesh="auto")` (`TNT_DEVICE_MEMORY`, such as
             `80GB` or `40GiB`); None for what the device states.
+        shared_memory: Whether the CPU processes of one machine sum in memory that they share
+            (`TNT_SHARED_MEMORY`).
         job_secret: What only the processes of the job know (`TNT_JOB_SECRET`), with which they sign
             what they tell one another; empty if they were started without one.
         goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
@@ -98,6 +100,7 @@ class Settings:
     scale_from: int = 1
     scale_weak: bool = False
     device_memory: int | None = None
+    shared_memory: bool = True
     job_secret: str = field(default="", repr=False)
 
 
@@ -147,6 +150,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
         device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
+        shared_memory="TNT_SHARED_MEMORY" not in env or _boolean(env, "TNT_SHARED_MEMORY"),
         job_secret=_secret(env, "TNT_JOB_SECRET"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )

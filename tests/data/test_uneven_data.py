@@ -15,11 +15,12 @@ from tnt_jax.data.sources import HostBatch
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ring", pytest.param("xla", marks=pytest.mark.long)])
-def test_what_differs_between_processes_is_one_error_on_all(way):
+@pytest.mark.parametrize("in_memory", ["1", pytest.param("0", marks=pytest.mark.long)])
+def test_what_differs_between_processes_is_one_error_on_all(in_memory):
     result = launch(
-        2, SCRIPTS / "uneven_data.py", way, flags=["--output-on-all-devices"], timeout_s=200
-    )
+        2, SCRIPTS / "uneven_data.py", flags=["--output-on-all-devices"], timeout_s=200,
+        TNT_SHARED_MEMORY=in_memory,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("all cases") == 2
     assert result.stdout.count("stopped together") == 2

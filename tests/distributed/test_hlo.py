@@ -47,22 +47,16 @@ def test_collectives_are_read_with_their_places():
     ]
 
 
-def test_sums_of_the_ring_last_from_their_start_to_what_waits_for_them():
+def test_a_sum_in_shared_memory_is_an_all_reduce():
     text = """\
 HloModule jit_step, is_scheduled=true
 
 ENTRY %main (a: f32[8]) -> f32[8] {
-  %first = (s32[]) custom-call(%a), operand_layout_constraints={s32[], s32[], f32[8]{0}}, metadata={op_name="x/ring_start/io"}
   %fusion = f32[8]{0} fusion(%a), kind=kLoop, calls=%f
-  %last = (s32[]) custom-call(%a), operand_layout_constraints={s32[], s32[], f32[2]{0}}, metadata={op_name="x/ring_start/io"}
-  %one = (s32[], f32[8]{0}) custom-call(%a), operand_layout_constraints={s32[], s32[]}, metadata={op_name="x/ring_wait/io"}
-  ROOT %other = (s32[], f32[2]{0}) custom-call(%a), operand_layout_constraints={s32[], s32[]}, metadata={op_name="x/ring_wait/io"}
+  ROOT %sum = (f32[8]{0}, f32[2]{0}) custom-call(%fusion, %b), custom_call_target="tnt_jax_sum"
 }
 """
-    assert read_collectives(text)[0] == [
-        Collective("ring-sum", 32, True, 0.0, 1.0, 0.0),
-        Collective("ring-sum", 8, False, 1.0, 1.0, 0.0),
-    ]
+    assert read_collectives(text)[0] == [Collective("all-reduce", 40, False, 1.0, 1.0, 0.0)]
 
 
 def test_a_program_without_a_schedule_is_refused():

@@ -196,15 +196,9 @@ def test_hosts_are_summed_first():
 
 def test_the_platform_decides_what_was_not_chosen():
     assert default_reduction("cpu", 8) == Reduction(2 * 2**20)
-    assert default_reduction("cpu", 8, 2) == Reduction(2 * 2**20, by_ring=True)
-    assert choose_reduction("cpu", 8, 2, settings=Settings(), threshold_kb=0) == Reduction(
-        0, by_ring=True
-    )
-    assert choose_reduction("cpu", 8, 2, settings=Settings(), threshold_kb="xla") == Reduction(
-        "xla"
-    )
-    assert not choose_reduction("cpu", 8, 2, settings=Settings(), compression="bfloat16").by_ring
-    assert default_reduction("gpu", 8, 8) == Reduction(8 * 2**20, chained=True)
+    assert choose_reduction("cpu", 8, settings=Settings(), threshold_kb=0) == Reduction(0)
+    assert choose_reduction("cpu", 8, settings=Settings(), threshold_kb="xla") == Reduction("xla")
+    assert default_reduction("gpu", 8) == Reduction(8 * 2**20, chained=True)
     assert default_reduction("gpu", 512) == Reduction(100 * 2**20, chained=True)
     # On middling clusters the compiler's grouping is better for many bytes.
     assert default_reduction("gpu", 64).resolve(98 * 2**20) == Reduction(100 * 2**20, chained=True)

@@ -105,21 +105,6 @@ def test_the_notebooks_tables_of_ray_hold_the_measured_times(file, text):
     assert [[row[0].replace("`", ""), *row[1:]] for row in rows] == measured
 
 
-def test_the_notebooks_table_of_joined_arrays_holds_the_measured_times():
-    limits = {"nothing": 0, "arrays below 64 KiB": 2**16, "arrays below 1 MiB": 2**20}
-    times = {
-        (row["limit"], row["thread"]): median_and_range(row["step_ms"])
-        for row in json.loads((RESULTS / "ring_joins.json").read_text())["rows"]
-    }
-    rows = rows_below(NOTEBOOK, "## Arrays that the ring joins")
-    found = {
-        (limits[name], thread): cell
-        for name, *cells in rows
-        for thread, cell in zip(("main thread", "another thread"), cells, strict=True)
-    }
-    assert found == times
-
-
 def test_the_notebooks_table_of_fit_holds_the_measured_medians():
     names = (
         "hand-written loop", "tnt_jax fit", "tnt_jax fit, fused", "Keras 3 fit",

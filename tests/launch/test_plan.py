@@ -208,7 +208,7 @@ def test_lone_process_is_restricted_to_its_gpus_by_cuda():
 
 @pytest.mark.parametrize(
     ("num_cores", "num_processes", "expected"),
-    [(8, 2, ("4", "4")), (8, 3, ("2", "2")), (2, 4, ("1", "2")), (1, 1, ("1", "2"))],
+    [(8, 2, ("4", "4")), (8, 3, ("2", "2")), (2, 4, ("1", "1")), (1, 1, ("1", "1"))],
 )
 def test_cores_are_divided_fairly(num_cores, num_processes, expected):
     processes = plan(

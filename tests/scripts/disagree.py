@@ -94,7 +94,7 @@ class Stop(callbacks.Callback):
 first, second = trained(seed=3), trained(seed=3, optimizer=sgd(0.3))
 second.compile("sgd", loss="mse")
 first.compile("sgd", loss="mse")
-by_ring, by_xla = trained(), trained(fusion_threshold="xla")
+default, by_xla = trained(), trained(fusion_threshold="xla")
 layered = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype=DTYPE)])
 other_number = 1 + is_other
 
@@ -186,7 +186,7 @@ DRIFTS = {
         "At the end of epoch 2, the ranks do not hold the same training state: "
         "opt_state/hyperparams/learning_rate on rank 1 (process 1) differ",
     ),
-    "weights set in training": (lambda: fit(by_ring, epochs=2, callbacks=[ChangeWeights()]), "At the end of epoch 1, the ranks"),
+    "weights set in training": (lambda: fit(default, epochs=2, callbacks=[ChangeWeights()]), "At the end of epoch 1, the ranks"),
 }  # fmt: skip
 # Where processes ask for the end, and the steps of all: 4 programs may be under way on another
 # process, and an epoch has 8 steps.
@@ -216,7 +216,7 @@ def refuse(name, call, text):
 
 
 def stop(name, callback, num_steps):
-    for model in by_ring, by_xla:
+    for model in default, by_xla:
         before, callback.num_steps = model.optimizer.iterations, 0
         fit(model, callbacks=[callback], epochs=3)
         own = np.array([callback.num_steps, model.optimizer.iterations - before])

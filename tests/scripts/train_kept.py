@@ -1,5 +1,5 @@
-"""Trains two models whose programs are alike, by the ring, and writes what each process found among
-the kept programs, and the bits of its results.
+"""Trains two models whose programs are alike, and writes what each process found among the kept
+programs, and the bits of its results.
 """
 
 import hashlib

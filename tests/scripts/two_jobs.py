@@ -22,7 +22,7 @@ model.compile("sgd", loss="mse")
 model.fit(x, x[:, :1], batch_size=8, verbose=0)
 process = tnt.get_process_index()
 names = {thread.name for thread in threading.enumerate()}
-assert {"ring-send", "ring-receive", "tnt_jax-stall", "tnt_jax-leaving"} <= names, names
+assert {"tnt_jax-stall", "tnt_jax-leaving"} <= names, names
 made = [weakref.ref(value) for value in job._job.values.values() if hasattr(value, "__weakref__")]
 assert len(made) > 2, made
 functions = atexit._ncallbacks()
@@ -33,7 +33,7 @@ del model
 gc.collect()
 assert not [value() for value in made if value() is not None], made
 left = {thread.name for thread in threading.enumerate()} & names - {"MainThread"}
-assert not {name for name in left if name.startswith(("ring", "tnt_jax"))}, left
+assert not {name for name in left if name.startswith("tnt_jax")}, left
 assert (sys.excepthook, sys.exit, builtins.exit) == hooks[:3]
 assert atexit._ncallbacks() <= functions
 for _ in range(2):

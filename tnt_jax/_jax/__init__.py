@@ -38,7 +38,6 @@ from tnt_jax._jax.compiler import (
 from tnt_jax._jax.frames import compiles, is_of_jax
 from tnt_jax._jax.gathered import keep_all_but_gathered
 from tnt_jax._jax.generators import define_prng_impl, threefry2x32_p, threefry_prng_impl
-from tnt_jax._jax.host_call import called_function, calls_python, host_call
 from tnt_jax._jax.kept_programs import keep_programs_of_each_process
 from tnt_jax._jax.mapped import mapped_axes, shard_map, tracks_varying, was_summed
 from tnt_jax._jax.processes import (
@@ -52,6 +51,7 @@ from tnt_jax._jax.processes import (
     value_of_key,
 )
 from tnt_jax._jax.profile import Recording, profile
+from tnt_jax._jax.program_sums import replace_sums
 from tnt_jax._jax.programs import (
     CALLS,
     CASTS,
@@ -100,9 +100,7 @@ __all__ = [
     "backends_are_initialized",
     "before_abort",
     "bytes_of_products",
-    "called_function",
     "called_program",
-    "calls_python",
     "check_axes",
     "check_local",
     "communicates",
@@ -118,7 +116,6 @@ __all__ = [
     "finished",
     "from_local_parts",
     "function_of",
-    "host_call",
     "is_collective",
     "is_distributed",
     "is_of_jax",
@@ -143,6 +140,7 @@ __all__ = [
     "profile",
     "put",
     "rank_axes",
+    "replace_sums",
     "replicate",
     "run_equation",
     "shard_map",

@@ -1,23 +1,15 @@
 """Compiled programs for CPUs that jobs of several processes find again at their next start.
 
-JAX's compilation cache leaves out the programs of all processes but the first and, before JAX
-0.12, those that call Python, as sums by the ring do. On other devices the processes share what the
-first one writes; on CPUs JAX gives each of them keys of its own, because a key contains the
-devices of the process. Here the processes share their programs, in JAX's own cache with its limits,
-under keys without devices. One process of a machine compiles a program that several
-of them need, and the others wait for it.
-
-A program holds no pointer to a function, only its place among the functions that it calls (seen in
-JAX 0.10.0, 0.10.2 and 0.12.0; no program that holds another address is found again, as the key
-contains the whole program). It is loaded with the functions and the devices of the process that
-asks for it, which has lowered the same text, so each function is called where the compiler would
-have called it.
+JAX's compilation cache leaves out the programs of all processes but the first. On other devices the
+processes share what the first one writes; on CPUs JAX gives each of them keys of its own, because a
+key contains the devices of the process. Here the processes share their programs, in JAX's own cache
+with its limits, under keys without devices. One process of a machine compiles a program that
+several of them need, and the others wait for it. Programs that call Python are left to JAX.
 """
 
 import fcntl
 import hashlib
 import importlib.metadata
-import inspect
 import os
 import secrets
 import time
@@ -29,30 +21,17 @@ from typing import Any
 
 import jax
 
+from tnt_jax._jax.compiling import stand_around
 from tnt_jax._jax.fallbacks import CHANGED, or_plain
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
-_PARAMETERS = (
-    "backend", "computation", "devices", "compile_options", "host_callbacks",
-    "executable_devices", "pgle_profiler",
-)  # fmt: skip
 # Programs that are compiled in less time are not worth waiting for.
 _SHORT_S = 0.1
 # What a file holds: a checksum, and the seconds of the compilation and the program, compressed.
 _FORMAT = "blake2b, zlib"
 _EVENTS = "/jax/compilation_cache/"
-
-
-def _restore(compile_before: Callable | None) -> None:
-    if compile_before is not None:
-        # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
-        from jax._src import compiler
-
-        compiler.compile_or_get_cached = compile_before
-
-
-_compile_before = Slot[Callable | None](lambda: None, close=_restore)
+_is_on = Slot[bool](bool)
 
 
 _LOST = "Programs of other processes than the first are compiled at every start."
@@ -70,24 +49,16 @@ def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -
         turns: A name that only the processes of this job on this machine use, of which one then
             compiles a program for all; None if each compiles for itself.
     """
-    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No setting has processes other than the
-    # first write.
-    from jax._src import compiler
-
-    before = compiler.compile_or_get_cached
-    if _compile_before.get() is None:
-        names = tuple(inspect.signature(before).parameters)
-        if names != _PARAMETERS:
-            raise TypeError(f"compile_or_get_cached takes {', '.join(names)}")
-        _compile_before.set(before)
-        compiler.compile_or_get_cached = partial(_find_or_compile, before, processor, turns)
+    if not _is_on.get():
+        _is_on.set(True)
+        stand_around(partial(_find_or_compile, processor, turns))
 
 
-@or_plain(lambda before, processor, turns, *args, **named: before(*args, **named), lost=_LOST)
+@or_plain(lambda processor, turns, before, *args, **named: before(*args, **named), lost=_LOST)
 def _find_or_compile(
-    compile_before: Callable,
     processor: str,
     turns: str | None,
+    compile_before: Callable,
     backend: Any,
     computation: Any,
     devices: Any,
@@ -110,7 +81,8 @@ def _find_or_compile(
             serialized, executable_devices, compile_options, host_callbacks
         )
 
-    cache = _open_cache(backend) if _is_to_be_kept(backend) else None
+    is_kept = _is_to_be_kept(backend) and not host_callbacks
+    cache = _open_cache(backend) if is_kept else None
     if cache is None:
         return compile_before(
             backend, computation, devices, compile_options, host_callbacks, executable_devices,
@@ -145,10 +117,7 @@ def _nearly_all_are_kept() -> bool:
 
 
 def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str) -> str:
-    """Returns a key like those of JAX, but the same for all processes of a job.
-
-    It is none of JAX's, which would load a program without the functions that it calls.
-    """
+    """Returns a key like those of JAX, but the same for all processes of a job."""
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function makes keys.
     from jax._src import cache_key
 

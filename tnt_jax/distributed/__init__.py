@@ -1,5 +1,5 @@
 """The ranks of a job and their communication: sums inside a step, host values between processes.
 
 This package knows no model and no training state. It opens the devices, the job's coordination
-service and the connections of `cpu_ring`.
+service and the memory that processes of one machine share.
 """

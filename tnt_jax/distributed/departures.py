@@ -18,6 +18,7 @@ _SIGNS_OF_LOSS = (
     "socket closed",
     "unavailable",
     "disconnected",
+    "has ended or left the job",  # As in `shared_sums/sums.c`.
 )
 
 
@@ -107,7 +108,7 @@ def tells_of_loss(error: BaseException) -> bool:
     text = str(error).lower()
     # A program that fails while it is started raises a ValueError.
     is_of_collective = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError)) or (
-        isinstance(error, ValueError) and text.startswith("unknown: gloo")
+        isinstance(error, ValueError) and text.startswith(("unknown: gloo", "unavailable: process"))
     )
     return is_of_collective and any(sign in text for sign in _SIGNS_OF_LOSS)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
+from tnt_jax.distributed.shared_sums import joining as shared_sums
 
 # Below this size, between CPU processes, a copy into a joint array costs less than a separate sum;
 # see benchmarks/README.md.
@@ -105,4 +106,5 @@ def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
 
 
 def _has_slow_starts() -> bool:
-    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+    is_cpu = jax.default_backend() == "cpu"
+    return jax.process_count() > 1 and is_cpu and not shared_sums.are_open()

@@ -39,16 +39,15 @@ _KERNELS = (
 )
 
 
-# Scopes in which `overlap.py` calls the ring, and the name under which its sums are listed.
-RING_START, RING_WAIT, RING_SUM = "ring_start", "ring_wait", "ring-sum"
+# The call that stands for an all-reduce in programs of CPU processes; see `_jax.replace_sums`.
+_SHARED_SUM = re.compile(r'custom_call_target="tnt_jax_sum"')
 
 
 class Collective(NamedTuple):
     """One collective of a schedule; positions are shares of the kernels, from 0 to 1.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`;
-            `ring-sum` for a sum by callbacks between CPUs.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`.
         nbytes: Bytes of the whole arrays: those of the results, of a reduce-scatter those of the
             operands. Several arrays in one collective are summed.
         is_asynchronous: Whether other kernels are scheduled between its start and its end.
@@ -115,15 +114,7 @@ def read_planned(text: str) -> list[tuple[str, int]]:
     """
     names = "|".join(kind.replace("-", "_") for kind in _COLLECTIVES)
     found = re.findall(rf'"stablehlo\.({names})".*?{_SHAPES}', text, flags=re.DOTALL)
-    # What waits for a sum of the ring takes two numbers and returns one before the arrays.
-    number = r"tensor<i32>"
-    waits = re.findall(
-        rf"@xla_ffi_python_cpu_callback\(.*: \({number}, {number}\) -> \({number}, (.*)\)$",
-        text,
-        flags=re.MULTILINE,
-    )
-    planned = [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
-    return [*planned, *((RING_SUM, _num_tensor_bytes(shapes)) for shapes in waits)]
+    return [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
 
 
 def read_collectives(text: str, computation: str = "") -> tuple[list[Collective], int]:
@@ -148,16 +139,11 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     found: list[tuple[str, str, int, bool, int]] = []
     kernels = 0
     backward = []
-    ring_ends = []
     for name, shape, operation, rest in filter(None, map(_parse, computations[computation])):
         kind, groups = _kind(operation, rest, wrapped)
         if kind is not None and operation.endswith("-done"):
             continue
-        if operation == "custom-call" and f"/{RING_START}/" in rest:
-            found.append((name, RING_SUM, _num_operand_bytes(rest), True, kernels))
-        elif operation == "custom-call" and f"/{RING_WAIT}/" in rest:
-            ring_ends.append(kernels)
-        elif kind is not None:
+        if kind is not None:
             is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
             nbytes = _num_bytes(kind, operation, shape, groups)
             found.append((name, kind, nbytes, is_synchronous, kernels))
@@ -166,8 +152,6 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
             if "transpose(jvp" in rest:
                 backward.append(kernels)
     ends = _ends(computations[computation], [name for name, *_ in found], wrapped)
-    # Sums are waited for in the order in which they start.
-    ends.update(zip([name for name, kind, *_ in found if kind == RING_SUM], ring_ends, strict=True))
     last = max(backward, default=0) / max(kernels, 1)
 
     def position(kernels_before: int) -> float:
@@ -176,9 +160,8 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     collectives = []
     for name, kind, size, is_synchronous, start in found:
         done = ends.get(name, start)
-        is_asynchronous = done > start if kind == RING_SUM else not is_synchronous
         collectives.append(
-            Collective(kind, size, is_asynchronous, position(start), position(done), last)
+            Collective(kind, size, not is_synchronous, position(start), position(done), last)
         )
     return collectives, len(backward)
 
@@ -287,6 +270,8 @@ def _kind(
     base = re.sub(r"-(start|done)$", "", operation)
     if base in _COLLECTIVES:
         return base, rest
+    if operation == "custom-call" and _SHARED_SUM.search(rest):
+        return "all-reduce", rest
     called = re.search(r"calls=%([\w.\-]+)", rest)
     is_pair = operation.endswith(("-start", "-done"))
     inside = wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
@@ -371,16 +356,6 @@ def _required_group_size(rest: str) -> int:
             f"A reduce-scatter must have replica_groups, but this one has none: {rest}"
         )
     return size
-
-
-def _num_operand_bytes(rest: str) -> int:
-    """Returns the bytes of a custom call's operands, without the two leading numbers."""
-    layouts = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", rest)
-    return (
-        sum(_num_shape_bytes(shape) for shape in re.findall(r"\w+\[[\d,]*\]", layouts[1])[2:])
-        if layouts
-        else 0
-    )
 
 
 def _ends(

@@ -6,7 +6,6 @@ optimizer = tnt.distributed_gradients(optax.sgd(0.1))
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -245,9 +244,9 @@ def _reduced(grads: Any, options: _Options) -> Any:
         # Nothing is sent; it says that all ranks have the same.
         return jax.lax.psum(grads, axis_name) if _jax.tracks_varying(axis_name) else grads
     leaves = jax.tree.leaves(grads)
-    reduction = replace(
-        default_reduction(jax.default_backend(), num_ranks, jax.process_count()), by_ring=False
-    ).resolve(sum(x.size * x.dtype.itemsize for x in leaves))
+    reduction = default_reduction(jax.default_backend(), num_ranks).resolve(
+        sum(x.size * x.dtype.itemsize for x in leaves)
+    )
 
     def total_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
         if options.compression is not None and arrays[0].dtype == jnp.float32:

@@ -7,6 +7,7 @@ since its last look under the phase that it finds. The steps themselves thus rea
 import random
 import threading
 import time
+from collections.abc import Callable
 
 from tnt_jax.distributed.stall import Here, Phase
 
@@ -21,14 +22,18 @@ class OwnTimes:
     Args:
         here: The position of the process.
         window_s: Seconds over which times will be compared.
+        is_waiting: Whether the devices of the process wait for others.
 
     Attributes:
         seconds: By phase.
     """
 
-    def __init__(self, here: Here, window_s: float) -> None:
+    def __init__(
+        self, here: Here, window_s: float, is_waiting: Callable[[], bool] = lambda: False
+    ) -> None:
         self.seconds: dict[Phase, float] = {}
         self._here = here
+        self._is_waiting = is_waiting
         self._period_s = min(window_s / _SAMPLES, _LONGEST_PERIOD_S)
 
     def run(self, stopped: threading.Event) -> None:
@@ -48,6 +53,6 @@ class OwnTimes:
         Those in which the process waits for others count under none.
         """
         phase = self._here.doing[0]
-        own_s = 0.0 if self._here.awaits else passed_s
+        own_s = 0.0 if self._here.awaits or self._is_waiting() else passed_s
         # Replaced whole, as another thread reads it.
         self.seconds = {**self.seconds, phase: self.seconds.get(phase, 0.0) + own_s}

@@ -10,17 +10,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tnt_jax import _jax
-from tnt_jax.distributed import cpu_ring, modelled
-from tnt_jax.distributed.fused_psum import flatten, join_small_ones, psum, split_like
+from tnt_jax.distributed import modelled
+from tnt_jax.distributed.fused_psum import flatten, psum, split_like
 from tnt_jax.distributed.rank_sums import sum_by_hosts, sum_in_bfloat16
 from tnt_jax.settings import Settings
 
 _CPU_BUCKET_BYTES = 2 * 2**20  # Measured, see benchmarks/README.md.
-
-# Bytes from which the ring takes an array as it is. XLA computes small arrays within the loop that
-# joins them, for each vector of the result: joined with large ones, they cost more than the copy.
-_SMALL_IN_RING = 2**16
 
 Threshold = int | Literal["xla"]
 
@@ -42,8 +37,6 @@ class Reduction:
             optimizer state.
         xla_bytes: Bytes of gradients from which everything is left to the compiler, as with the
             threshold `"xla"`; None for never.
-        by_ring: Whether CPU processes sum buckets with the ring all-reduce, while the program
-            computes.
     """
 
     threshold: Threshold = 0
@@ -52,7 +45,6 @@ class Reduction:
     ranks_per_host: int = 1
     shard_optimizer_state: bool = False
     xla_bytes: int | None = None
-    by_ring: bool = False
 
     def resolve(self, nbytes: int) -> "Reduction":
         """Returns this reduction for a given number of bytes of gradients."""
@@ -69,16 +61,15 @@ class Reduction:
         return self.compression is not None
 
 
-def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> Reduction:
+def default_reduction(platform: str, num_ranks: int) -> Reduction:
     """Returns the fastest exact reduction for the given devices; for GPUs, see `modelled`.
 
     Args:
         platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
         num_ranks: Ranks of the job.
-        num_processes: Processes of the job.
     """
     if platform == "cpu":
-        return Reduction(_CPU_BUCKET_BYTES, by_ring=num_processes > 1 and _jax.calls_python())
+        return Reduction(_CPU_BUCKET_BYTES)
     if num_ranks <= modelled.RANKS_OF_A_HOST:
         return Reduction(modelled.HOST_BUCKET_BYTES, chained=modelled.IS_CHAINED)
     xla_bytes = modelled.XLA_BYTES if num_ranks <= modelled.MOST_RANKS_FOR_XLA else None
@@ -90,7 +81,6 @@ def default_reduction(platform: str, num_ranks: int, num_processes: int = 1) -> 
 def choose_reduction(
     platform: str,
     num_ranks: int,
-    num_processes: int = 1,
     *,
     settings: Settings,
     threshold_kb: Threshold | None = None,
@@ -101,7 +91,6 @@ def choose_reduction(
     Args:
         platform: Platform of the devices.
         num_ranks: Ranks of the job.
-        num_processes: Processes of the job.
         settings: Settings from the environment.
         threshold_kb: KiB from which a bucket is full, or `"xla"`; None for the value in the
             environment or the platform's default.
@@ -110,12 +99,10 @@ def choose_reduction(
     Raises:
         ValueError: If a value is invalid, or two choices exclude one another.
     """
-    reduction = replace(default_reduction(platform, num_ranks, num_processes), **choices)
+    reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
     if threshold_kb == "xla":
-        reduction = replace(
-            reduction, threshold="xla", chained=False, xla_bytes=None, by_ring=False
-        )
+        reduction = replace(reduction, threshold="xla", chained=False, xla_bytes=None)
     elif threshold_kb is not None:
         if isinstance(threshold_kb, (bool, str)) or threshold_kb < 0:
             raise ValueError(
@@ -139,7 +126,7 @@ def choose_reduction(
     }
     chosen = [name for name, is_chosen in special.items() if is_chosen]
     if chosen:
-        reduction = replace(reduction, xla_bytes=None, by_ring=False)
+        reduction = replace(reduction, xla_bytes=None)
     if len(chosen) > 1:
         raise ValueError(
             f"{' and '.join(chosen)} exclude one another: each is a different way to sum "
@@ -211,8 +198,6 @@ def sum_over_ranks(
     reduction: Reduction,
     *,
     order: Sequence[int] | None = None,
-    after: Any = (),
-    update: Any = 0,
 ) -> Any:
     """Returns the sum of `tree` over the ranks, with 32-bit additions.
 
@@ -223,14 +208,8 @@ def sum_over_ranks(
         reduction: How; its compression is ignored.
         order: Indices of the leaves, in order of availability, earliest first; the order of the
             tree by default.
-        after: Other values that XLA sums, before or while `tree` is computed. A ring starts once
-            they are available: processes whose programs use the two engines in different orders
-            would wait for each other forever.
-        update: Number of the step since the start of training, with which a ring tags its sums.
     """
     reduction = reduction.resolve(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-    if reduction.by_ring:
-        return _sum_by_ring(tree, reduction, order, after, update)
 
     def total(flat: jax.Array) -> jax.Array:
         if reduction.ranks_per_host > 1:
@@ -243,42 +222,6 @@ def sum_over_ranks(
         return psum(arrays, join_small=False if reduction.threshold == "xla" else None)
 
     return in_buckets(total_of_bucket, tree, reduction, order=order)
-
-
-def _sum_by_ring(
-    tree: Any, reduction: Reduction, order: Sequence[int] | None, after: Any, update: Any
-) -> Any:
-    """Returns the sum of `tree` over the ranks, computed by the ring all-reduce.
-
-    Half precision is widened, as XLA does on CPUs.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    order = range(len(leaves)) if order is None else order
-    buckets = [
-        [order[position] for position in bucket]
-        for bucket in plan([leaves[i] for i in order], reduction.threshold)
-    ]
-    # For small arrays, a copy costs less than an array of its own in a callback.
-    joined = [
-        join_small_ones([_widen(leaves[index]) for index in bucket], limit=_SMALL_IN_RING)
-        for bucket in buckets
-    ]
-    totals = cpu_ring.sum_in_background(
-        cpu_ring.connect(),
-        [arrays for arrays, _ in joined],
-        after=jax.tree.leaves(after),
-        update=update,
-    )
-    results: dict[int, Any] = {}
-    for bucket, (_, take_apart), summed in zip(buckets, joined, totals, strict=True):
-        results.update(zip(bucket, take_apart(summed), strict=True))
-    return structure.unflatten(
-        [results[index].astype(leaf.dtype) for index, leaf in enumerate(leaves)]
-    )
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def sum_compressed(

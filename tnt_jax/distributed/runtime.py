@@ -18,6 +18,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed import exits, goodput, timeline
 from tnt_jax.distributed.host_memory import keep_freed_memory
 from tnt_jax.distributed.joining import join_job
+from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.distributed.stall_watch import Patience, start_watching
 from tnt_jax.job import Slot, end_job
 from tnt_jax.log import configure_logging, logger
@@ -110,6 +111,8 @@ def _start(devices: Sequence[int] | None) -> Runtime:
         start_watching(patience, exits.end_job)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
+        if jax.process_count() > 1 and settings.shared_memory:
+            shared_sums.join(list(runtime.mesh.devices.flat))
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
         runtime.num_ranks, runtime.platform, jax.process_count(), socket.gethostname(),

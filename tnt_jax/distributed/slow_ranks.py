@@ -2,8 +2,8 @@
 
 All processes make the same steps, so that in the same time one that is faster waits more. What each
 phase has taken comes with the notes (`stall`), without a collective. Where the compiler's
-collectives sum gradients, a process cannot tell computing from waiting for the others: both are
-time in the step, and only data and callbacks can be compared.
+collectives sum gradients, not memory that processes share, a process cannot tell computing from
+waiting for the others: both are time in the step, and only data and callbacks can be compared.
 """
 
 from collections.abc import Collection, Mapping, Sequence

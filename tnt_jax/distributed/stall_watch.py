@@ -19,6 +19,7 @@ import jax
 from tnt_jax import _jax
 from tnt_jax.distributed import stacks
 from tnt_jax.distributed.own_times import OwnTimes
+from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
 from tnt_jax.distributed.stall_causes import (
@@ -112,7 +113,9 @@ class _Watch:
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
-        self._own_times = OwnTimes(self._here, patience.warning_s)
+        self._own_times = OwnTimes(
+            self._here, patience.warning_s, shared_sums.is_waiting
+        )
         self._stopped = threading.Event()
         self._has_failed = False
         process = self._process

@@ -376,7 +376,7 @@ class Core:
         make = sharded.ShardedGlobalSteps if whole else sharded.ShardedSteps
         return make(
             job,
-            replace(self._reduction(job), by_ring=False),
+            self._reduction(job),
             rules=self._sharding.rules,
             names=self.adapter.axis_names,
             pipeline=self.options.pipeline,
@@ -385,8 +385,8 @@ class Core:
         )
 
     def _reduction(self, job: runtime.Runtime) -> Reduction:
-        here = (job.platform, job.num_ranks, runtime.get_process_count())
-        return choose_reduction(*here, settings=job.settings, **self.options.for_reduction())
+        choices = self.options.for_reduction()
+        return choose_reduction(job.platform, job.num_ranks, settings=job.settings, **choices)
 
     def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:
         """Returns the job with the mesh of this model."""

@@ -277,7 +277,7 @@ class FitLoop:
             return None
         if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
-        self._core.trainer.end_epoch(steps.index)
+        self._core.trainer.end_epoch()
         fit_reports.report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
         logs = self._core.training_logs(steps.sums)
         fit_reports.report_loss(epoch, logs["loss"])

@@ -203,9 +203,11 @@ def _cache(facts: Facts, options: Options) -> dict[str, str]:
 
 
 def _cpu_threads(threads: int, num_devices: int) -> dict[str, str]:
-    # XLA's thread pool must have twice as many threads as devices. With fewer, an all-reduce can
-    # hang, because some devices wait for others that have not started.
-    return {"PJRT_NPROC": str(max(threads, 2 * num_devices))}
+    # XLA's thread pool must have twice as many threads as devices that wait for one another within
+    # the process. With fewer, an all-reduce can hang, because some devices wait for others that
+    # have not started. More threads than cores cost time (benchmarks/scaling.py).
+    needed = 2 * num_devices if num_devices > 1 else 1
+    return {"PJRT_NPROC": str(max(threads, needed))}
 
 
 def _huge_pages() -> dict[str, str]:

@@ -128,7 +128,6 @@ class GradientStep:
             order=local.order,
             first=local.numbers,
             others=average.summands,
-            after=(rows, average.unchanged),
         )
         loss, losses, increments = summed.first
         return Computed(summed.grads, average.result(summed.others), loss, losses, increments, rows)

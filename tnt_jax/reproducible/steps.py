@@ -73,12 +73,6 @@ class ReproducibleSteps:
         self.rank_slice = ranks.rank_slice
         self.mesh = ranks.mesh
 
-    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
-        """Does nothing: the compiler's collectives carry all sums."""
-
-    def end_epoch(self, num_steps: int) -> None:
-        """Does nothing."""
-
     def train(
         self,
         parts: Parts,

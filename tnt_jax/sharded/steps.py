@@ -118,12 +118,6 @@ class ShardedSteps:
             f"parameters in parts ({cut / 2**20:.3g} MiB)"
         )
 
-    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
-        """Does nothing: the compiler's collectives carry all sums."""
-
-    def end_epoch(self, num_steps: int) -> None:
-        """Does nothing."""
-
     def train(
         self,
         parts: Parts,

@@ -211,23 +211,6 @@ class Steps(Protocol):
         """
         ...
 
-    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
-        """Records the position in training, for the errors of processes that are elsewhere.
-
-        Args:
-            epoch: Epoch, from 1 on.
-            step: Next step of the epoch, from 1 on.
-            update: Number of the next step since the start of training.
-        """
-        ...
-
-    def end_epoch(self, num_steps: int) -> None:
-        """Raises on all processes unless all have ended the epoch after `num_steps` steps.
-
-        Steps that cannot know this do nothing.
-        """
-        ...
-
     def train(
         self,
         parts: Parts,

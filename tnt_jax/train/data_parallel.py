@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import rank_slice_of
-from tnt_jax.distributed.gradients import EpochExchange
 from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train.contracts import Apply, Parts
@@ -53,18 +52,6 @@ class DataParallelSteps:
         self.rank_slice = rank_slice_of(runtime)
         self.fused = _FusedSteps(runtime, reduction)
         self.mesh = runtime.mesh
-        self._exchange = EpochExchange(reduction)
-
-    def begin_epoch(self, epoch: int, step: int, update: int) -> None:
-        """Records the position in training; see `EpochExchange.begin`."""
-        self._exchange.begin(epoch, step, update)
-
-    def end_epoch(self, num_steps: int) -> None:
-        """Raises on all processes unless all have ended the epoch after `num_steps` steps.
-
-        Checked only if the ring sums the gradients.
-        """
-        self._exchange.end(num_steps)
 
     def train(
         self,
@@ -74,11 +61,7 @@ class DataParallelSteps:
         accumulation_steps: int,
         on_nan: OnNaN | None = None,
     ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
-
-        Every process must call it.
-        """
-        self._exchange.prepare()
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
         options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
         if self.reduction.shard_optimizer_state:
             placement = ShardedOptimizer(self.mesh, self.reduction)

@@ -199,9 +199,7 @@ def _train_step(
         local = differentiate(parts, state, batch, mesh)
         rows = num_real_rows(batch)
         average = StateAverage(local.model_state, share_of_rows(batch, rows))
-        # Sums by XLA, which precede the exchange of gradients on every process.
-        earlier = (rows, average.unchanged)
-        total_of = partial(sum_gradients, reduction=reduction, order=local.order, update=state.step)
+        total_of = partial(sum_gradients, reduction=reduction, order=local.order)
         grads, unfit = None, 0
         if accumulation_steps == 1:
             summed = total_of(
@@ -209,7 +207,6 @@ def _train_step(
                 first=local.numbers,
                 others=average.summands,
                 residual=state.residual,
-                after=earlier,
             )
             numbers, totals, grads = summed.first, summed.others, summed.grads
 
@@ -223,7 +220,7 @@ def _train_step(
 
             def reduce_and_update(means: Any, params: Any, carried: Any) -> tuple[Any, Any]:
                 opt_state, residual = carried
-                summed = total_of(means, residual=residual, after=(numbers, totals, earlier))
+                summed = total_of(means, residual=residual)
                 return update(summed, params, opt_state)
 
             def update_state() -> tuple[Any, Any, Any]:

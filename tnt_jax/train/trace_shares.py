@@ -13,10 +13,10 @@ DATA = "tnt_jax data"
 """The annotation of a wait for the next batch, in that thread."""
 
 # Operations between ranks, by their names in XLA's programs: those of the compiler, kernels of
-# NCCL, and the ring of CPU processes.
+# NCCL, and sums of CPU processes in shared memory, named by what made them.
 _EXCHANGES = re.compile(
     r"all-reduce|all-gather|reduce-scatter|all-to-all|collective|^(send|recv)\b|nccl"
-    r"|tnt_jax_host_call",
+    r"|^psum",
     re.IGNORECASE,
 )
 # Operations that contain others, which are listed, too.

@@ -295,7 +295,6 @@ class Trainer:
         """
         running = InFlight(is_alone=self._is_alone)
         index, watch = first_index, self.programs.watch
-        self.steps.begin_epoch(stall.here().epoch, index + 1, int(self._built().step))
         for group in batches:
             hooks.on_batch_begin(index)
             # Read here, because a callback may have changed the steps.
@@ -321,12 +320,8 @@ class Trainer:
         if self._compiled is not None and self._compiled.watch is not None:
             self._compiled.watch.settle_before_saving(self._built())
 
-    def end_epoch(self, num_steps: int) -> None:
-        """Raises on every process unless all have ended the epoch after `num_steps` steps.
-
-        It also raises if `on_nan="rollback"` has made no progress.
-        """
-        self.steps.end_epoch(num_steps)
+    def end_epoch(self) -> None:
+        """Raises if `on_nan="rollback"` has made no progress."""
         if (watch := self.programs.watch) is not None:
             watch.end_epoch(self._built())
 

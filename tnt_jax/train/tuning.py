@@ -92,9 +92,7 @@ def list_candidates(
     option = "Model(fusion_threshold={!r})" if by_argument else "--fusion-threshold {}"
 
     def choose(**choices: Any) -> Reduction:
-        return choose_reduction(
-            platform, num_ranks, jax.process_count(), settings=Settings(), **choices
-        )
+        return choose_reduction(platform, num_ranks, settings=Settings(), **choices)
 
     candidates = [
         Candidate(option.format(kb), choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")

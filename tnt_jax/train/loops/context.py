@@ -1,7 +1,4 @@
-"""What functions inside a distributed step know of it while it is traced.
-
-It also holds sums of a step that have the same order on every process.
-"""
+"""What functions inside a distributed step know of it while it is traced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ from jax.typing import ArrayLike
 
 from tnt_jax import _jax
 from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.reduction import Reduction, sum_over_ranks
+from tnt_jax.distributed.reduction import Reduction
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.row_weights import where_rows
 
@@ -48,7 +45,6 @@ class StepContext:
         tells_varying: Whether types tell what differs between ranks; not so on one rank.
         parts: This rank's parts of the losses that were made so far, by the identity of the loss;
             each with the loss, which must live as long.
-        exchanged: What ranks have exchanged so far; see `sum_over_ranks` for why it matters.
         records: Metrics that were updated, and what this rank's rows add to each.
     """
 
@@ -60,7 +56,6 @@ class StepContext:
     key: jax.Array | None = None
     tells_varying: bool = True
     parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
-    exchanged: list[Any] = field(default_factory=list)
     records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
 
     @property
@@ -69,15 +64,8 @@ class StepContext:
         return jax.tree.leaves(self.batch.inputs)[0].shape[0]
 
     def sum(self, tree: Any) -> Any:
-        """Returns the sums of a tree over the ranks, in the order of the calls on every process."""
-        tree = _jax.make_varying(tree)
-        if self.reduction.by_ring:
-            wide = jax.tree.map(_as_number, tree)
-            tree = sum_over_ranks(wide, self.reduction, after=self.exchanged, update=self.step)
-        else:
-            tree = psum(tree)
-        self.exchanged = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
-        return tree
+        """Returns the sums of a tree over the ranks."""
+        return psum(_jax.make_varying(tree))
 
     def recorded_sums(self) -> list[Any]:
         """Returns what all ranks together add to the state of each metric that was updated."""
@@ -176,7 +164,3 @@ def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLi
     if weight.ndim == 0:
         return weight * context.batch.mask
     return where_rows(context.batch.mask, weight, 0)
-
-
-def _as_number(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

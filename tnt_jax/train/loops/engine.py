@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax.distributed import stall, timeline
-from tnt_jax.distributed.gradients import EpochExchange
 from tnt_jax.distributed.reduction import Reduction, choose_reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.train.execution import InFlight
@@ -41,13 +40,10 @@ class Engine:
         self, function: Callable, name: str, runtime: Runtime, *, takes_key: bool, trains: bool
     ) -> None:
         self.runtime = runtime
-        here = (runtime.platform, runtime.num_ranks, jax.process_count())
-        reduction = choose_reduction(*here, settings=runtime.settings)
+        reduction = choose_reduction(runtime.platform, runtime.num_ranks, settings=runtime.settings)
         self._program = Program(
             function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
         )
-        self._exchange = EpochExchange(reduction)
-        self._exchange.prepare()
         self._placement = Placement(name, runtime.mesh)
         self._compiled: dict[bool, Callable] = {}
         self._metrics = _Metrics([], [], self._placement)
@@ -88,8 +84,6 @@ class Engine:
         """Notes where training stands, for the errors of processes that stand elsewhere."""
         here = stall.here()
         here.epoch, here.step = batch.epoch + 1, batch.index + 1
-        # Steps of several datasets may be under way: all are told by their own number alone.
-        self._exchange.begin(0, 1, 0)
 
     def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:
         stacked = batch.num_steps is not None

@@ -116,16 +116,12 @@ def _differentiate(
         jax.value_and_grad(objective, has_aux=True), _jax.make_varying(params), rewrite=rewrite
     )
     is_part = loss is None
-    shared = [x for x in jax.tree.leaves((loss, others)) if not _jax.is_varying(x)]
     summed = sum_gradients(
         grads,
         step.reduction,
         order=order,
         first=_jax.make_varying(value) if is_part else (),
-        after=[*step.exchanged, *shared],
-        update=step.step,
     )
-    step.exchanged = jax.tree.leaves(summed.grads)
     return (summed.first if is_part else value, others), summed.grads
 
 

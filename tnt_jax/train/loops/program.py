@@ -1,7 +1,7 @@
 """The program of a distributed step: what one rank runs, inside `shard_map`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,11 +13,10 @@ from tnt_jax.adapters.any_flax import flax_batch_norm_off, padding_left_out
 from tnt_jax.adapters.loops import with_varying_loops
 from tnt_jax.distributed.random_rows import Draws, batch_key, key_for
 from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.loops.checks import check_metrics, check_state, unpacked
 from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
-from tnt_jax.train.loops.sums import mixes_sums, sums_again
+from tnt_jax.train.loops.sums import sums_again
 from tnt_jax.train.row_dependence import Exchanged, Mixed, dependences
 
 _REPLICATED: Any = PartitionSpec()
@@ -103,10 +102,6 @@ class Program:
             jax.tree.map(alike, words),
         )
         traced, shapes = jax.make_jaxpr(mapped, return_shape=True)(*operands)
-        if self.reduction.by_ring and mixes_sums(traced.jaxpr):
-            logger.info("%s sums over ranks itself: XLA carries all its sums.", self.name)
-            by_xla = replace(self, reduction=replace(self.reduction, by_ring=False))
-            return by_xla.prepared(mesh, state, batch, words)
         if sums_again(traced.jaxpr):
             raise TypeError(
                 f"{self.name} sums over the ranks what is the same on every rank already, which "

@@ -1,0 +1,161 @@
+"""Sums in memory that processes share, in real jobs."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import SCRIPTS, environment, free_address, launch
+
+from tnt_jax.distributed.shared_sums import library
+
+SCRIPT = SCRIPTS / "sum_in_memory.py"
+TRAIN = """
+import flax.linen as nn, numpy as np, tnt_jax as tnt
+x = np.random.default_rng(0).normal(size=(24, 3)).astype("f4")
+model = tnt.Model(nn.Dense(2), seed=0)
+model.compile(tnt.optimizers.SGD(0.1), loss="mse")
+loss = model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).history["loss"][-1]
+print(f"loss {loss:.6f} by {'memory' if tnt.distributed.shared_sums.joining.are_open() else 'XLA'}")
+"""
+
+
+def succeed(num_processes, *words, **options):
+    done = launch(num_processes, *words, flags=["--output-on-all-devices"], **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+def test_sums_are_those_of_numpy(num_processes):
+    words = ("values", "programs", "slow") if num_processes == 2 else ("values",)
+    output = succeed(num_processes, SCRIPT, *words)
+    assert output.count("values done") == num_processes
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_devices_of_several_processes_sum():
+    flag = "--xla_force_host_platform_device_count=2"
+    assert succeed(2, SCRIPT, "values", "programs", XLA_FLAGS=flag).count("values done") == 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_several_hosts_sum_within_each_first():
+    assert succeed(4, SCRIPT, "values", "programs", TWO_HOSTS="1").count("values done") == 4
+
+
+@pytest.mark.multiprocess
+def test_processes_whose_programs_differ_are_told():
+    output = succeed(2, SCRIPT, "differs")
+    assert output.count("every process must run the same programs") == 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["killed", "exits"])
+def test_the_end_of_a_process_ends_the_sums_of_the_others(tmp_path, how):
+    (tmp_path / "how").write_text(how)
+    began = time.monotonic()
+    done = launch(3, SCRIPT, "waits", tmp_path / "how")
+    assert done.returncode != 0
+    assert "Rank 1 on localhost" in done.stderr
+    assert time.monotonic() - began < 40
+    assert not [name for name in os.listdir("/dev/shm") if "tnt" in name]
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_was_stopped_goes_on(tmp_path):
+    (tmp_path / "how").write_text("stops")
+    assert succeed(2, SCRIPT, "waits", tmp_path / "how").count("waits done") == 2
+
+
+@pytest.mark.multiprocess
+def test_two_jobs_of_a_machine_do_not_meet():
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tnt_jax.launch", "-n", "2", "--no-gpu", "--", str(SCRIPT),
+             "programs"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for job in jobs:
+        output, _ = job.communicate(timeout=240)
+        assert job.returncode == 0, output
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Returns a function that trains in two processes and returns what they print."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    return lambda **variables: succeed(2, script, TNT_LOG_LEVEL="INFO", **variables)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_without_a_compiler_processes_sum_through_sockets(train, tmp_path):
+    usual = train(XDG_CACHE_HOME=str(tmp_path / "usual"))
+    assert usual.count("by memory") == 2
+    loss = usual.split("loss ")[1].split(" ")[0]
+    broken = train(CC="false", XDG_CACHE_HOME=str(tmp_path / "broken"))
+    assert "sum through sockets, because the C compiler (false) failed: exit status 1" in broken
+    assert broken.count(f"loss {loss} by XLA") == 2
+    refused = train(TNT_SHARED_MEMORY="0")
+    assert refused.count(f"loss {loss} by XLA") == 2
+    assert "sockets" not in refused
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "a file", "open to others"])
+def test_the_cache_may_be_damaged_or_not_be_ours(train, tmp_path, damage):
+    cache = tmp_path / "cache"
+    folder = cache / "tnt_jax" / "native"
+    if damage == "a file":
+        cache.write_text("")
+    else:
+        assert train(XDG_CACHE_HOME=str(cache)).count("by memory") == 2
+        (kept,) = folder.glob("*.so")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        if damage == "open to others":
+            folder.chmod(0o777)
+        kept.write_bytes(kept.read_bytes()[:1000] if damage == "truncated" else b"no library")
+    assert train(XDG_CACHE_HOME=str(cache)).count("by memory") == 2
+
+
+def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(OSError, match=r"the C compiler \(false\) failed: exit status 1"):
+        library.load_library()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OSError, match=r"there is no C compiler \(cc\)"):
+        library.load_library()
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.long  # A hundred starts; most that it can show, the others show.
+@pytest.mark.multiprocess
+def test_no_memory_is_left_after_many_starts(tmp_path):
+    (tmp_path / "how").write_text("killed")
+    before = sorted(os.listdir("/dev/shm"))
+    for _ in range(50):
+        address = free_address()
+        jobs = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), "waits", str(tmp_path / "how")],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=environment(TNT_COORDINATOR_ADDRESS=address, TNT_NUM_PROCESSES="2",
+                                TNT_PROCESS_ID=str(process)),
+            )
+            for process in range(2)
+        ]  # fmt: skip
+        assert all(job.wait(60) != 0 for job in jobs)
+    assert sorted(os.listdir("/dev/shm")) == before

@@ -1,0 +1,1 @@
+"""Sums between the processes of one machine, in memory that they share."""
