@@ -1,12 +1,10 @@
 """Summing gradients between processes on CPUs: what a sum takes, and what a training step with it
 takes.
 
-Sums: XLA's all-reduce (Gloo), the package's ring, and PyTorch's Gloo, for sizes from 1 KiB on, in
-GB/s of array per second.
-Steps: an MLP with 28 MB of gradients, whose sums XLA, the ring (started from the program as soon as
-a gradient is finished) or PyTorch's DistributedDataParallel exchange. A step without any exchange
-tells how much of it was hidden, and others how fast a step could be at best
-(`benchmarks/ring_steps.py`).
+Sums: shared memory, XLA's all-reduce through sockets (Gloo), and PyTorch's Gloo, for sizes from
+1 KiB on, in GB/s of array per second.
+Steps: an MLP with 28 MB of gradients, whose sums go through shared memory, XLA's sockets or
+PyTorch's DistributedDataParallel. A step without any exchange tells what sums cost.
 
     python benchmarks/allreduce.py --processes 2 --output benchmarks/results/allreduce_local.json
 
@@ -17,7 +15,6 @@ On hosts with rate-limited links, a command prefix chooses the host of each proc
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -30,18 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from allreduce_contenders import (
-    LINK_STEPS,
-    link_bytes,
-    step_jax,
-    step_torch,
-    sum_ring,
-    sum_torch,
-    sum_xla,
-)
+from allreduce_contenders import link_bytes, step_jax, step_torch, sum_jax, sum_torch
 
-SUMS = ("xla", "ring", "torch")
-STEPS = ("alone", *LINK_STEPS, "ring", "xla", "xla bfloat16", "torch ddp 4 MB", "torch ddp 25 MB")
+SUMS = ("shared memory", "xla", "torch")
+STEPS = ("alone", "shared memory", "xla", "xla bfloat16", "torch ddp 4 MB", "torch ddp 25 MB")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,24 +82,26 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("WHAT", "PROCESS"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.prefix:
+        # Several hosts have no memory to share.
+        args.sums, args.steps = (
+            [name for name in names if name != "shared memory"] for names in (args.sums, args.steps)
+        )
+    return args
 
 
 def work(args: argparse.Namespace, what: str, process: int) -> None:
     """Measures one contender on one process; process 0 prints seconds as JSON."""
     kind, _, name = what.partition(":")
-    with contextlib.ExitStack() as leaving:
-        if kind == "sum":
-            prepare = {"xla": sum_xla, "ring": sum_ring, "torch": sum_torch}[name](args, process)
-            results = {size: measure(prepare(size * 256), args.rounds) for size in args.sizes_kb}
-        else:
-            is_torch = name.startswith("torch")
-            run = (
-                step_torch(args, process, int(name.split()[2]))
-                if is_torch
-                else step_jax(args, process, name, leaving)
-            )
-            results = measure(run, args.rounds)
+    is_torch = name.startswith("torch")
+    if kind == "sum":
+        prepare = sum_torch(args, process) if is_torch else sum_jax(args, process, name)
+        results: Any = {size: measure(prepare(size * 256), args.rounds) for size in args.sizes_kb}
+    elif is_torch:
+        results = measure(step_torch(args, process, int(name.split()[2])), args.rounds)
+    else:
+        results = measure(step_jax(args, process, name), args.rounds)
     if process == 0:
         print("RESULT " + json.dumps(results), flush=True)
     # Leaving in order takes seconds and measures nothing.
@@ -135,6 +126,8 @@ def start_processes(args: argparse.Namespace, what: str) -> Any:
         **os.environ,
         "OMP_NUM_THREADS": str(args.threads),
         "PJRT_NPROC": str(max(2, args.threads)),
+        # Huge pages, as the launcher asks for.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
     own = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
     commands = [

@@ -3,14 +3,10 @@ process.
 """
 
 import argparse
-import contextlib
-import socket
 from collections.abc import Callable
 from typing import Any
 
 WIDTH, LAYERS = 936, 8  # 28 MB of float32 gradients.
-# See benchmarks/ring_steps.py.
-LINK_STEPS = ("link", "beside", "from first gradient", "ring deferred")
 
 
 def address_of(args: argparse.Namespace, process: int, port: int) -> tuple[str, int]:
@@ -22,24 +18,20 @@ def link_bytes(processes: int) -> int:
     return 2 * (processes - 1) * LAYERS * WIDTH**2 * 4 // processes
 
 
-def join_jax(args: argparse.Namespace, process: int) -> Any:
+def join_jax(args: argparse.Namespace, process: int, exchange: str) -> Any:
+    """Returns JAX, connected to the other processes unless the exchange is `alone`."""
     import jax
 
+    from tnt_jax.distributed.shared_sums import joining
+
     jax.config.update("jax_platforms", "cpu")
-    host, port = address_of(args, 0, 0)
-    jax.distributed.initialize(f"{host}:{port}", args.processes, process)
+    if exchange != "alone":
+        host, port = address_of(args, 0, 0)
+        jax.distributed.initialize(f"{host}:{port}", args.processes, process)
+    if exchange == "shared memory":
+        joining.join(jax.devices())
+        assert joining.are_open(), "The processes do not share memory."
     return jax
-
-
-def connect(args: argparse.Namespace, process: int) -> tuple[socket.socket, socket.socket]:
-    from tnt_jax.distributed.cpu_ring.connection import Endpoint, connect_neighbours
-
-    listener = socket.create_server(("0.0.0.0", args.port + 1 + process))
-    endpoints = [
-        Endpoint(*address_of(args, other, 1 + other), token="00" * 16)
-        for other in range(args.processes)
-    ]
-    return connect_neighbours(process, endpoints, listener=listener, timeout_s=300)
 
 
 def join_torch(args: argparse.Namespace, process: int) -> Any:
@@ -53,8 +45,10 @@ def join_torch(args: argparse.Namespace, process: int) -> Any:
     return torch
 
 
-def sum_xla(args: argparse.Namespace, process: int) -> Callable[[int], Callable[[], Any]]:
-    jax = join_jax(args, process)
+def sum_jax(
+    args: argparse.Namespace, process: int, exchange: str
+) -> Callable[[int], Callable[[], Any]]:
+    jax = join_jax(args, process, exchange)
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -78,20 +72,6 @@ def sum_xla(args: argparse.Namespace, process: int) -> Callable[[int], Callable[
     return prepare
 
 
-def sum_ring(args: argparse.Namespace, process: int) -> Callable[[int], Callable[[], Any]]:
-    import numpy as np
-
-    from tnt_jax.distributed.cpu_ring.ring import Ring
-
-    ring = Ring(process, args.processes, *connect(args, process))
-
-    def prepare(size: int) -> Callable[[], Any]:
-        array = np.ones(size, np.float32)
-        return lambda: ring.wait(ring.start([array]))
-
-    return prepare
-
-
 def sum_torch(args: argparse.Namespace, process: int) -> Callable[[int], Callable[[], Any]]:
     torch = join_torch(args, process)
 
@@ -102,10 +82,8 @@ def sum_torch(args: argparse.Namespace, process: int) -> Callable[[int], Callabl
     return prepare
 
 
-def step_jax(
-    args: argparse.Namespace, process: int, exchange: str, leaving: contextlib.ExitStack
-) -> Callable[[], Any]:
-    jax = join_jax(args, process)
+def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[[], Any]:
+    jax = join_jax(args, process, exchange)
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import PartitionSpec as P
@@ -119,9 +97,10 @@ def step_jax(
         sum_over_ranks,
     )
 
+    num_ranks = len(jax.devices())
+
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.03 for _ in range(LAYERS)]
-    rows = np.ones((args.batch_size, WIDTH), np.float32)
 
     def loss(params: Any, x: Any) -> Any:
         for kernel in params:
@@ -131,19 +110,13 @@ def step_jax(
     def update(params: Any, grads: Any) -> Any:
         return [param - 0.01 * grad for param, grad in zip(params, grads, strict=True)]
 
-    if exchange in ("alone", *LINK_STEPS):
-        return step_without_xla(args, process, exchange, loss, params, rows, leaving)
     mesh = _jax.make_data_mesh(jax.devices())
 
     def local_step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
         varying = _jax.make_varying(params)
         _, grads, order = trace_grads(lambda params: jax.value_and_grad(loss)(params, x), varying)
-        if exchange in ("xla", "ring"):
-            reduction = (
-                Reduction()
-                if exchange == "xla"
-                else default_reduction("cpu", args.processes, args.processes)
-            )
+        if exchange != "xla bfloat16":
+            reduction = default_reduction("cpu", num_ranks)
             return update(params, sum_over_ranks(grads, reduction, order=order)), rest
         own = [leaf[0] for leaf in rest]
         grads, own = sum_compressed(grads, own, Reduction(0, compression="bfloat16"), order=order)
@@ -153,8 +126,8 @@ def step_jax(
     step = jax.jit(
         _jax.shard_map(local_step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data")))
     )
-    rest = [np.zeros((args.processes, WIDTH, WIDTH), np.float32) for _ in params]
-    everybody = np.ones((args.processes * args.batch_size, WIDTH), np.float32)
+    rest = [np.zeros((num_ranks, WIDTH, WIDTH), np.float32) for _ in params]
+    everybody = np.ones((num_ranks * args.batch_size, WIDTH), np.float32)
     state = (_jax.replicate(params, mesh), *_jax.shard_rows((rest, everybody), mesh))
     return repeat(jax, step, state)
 
@@ -169,50 +142,6 @@ def repeat(jax: Any, step: Callable[[Any, Any, Any], Any], state: Any) -> Callab
         held[0] = (params, rest, x)
 
     return run
-
-
-def step_without_xla(
-    args: argparse.Namespace,
-    process: int,
-    exchange: str,
-    loss: Any,
-    params: Any,
-    rows: Any,
-    leaving: contextlib.ExitStack,
-) -> Callable[[], Any]:
-    """Returns a step whose bytes, if any, do not travel by XLA."""
-    import ring_steps
-
-    from tnt_jax.distributed.cpu_ring.ring import Ring
-
-    if exchange == "alone":
-        return step_with_callbacks(exchange, loss, params, rows)
-    sockets = connect(args, process)
-    if not exchange.startswith("ring"):
-        link = ring_steps.Link(*sockets, link_bytes(args.processes))
-        run = step_with_callbacks(exchange, loss, params, rows, link=link)
-        return ring_steps.beside(
-            run if exchange != "link" else None, link, starts=exchange != "from first gradient"
-        )
-    ring = Ring(process, args.processes, *sockets)
-    leaving.callback(ring.close)  # Sums may still be on their way.
-    return step_with_callbacks(exchange, loss, params, rows, ring=ring)
-
-
-def step_with_callbacks(
-    exchange: str, loss: Any, params: Any, x: Any, *, ring: Any = None, link: Any = None
-) -> Callable[[], Any]:
-    """Returns a step of one process alone, which does what `exchange` says in callbacks."""
-    import jax
-    import ring_steps
-
-    tickets: list[Any] = [None] * LAYERS
-
-    @jax.jit
-    def step(params: Any, rest: Any, x: Any) -> tuple[Any, Any]:
-        return ring_steps.step(exchange, loss, params, x, ring=ring, link=link, tickets=tickets)
-
-    return repeat(jax, step, (jax.device_put(params), None, jax.device_put(x)))
 
 
 def step_torch(args: argparse.Namespace, process: int, bucket_mb: int) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from first_step_worker import IMPORTS
 from machine import add_platform, environment, free_addresses
-from scaling import KINDS, SIZES, environment_of, installed
+from scaling import BOUND, SIZES, environment_of, installed
 
 PHASES = ("start", "import", "devices", "data", "model", "first step", "total")
 
@@ -93,7 +93,7 @@ def measure(
         for _ in range(args.starts):
             for number, name in enumerate(contenders):
                 task = {
-                    "model": model, "data": "synthetic", "ranks": processes, "kind": KINDS[0],
+                    "model": model, "data": "synthetic", "ranks": processes, "kind": BOUND,
                     "batch": processes * SIZES[model].rows, "contender": name,
                     "processes": processes, "rounds": 1,
                 }  # fmt: skip
@@ -135,7 +135,7 @@ def main() -> None:
         for processes in args.processes:
             # With one process there is nothing to sum.
             alone = processes == 1
-            chosen = [n for n in contenders if not (alone and n.endswith("XLA sums"))]
+            chosen = [n for n in contenders if not (alone and n.endswith("sockets"))]
             rows += measure(args, model, processes, chosen)
     print(table(rows))
     if args.output:

@@ -17,7 +17,7 @@ from typing import Any
 # What a script of a user imports at its top.
 IMPORTS = {
     "tnt_jax": ("jax", "flax.linen", "optax", "tnt_jax"),
-    "tnt_jax, joined XLA sums": ("jax", "flax.linen", "optax", "tnt_jax"),
+    "tnt_jax, sockets": ("jax", "flax.linen", "optax", "tnt_jax"),
     "PyTorch DDP": ("torch",),
     "PyTorch DDP, torch.compile": ("torch",),
     "Keras 3 DataParallel": ("jax", "keras"),

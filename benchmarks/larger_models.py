@@ -8,7 +8,8 @@ Plain jit gets the same parameters, cut in the same way, with the same remateria
 decides all else itself. With "rows held", the output of each block keeps its rows where the batch
 has them, as MaxText, Levanter and Kauldron do by `with_sharding_constraint`; XLA then gathers the
 parameters of a block at a time. It sums gradients over GPUs in bfloat16, and this library in
-float32; "sums in bfloat16" is this library's step with the same sums.
+float32; "sums in bfloat16" is this library's step with the same sums. "Compiler's step" is this
+library's step of models that compare rows (`ShardedGlobalSteps`).
 
 It needs the environment of `benchmarks/overlap.py`, with JAX and its plugins of 0.12.0.1:
 
@@ -47,7 +48,7 @@ from tnt_jax.distributed.hlo import count_runs, read_collectives, read_traffic
 from tnt_jax.distributed.reduction import default_reduction
 from tnt_jax.distributed.runtime import Runtime
 from tnt_jax.settings import Settings
-from tnt_jax.sharded import ShardedSteps, gathering
+from tnt_jax.sharded import ShardedGlobalSteps, ShardedSteps, gathering
 from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.sharded.remat import rematerialized, rematerialized_apply
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
@@ -112,8 +113,10 @@ def forms_of(num_gpus: int) -> list[Form]:
         found += [
             Form("data parallel", {"data": 8}, "none", model="transformer_big"),
             Form("fsdp", whole, "none", model="transformer_big"),
+            Form("compiler's step", whole, "none", by_jit=True, model="transformer_big"),
             Form("data parallel", {"data": 8}, "none", model="resnet50"),
             Form("fsdp", whole, "none", model="resnet50"),
+            Form("compiler's step", whole, "none", by_jit=True, model="resnet50"),
         ]
     return found
 
@@ -170,7 +173,9 @@ def lower(form: Form, num_gpus: int) -> Any:
         reduction = default_reduction("cuda", num_gpus)
         step = make_train_step(problem.parts, problem.optimizer, mesh, reduction=reduction)
         return step.lower(problem.state, sums, problem.batch)  # type: ignore[attr-defined]
-    steps = ShardedSteps(
+    # Over a whole batch the compiler decides what moves: the step of models that compare rows.
+    is_whole = form.by_jit and form.model != "decoder"
+    steps = (ShardedGlobalSteps if is_whole else ShardedSteps)(
         Runtime(mesh, Settings()),
         default_reduction("cuda", num_gpus),
         has_remat=form.remat != "none",
@@ -179,7 +184,7 @@ def lower(form: Form, num_gpus: int) -> Any:
     state = placed(problem.state, layout.like_params(problem.state))
     by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
     batch = placed(problem.batch, jax.tree.map(lambda _: by_row, problem.batch))
-    if form.by_jit:
+    if form.by_jit and not is_whole:
         return lower_jit(problem, form, layout, state, batch)
     apply = rematerialized_apply(problem.parts.apply, form.remat)
     parts = StepParts(apply, problem.parts.loss_terms, problem.parts.increments)

@@ -27,7 +27,6 @@ from tnt_jax.launch.scale.projection import TCP_PAYLOAD_SHARE, Links, all_reduce
 # 3.5 MB, or all.
 CHECKED = {
     "xla": (1, False),
-    "ring": (LAYERS, True),
     "torch ddp 4 MB": (LAYERS // 2, True),
     "torch ddp 25 MB": (1, True),
 }

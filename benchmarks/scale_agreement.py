@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from machine import environment
-from scaling_models import SIZES
+from scaling import BOUND, SIZES
 
 HERE = Path(__file__).parent
 TOOLS = ("scaling.py", "tnt-jax scale")
 # One core each, as scaling.py gives its processes on CPUs.
-VARIABLES = ("PJRT_NPROC=2", "OMP_NUM_THREADS=1", "TF_CPP_MIN_LOG_LEVEL=2")
+VARIABLES = ("PJRT_NPROC=1", "OMP_NUM_THREADS=1", "TF_CPP_MIN_LOG_LEVEL=2")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def by_scaling(args: argparse.Namespace, model: str, folder: Path) -> dict[int, 
     run(
         [
             sys.executable, str(HERE / "scaling.py"), "--platform", "cpu", "--models", model,
-            "--data", "synthetic", "--kinds", "processes", "--contenders", "tnt_jax",
+            "--data", "synthetic", "--kinds", BOUND, "--contenders", "tnt_jax",
             "--rounds", str(args.rounds), "--prefix", args.prefix, "--address", args.address,
             "--output", str(output),
         ]

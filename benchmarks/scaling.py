@@ -1,10 +1,19 @@
 """Weak and strong scaling of training: tnt_jax, PyTorch, TensorFlow and Keras 3 in one run.
 
 It runs on the GPUs of the machine, or on CPUs where there are none or `--platform cpu` says so. On
-CPUs, ranks are processes, each bound to a core of its own, or the virtual devices of one process;
-the time with one rank is the time on one core, so that one against two ranks is a real measurement
-on two cores. On GPUs they are processes with a GPU each, or the GPUs of one process. Who is not
-installed is left out, with a line.
+CPUs, ranks are processes as users start them, processes that are each bound to a core of its own,
+or the virtual devices of one process; the time with one rank is the time on one core, so that one
+against two ranks is a real measurement on two cores. On GPUs they are processes with a GPU each, or
+the GPUs of one process. Who is not installed is left out, with a line.
+
+"As users start them" is: nothing is bound, and the threads of a process are those that the
+launcher sets for tnt_jax, the one that `torchrun` sets for PyTorch, and the defaults of TensorFlow
+and Keras. All get huge pages, as the launcher asks for them. "Sockets" is tnt_jax with
+`TNT_SHARED_MEMORY=0`.
+
+The network `digits` is that of `examples/digits.py`, whose BatchNorm uses the statistics of the
+global batch; real data are then the same images of scikit-learn. PyTorch has no synchronised
+BatchNorm on CPUs, and uses the statistics of each rank.
 
 Weak scaling keeps the rows of a rank, strong scaling those of the whole batch. Efficiency is
 t(1) / t(n) when weak, t(1) / (n t(n)) when strong, of the fastest rounds, which other work on the
@@ -17,8 +26,8 @@ that the library's users write.
 On hosts with rate-limited links, a command prefix places the processes (and one-rank runs on the
 first host):
 
-    python benchmarks/scaling.py --kinds processes --prefix "netcluster exec node{number} --"
-    --address 10.77.0.{number}
+    python benchmarks/scaling.py --kinds "processes, a core each"
+    --prefix "netcluster exec node{number} --" --address 10.77.0.{number}
 
 In an allocation of SLURM the prefix is "srun --overlap --ntasks 1 --relative {index}", where
 {index} counts from 0. The GPU runs have not been made; see docs/performance.md.
@@ -40,13 +49,15 @@ from typing import Any
 from machine import add_platform, environment, on_cpus
 from scaling_models import SIZES
 
+from tnt_jax.cluster.devices import count_cores
+
 CONTENDERS = (
-    "tnt_jax", "tnt_jax, joined XLA sums", "tnt_jax, XLA's sums", "PyTorch DDP",
-    "PyTorch DDP, torch.compile", "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel",
+    "tnt_jax", "tnt_jax, sockets", "PyTorch DDP", "PyTorch DDP, torch.compile",
+    "TensorFlow MultiWorkerMirrored", "Keras 3 DataParallel",
 )  # fmt: skip
 # Who can drive several virtual devices in one process.
 ON_VIRTUAL_DEVICES = ("tnt_jax", "Keras 3 DataParallel")
-KINDS = ("processes", "virtual devices")
+KINDS = FREE, BOUND, VIRTUAL = ("processes", "processes, a core each", "virtual devices")
 # What a contender needs beside tnt_jax.
 NEEDS = {
     "PyTorch DDP": ("torch",),
@@ -63,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         "--models",
         nargs="+",
         choices=SIZES,
-        default=["mlp", "resnet20", "transformer_tiny"],
+        default=["mlp", "resnet20", "transformer_tiny", "digits"],
         help="(default: all but resnet50)",
     )
     add(
@@ -80,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         default=[1, 2],
         help="numbers of ranks; the first is compared with (default: 1 2)",
     )
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what a rank is (default: both)")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what a rank is (default: all)")
     add("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="(default: all)")
     add("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     add(
@@ -125,16 +136,9 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
     for model, data, name in itertools.product(args.models, args.data, args.contenders):
         rows = SIZES[model].rows
         for num in args.ranks:
-            # One rank is the same in both kinds.
-            kinds = (
-                [kind for kind in args.kinds if kind == KINDS[0] or name in ON_VIRTUAL_DEVICES]
-                if num > 1
-                else KINDS[:1]
-            )
-            for kind, batch in itertools.product(
-                kinds, sorted({num * rows, max(args.ranks) * rows})
-            ):
-                processes = num if kind == KINDS[0] else 1
+            batches = sorted({num * rows, max(args.ranks) * rows})
+            for kind, batch in itertools.product(kinds_of(args, name, num), batches):
+                processes = num if kind != VIRTUAL else 1
                 tasks.append(
                     {
                         "model": model,
@@ -150,6 +154,18 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
     return tasks
 
 
+def kinds_of(args: argparse.Namespace, contender: str, num_ranks: int) -> list[str]:
+    """Returns what ranks a contender runs on."""
+    if num_ranks == 1:
+        return [FREE]  # One rank is the same in all kinds.
+    return [
+        kind
+        for kind in args.kinds
+        if (kind != VIRTUAL or contender in ON_VIRTUAL_DEVICES)
+        and (kind != BOUND or on_cpus(args.platform))
+    ]
+
+
 def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[str, Any]:
     """Returns the seconds of a step in each round and of the first steps, or the reason why there
     are none.
@@ -163,10 +179,11 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
     for process in range(task["processes"]):
         cores = (
             str(process % (os.cpu_count() or 1))
-            if task["kind"] == "processes"
+            if task["kind"] != VIRTUAL
             else f"0-{task['ranks'] - 1}"
         )
-        bound = ["taskset", "-c", cores] if on_cpus(args.platform) else []
+        is_bound = on_cpus(args.platform) and not is_free(task)
+        bound = ["taskset", "-c", cores] if is_bound else []
         prefix = shlex.split(args.prefix.format(number=process + 1, index=process))
         command = [*prefix, *bound, *worker, str(process)]
         chosen = environment_of(args.platform, task, process, addresses, is_local=not prefix)
@@ -196,6 +213,11 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
     return {"reason": messages[-1][:300] if messages else f"exit code {running[0].returncode}"}
 
 
+def is_free(task: dict[str, Any]) -> bool:
+    """Returns whether processes on CPUs are as users start them; one rank gets one core."""
+    return task["kind"] == FREE and task["ranks"] > 1
+
+
 def environment_of(
     platform: str | None,
     task: dict[str, Any],
@@ -222,18 +244,17 @@ def environment_of(
         chosen |= {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
-            "PJRT_NPROC": str(max(num_devices if num_devices == 1 else 2 * num_devices, 2)),
-            "OMP_NUM_THREADS": str(num_devices),
             # Huge pages, as the launcher asks for.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             "CUDA_VISIBLE_DEVICES": "-1",
+            **threads_of(task, num_devices, task["processes"] if is_local else 1),
         }
     else:
         first = process * num_devices if is_local else 0
         own = ",".join(str(first + n) for n in range(num_devices))
         chosen |= {"CUDA_VISIBLE_DEVICES": own} | ({"JAX_PLATFORMS": platform} if platform else {})
-    if task["contender"] == "tnt_jax, XLA's sums":
-        chosen["TNT_FUSION_THRESHOLD"] = "xla"
+    if task["contender"] == "tnt_jax, sockets":
+        chosen["TNT_SHARED_MEMORY"] = "0"
     if task["contender"].startswith("tnt_jax") and task["processes"] > 1:
         chosen |= {
             "TNT_COORDINATOR_ADDRESS": addresses[0],
@@ -246,13 +267,32 @@ def environment_of(
     return chosen
 
 
+def threads_of(task: dict[str, Any], num_devices: int, num_here: int) -> dict[str, str]:
+    """Returns the variables that limit the threads of a process on CPUs.
+
+    Args:
+        task: What it runs.
+        num_devices: Number of its devices.
+        num_here: Number of processes on its host.
+    """
+    num_threads = num_devices
+    if is_free(task) and task["contender"].startswith("tnt_jax"):
+        num_threads = max(1, count_cores() // num_here)  # As tnt_jax/launch/environment.py.
+    elif is_free(task) and not task["contender"].startswith("PyTorch"):
+        return {}
+    return {
+        "PJRT_NPROC": str(max(num_threads, 2 * num_devices if num_devices > 1 else 1)),
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+
+
 def efficiencies(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns for each contender and number of ranks above the first: its times and
     efficiencies.
     """
 
     def fastest_s(like: dict[str, Any], *, ranks: int, batch: int) -> float | None:
-        kind = KINDS[0] if ranks == 1 else like["kind"]
+        kind = FREE if ranks == 1 else like["kind"]
         wanted = {
             **{key: like[key] for key in ("model", "data", "contender")},
             "kind": kind,

@@ -38,16 +38,17 @@ SIZES = {
     "mlp": Size(128, 20, (28, 28, 1)),
     "resnet20": Size(32, 3, (32, 32, 3)),
     "transformer_tiny": Size(16, 10, classes=VOCABULARY),
+    "digits": Size(32, 40, (8, 8, 1)),
     "resnet50": Size(8, 3, (64, 64, 3), 1000),
 }
 
 
 def load(model: str, *, real: bool, num_rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Returns inputs, each `[rows, ...]`, and labels: random ones, or Fashion-MNIST and sentence
-    pairs below `TNT_JAX_DATA`.
+    """Returns inputs, each `[rows, ...]`, and labels: random ones, or scikit-learn's digits, or
+    Fashion-MNIST and sentence pairs below `TNT_JAX_DATA`.
     """
     if real:
-        inputs, labels = _sentences() if model == "transformer_tiny" else _fashion()
+        inputs, labels = {"transformer_tiny": _sentences, "digits": _digits}.get(model, _fashion)()
         # Repeated where a run needs more than there is.
         chosen = np.arange(num_rows) % len(labels)
         return tuple(x[chosen] for x in inputs), labels[chosen]
@@ -67,6 +68,13 @@ def _fashion() -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     return (pixels.astype(np.float32) / 255,), np.frombuffer(labels, np.uint8, offset=8).astype(
         np.int32
     )
+
+
+def _digits() -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return (images.reshape(-1, 8, 8, 1).astype(np.float32) / 16,), labels.astype(np.int32)
 
 
 def _sentences() -> tuple[tuple[np.ndarray, ...], np.ndarray]:
@@ -101,6 +109,20 @@ def make_flax(model: str) -> Any:
                 return nn.Dense(10)(nn.relu(nn.Dense(1024)(x)))
 
         return MLP()
+    if model == "digits":
+
+        class DigitNet(nn.Module):
+            @nn.compact
+            def __call__(self, x: Any, train: bool = True) -> Any:
+                for width in (16, 32):
+                    x = nn.BatchNorm(not train, momentum=0.9, axis_name="data")(
+                        nn.Conv(width, (3, 3))(x)
+                    )
+                    x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+                x = nn.relu(nn.Dense(64)(x.reshape(len(x), -1)))
+                return nn.Dense(10)(nn.Dropout(0.3, deterministic=not train)(x))
+
+        return DigitNet()
     if model == "transformer_tiny":
         return Transformer(
             vocab_size=VOCABULARY, width=WIDTH, num_heads=NUM_HEADS, filter_dim=FILTER,
@@ -143,6 +165,14 @@ def _torch_layers(model: str, image_channels: int) -> Any:
             nn.ReLU(),
             nn.Linear(1024, 10),
         )
+
+    if model == "digits":
+        layers: list[Any] = []
+        for before, width in ((image_channels, 16), (16, 32)):
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+            layers.append(nn.MaxPool2d(2))
+        layers += [nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10)]
+        return nn.Sequential(*layers)
 
     class Block(nn.Module):
         def __init__(self, before: int, width: int) -> None:
@@ -252,6 +282,19 @@ def make_keras(model: str, shape: Sequence[int]) -> Any:
             layers.Dense(10),
         ]
         return keras.Sequential([keras.Input(tuple(shape)), layers.Flatten(), *widths])
+    if model == "digits":
+        # On JAX, Keras computes the statistics of the global batch anyway.
+        is_asked_for = keras.backend.backend() == "tensorflow"
+        found = [keras.Input(tuple(shape))]
+        for width in (16, 32):
+            found += [
+                layers.Conv2D(width, 3, padding="same"),
+                layers.BatchNormalization(synchronized=is_asked_for),
+                layers.ReLU(),
+                layers.MaxPooling2D(2),
+            ]
+        found += [layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dropout(0.3)]
+        return keras.Sequential([*found, layers.Dense(10)])
     return (
         _keras_translator(keras) if model == "transformer_tiny" else _keras_resnet20(keras, shape)
     )

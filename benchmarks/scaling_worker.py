@@ -32,17 +32,6 @@ def run_tnt(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[], 
     return lambda: model.fit(x, y, batch_size=task["batch"], verbose=0)
 
 
-def run_tnt_joined(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[], Any]:
-    """The sums of XLA with small arrays joined into one, as on CPUs without the ring."""
-    from dataclasses import replace
-
-    from tnt_jax.distributed import reduction
-
-    choose = reduction.default_reduction
-    reduction.default_reduction = lambda *devices: replace(choose(*devices), by_ring=False)
-    return run_tnt(task, process, x, y)
-
-
 def run_torch(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[], Any]:
     import torch
     from torch.nn.functional import cross_entropy
@@ -156,8 +145,7 @@ def run_keras(task: dict[str, Any], process: int, x: Any, y: Any) -> Callable[[]
 
 CONTENDERS = {
     "tnt_jax": run_tnt,
-    "tnt_jax, joined XLA sums": run_tnt_joined,
-    "tnt_jax, XLA's sums": run_tnt,
+    "tnt_jax, sockets": run_tnt,
     "PyTorch DDP": run_torch,
     "PyTorch DDP, torch.compile": run_torch,
     "TensorFlow MultiWorkerMirrored": run_tensorflow,

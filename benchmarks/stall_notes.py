@@ -2,8 +2,8 @@
 
     python benchmarks/stall_notes.py --output benchmarks/results/stall_notes.json
 
-A step stands for what `fit` notes around one: data, the step, a callback, and the waits of a ring
-of three buckets. Steps with and without notes alternate, and the medians of both are compared, so
+A step stands for what `fit` notes around one: data, the step, a callback, and three waits for other
+processes. Steps with and without notes alternate, and the medians of both are compared, so
 that steps in which another program had the core do not count. The thread that samples how long each
 phase takes runs all the time; what it costs is measured apart, as the processor time of a sample.
 """
@@ -19,7 +19,7 @@ import time
 from tnt_jax.distributed import stall
 from tnt_jax.distributed.own_times import OwnTimes
 
-_BUCKETS = 3
+_WAITS = 3
 _WINDOW_S = 60.0
 
 
@@ -28,8 +28,8 @@ def step_with_notes(here: stall.Here, index: int) -> None:
     here.doing = outer
     here.step = index
     here.doing = ("step", "")
-    for _ in range(_BUCKETS):
-        with stall.waiting("sum of gradients"):
+    for _ in range(_WAITS):
+        with stall.waiting("values of other processes"):
             pass
     outer, here.doing = here.doing, ("callback", "Callback.on_train_batch_end")
     here.doing = outer

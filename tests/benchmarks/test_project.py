@@ -10,7 +10,7 @@ def test_a_check_states_the_error_of_what_was_recorded():
     seconds = {
         "step:alone": [0.1, 0.2, 0.12],
         "step:xla": [(0.12 + link) / 1.1] * 3,
-        "step:ring deferred": [1.0],
+        "step:link": [1.0],
     }
     rows = check(
         {"arguments": {"processes": 2, "rate_gbit": 1, "batch_size": 8}, "seconds": seconds}

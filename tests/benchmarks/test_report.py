@@ -10,7 +10,7 @@ import report
 from choose_defaults import best_threshold, times_of
 from machine import busy_processes, environment, free_addresses, on_cpus
 from processes import environment as environment_of_one
-from scaling import environment_of, installed
+from scaling import KINDS, environment_of, installed, kinds_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,12 +85,48 @@ def test_cpus_are_used_where_they_are_chosen_or_alone(
 
 
 def test_each_process_gets_a_gpu_of_its_own(monkeypatch):
-    task = {"ranks": 4, "processes": 2, "contender": "tnt_jax"}
+    task = {"ranks": 4, "processes": 2, "contender": "tnt_jax", "kind": "processes"}
     chosen = environment_of("cuda", task, 1, ["a:1", "b:2"])
     assert chosen["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert chosen["JAX_PLATFORMS"] == "cuda"
     assert "JAX_NUM_CPU_DEVICES" not in chosen
     assert environment_of("cpu", task, 1, ["a:1", "b:2"])["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+@pytest.mark.parametrize(
+    ("contender", "kind", "ranks", "expected"),
+    [
+        # As of `tnt-jax -n 2`, of torchrun, and of a script that sets nothing.
+        ("tnt_jax", "processes", 2, ("8", "8")),
+        ("tnt_jax, sockets", "processes", 2, ("8", "8")),
+        ("PyTorch DDP", "processes", 2, ("1", "1")),
+        ("Keras 3 DataParallel", "processes", 2, (None, None)),
+        ("tnt_jax", "processes, a core each", 2, ("1", "1")),
+        ("Keras 3 DataParallel", "processes, a core each", 2, ("1", "1")),
+        ("tnt_jax", "processes", 1, ("1", "1")),
+    ],
+)
+def test_free_processes_have_the_threads_that_users_get(
+    monkeypatch, contender, kind, ranks, expected
+):
+    monkeypatch.setattr("scaling.count_cores", lambda: 16)
+    task = {"ranks": ranks, "processes": ranks, "contender": contender, "kind": kind}
+    chosen = environment_of("cpu", task, 0, ["a:1", "b:2"])
+    assert (chosen.get("OMP_NUM_THREADS"), chosen.get("PJRT_NPROC")) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "contender", "ranks", "expected"),
+    [
+        ("cpu", "tnt_jax", 2, list(KINDS)),
+        ("cpu", "PyTorch DDP", 2, list(KINDS[:2])),
+        ("cuda", "tnt_jax", 2, [KINDS[0], KINDS[2]]),
+        ("cpu", "tnt_jax", 1, [KINDS[0]]),
+    ],
+)
+def test_ranks_are_of_the_kinds_that_a_contender_can_have(platform, contender, ranks, expected):
+    args = argparse.Namespace(kinds=KINDS, platform=platform)
+    assert kinds_of(args, contender, ranks) == expected
 
 
 def test_busy_processes_end_with_the_block(monkeypatch):

@@ -113,9 +113,7 @@ class _Watch:
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
-        self._own_times = OwnTimes(
-            self._here, patience.warning_s, shared_sums.is_waiting
-        )
+        self._own_times = OwnTimes(self._here, patience.warning_s, shared_sums.is_waiting)
         self._stopped = threading.Event()
         self._has_failed = False
         process = self._process
