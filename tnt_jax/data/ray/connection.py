@@ -41,7 +41,7 @@ _actor = Slot[_Actor | None](lambda: None, close=_end)
 
 
 class Connection:
-    """A `RowStream` of the job's actor, which is closed with the last reference to this.
+    """A `RowStream` of the job's actor, which is closed with the last reference of all processes.
 
     All processes make these objects in the same order.
 
@@ -72,6 +72,7 @@ class Connection:
         self.stream: str = report["stream"]
         if self.process:
             self.actor = self.ray.get_actor(report["actor"], namespace=_NAMESPACE)
+        weakref.finalize(self, _close, self.ray, self.actor, self.stream, self.process)
 
     def _meet(self, dataset: Any) -> list[dict[str, Any]]:
         """Opens the stream on the master; returns the reports of all processes."""
@@ -127,7 +128,6 @@ class Connection:
                 "No CPU of the Ray cluster is free, and the tasks that prepare the dataset wait "
                 "for one. Leave some to them: start fewer processes, or give each fewer CPUs."
             )
-        weakref.finalize(self, _close, self.ray, self.actor, stream)
         return {"actor": actor.name, "stream": stream, "num_examples": examples}
 
     def _job_actor(self) -> _Actor:
@@ -145,9 +145,9 @@ class Connection:
         return actor
 
 
-def _close(ray: Any, actor: Any, stream: str) -> None:
+def _close(ray: Any, actor: Any, stream: str, process: int) -> None:
     if ray.is_initialized():
-        actor.close.remote(stream)
+        actor.close.remote(stream, process)
 
 
 def _check_addresses(addresses: list[str]) -> None:

@@ -66,9 +66,10 @@ class RowStreams:
         """Makes a stream; see `RowStream`."""
         self._streams[name] = RowStream(dataset, num_processes)
 
-    def close(self, name: str) -> None:
-        """Drops a stream, and ends the tasks of its dataset."""
-        self._streams.pop(name, None)
+    def close(self, name: str, process: int) -> None:
+        """Notes that a process has dropped a stream; the last one ends the tasks of its dataset."""
+        if name in self._streams and self._streams[name].close(process):
+            del self._streams[name]
 
     def take(self, name: str, process: int, request: Request) -> Share:
         """Returns the rows of a process; see `RowStream`."""
@@ -95,6 +96,7 @@ class RowStream:
     def __init__(self, dataset: Any, num_processes: int) -> None:
         self._dataset = dataset
         self._num_processes = num_processes
+        self._readers = set(range(num_processes))
         self._passes: dict[int, _Pass] = {}
         self._checksums: dict[int, tuple[int, int | None]] = {}
 
@@ -122,6 +124,11 @@ class RowStream:
         """Notes that a process does not read a pass any further; all that do so end it."""
         if number in self._passes and self._passes[number].leave(process):
             del self._passes[number]
+
+    def close(self, process: int) -> bool:
+        """Notes that a process asks for nothing any more; returns whether no process does."""
+        self._readers.discard(process)
+        return not self._readers
 
     def checksums(self, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
         """Returns checksums of the rows at the beginning of a pass; see `ColumnRoles.checksums`.

@@ -37,5 +37,25 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
     return dataset.window(size, drop_remainder=drop_remainder).flat_map(own)
 
 
+def take_own(batches: Any, rank_slice: RankSlice) -> Any:
+    """Selects the rows that one process feeds from each global batch, as `select_own` does.
+
+    The result has elements `(number of rows, own rows)`, with the number of rows of the batch.
+    """
+
+    def own(*batch: Any) -> Any:
+        parts = batch if type(batches.element_spec) is tuple else batch[0]
+        leaf = tf.nest.flatten(parts)[0]
+        count: Any = leaf.shape[0] or tf.shape(leaf)[0]
+        micro = -(-count // rank_slice.num_ranks)
+        indices = rank_slice.first_rank * micro + tf.range(rank_slice.local_ranks * micro)
+        chosen = tf.minimum(indices, count - 1)
+        return tf.cast(count, tf.int64), tf.nest.map_structure(
+            lambda x: tf.gather(x, chosen), parts
+        )
+
+    return batches.map(own)
+
+
 def _joined(element: tuple[Any, ...], dataset: Any) -> Any:
     return element if type(dataset.element_spec) is tuple else element[0]

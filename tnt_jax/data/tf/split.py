@@ -25,7 +25,7 @@ import tensorflow as tf
 from tnt_jax.data.layout import RankSlice, micro_batch_size
 from tnt_jax.data.tf import private as _tensorflow
 from tnt_jax.data.tf.functions import callable_of, calls_python, stateful_operations
-from tnt_jax.data.tf.own_rows import select_own
+from tnt_jax.data.tf.own_rows import select_own, take_own
 from tnt_jax.data.tf.replay import (
     BATCHES,
     INDEX_OPERATIONS,
@@ -37,6 +37,8 @@ from tnt_jax.data.tf.replay import (
 from tnt_jax.data.tf.rowwise import why_not_rowwise
 
 Split = Literal["auto", "before", "after"]
+# Bytes up to which a whole batch is prepared, and own rows are taken from it.
+_SMALL_BYTES = 2**22
 read = _tensorflow.parameter
 
 
@@ -186,6 +188,10 @@ class Splitter:
             isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(hoisted.base.element_spec)
         ):
             raise CannotSplitEarly("the elements before the batching are not plain tensors")
+        is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
+        if not hoisted.later and not is_padded and _is_small(hoisted.base.element_spec, size):
+            self.before += [*hoisted.base_names, operation_name(dataset)]
+            return take_own(self._batched(dataset, hoisted.base, size, drop), self.rank_slice)
         own = select_own(hoisted.base, size, self.rank_slice, drop_remainder=drop)
         for operation in hoisted.later:
             own = operation.apply(own)
@@ -344,6 +350,17 @@ def _on_branch(structure: Any, number: int, operation: Later) -> Later:
     return Later(
         operation.name, _mapped(on_element, operation.parallel), on_element, operation.parallel
     )
+
+
+def _is_small(spec: Any, size: int) -> bool:
+    """Returns whether a batch is made sooner than its elements are handled one by one."""
+    parts = tf.nest.flatten(spec)
+    if not all(part.shape.is_fully_defined() and part.dtype.is_numpy_compatible for part in parts):
+        return False
+    if any(part.dtype == tf.string for part in parts):
+        return False
+    nbytes = sum(part.shape.num_elements() * part.dtype.size for part in parts)
+    return size * nbytes <= _SMALL_BYTES
 
 
 def _has_fixed_rows(spec: Any) -> bool:
