@@ -125,7 +125,7 @@ def start_processes(args: argparse.Namespace, what: str) -> Any:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(args.threads),
-        "PJRT_NPROC": str(max(2, args.threads)),
+        "PJRT_NPROC": str(args.threads),
         # Huge pages, as the launcher asks for.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }

@@ -358,9 +358,12 @@ def draw(lines: list[dict[str, Any]], path: str) -> None:
     most, fewest = max(line["ranks"] for line in lines), lines[0]["fewest"]
     names = (f"{fewest} rank{'s' * (fewest > 1)}", f"{most} ranks")
     groups = sorted({(line["model"], line["data"]) for line in lines})
-    figure, axes = plt.subplots(
-        1, len(groups), figsize=(2 + 2.8 * len(groups), 4.2), sharey=True, squeeze=False
+    most_bars = max(
+        sum((line["model"], line["data"], line["ranks"]) == (*group, most) for line in lines)
+        for group in groups
     )
+    size = (2 + 2.8 * len(groups), 1.4 + 0.28 * most_bars)
+    figure, axes = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False)
     for axis, group in zip(axes[0], groups, strict=True):
         chosen = [
             line

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import tnt_jax as tnt
+from tnt_jax.distributed.shared_sums import joining as shared_sums
 
 counts: Counter[str] = Counter()
 jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.split("/")[-1]]))
@@ -30,6 +31,7 @@ def train(seed):
 
 def main():
     tnt.init()
+    assert shared_sums.are_open()
     assert len(jax.live_arrays()) == 0, "Nothing was compiled before."
     results = [train(1), train(2)]
     rank = tnt.get_process_index()

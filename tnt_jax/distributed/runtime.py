@@ -111,8 +111,8 @@ def _start(devices: Sequence[int] | None) -> Runtime:
         start_watching(patience, exits.end_job)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
-        if jax.process_count() > 1 and settings.shared_memory:
-            shared_sums.join(list(runtime.mesh.devices.flat))
+        if jax.process_count() > 1:
+            shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
         runtime.num_ranks, runtime.platform, jax.process_count(), socket.gethostname(),

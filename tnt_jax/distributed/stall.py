@@ -111,7 +111,7 @@ class Here:
 
     Attributes:
         doing: The phase, and the same in the user's words, such as the name of a callback.
-        waits: What each thread waits for: XLA's threads wait for the ring, and a thread reads data.
+        waits: What each thread waits for, one of which may read data ahead.
         readers: Threads that read data ahead, whose waits concern the process only where it needs
             data.
         forsaken: A sentence saying that it waits for a process that has left; empty if none is

@@ -98,6 +98,18 @@ def test_each_call_of_a_function_has_slots_of_its_own():
     assert "all_reduce" not in text
 
 
+def test_a_function_may_have_the_name_of_another_ones_copy():
+    @jax.jit
+    def inner(x):
+        return jax.lax.psum(x, "data")
+
+    @jax.jit
+    def inner_sum_1(x):
+        return jax.lax.psum(x * 2, "data")
+
+    assert calls(rewritten(lambda x: inner(x) + inner(x + 1) + inner_sum_1(x), ROWS)) == [1, 1, 1]
+
+
 def test_other_collectives_are_left_to_the_compiler():
     def function(x):
         small = jax.lax.psum(x.astype(jnp.bfloat16), "data").astype(jnp.float32)

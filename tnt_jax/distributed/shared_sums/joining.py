@@ -53,7 +53,7 @@ def is_waiting() -> bool:
     return library is not None and library.tnt_jax_sums_waiting() > 0
 
 
-def join(devices: Sequence[Any]) -> None:
+def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
     """Has the processes of a machine sum over all ranks in shared memory.
 
     All processes must call it before they compile a program. Where one cannot share memory, all
@@ -61,6 +61,7 @@ def join(devices: Sequence[Any]) -> None:
 
     Args:
         devices: Devices of the job, by rank.
+        is_wanted: Whether this process may take part.
     """
     process = jax.process_index()
     machines = _told(f"{machine_id('net')} {machine_id('pid')}", "machine")
@@ -70,9 +71,15 @@ def join(devices: Sequence[Any]) -> None:
         for machine in dict.fromkeys(machines)
     ]
     own = [x.id for x in devices if x.process_index in members]
-    if len(set(machines)) == len(machines) or max(map(len, hosts)) > _MOST_RANKS:
+    if len(set(machines)) == len(machines):
         return
-    library, place, problem = _prepared(is_first=process == members[0])
+    library, place, problem = None, "", ""
+    if not is_wanted:
+        problem = f"TNT_SHARED_MEMORY is 0 in process {process}"
+    elif len(own) > _MOST_RANKS:
+        problem = f"a machine has {len(own)} ranks, more than {_MOST_RANKS}"
+    else:
+        library, place, problem = _prepared(is_first=process == members[0])
     cores = ",".join(map(str, os.sched_getaffinity(0)))
     told = [text.split("|", 2) for text in _told(f"{place}|{cores}|{problem}", "prepared")]
     problems = [problem for _, _, problem in told if problem]

@@ -36,12 +36,16 @@ enum {
   CHECK_MS = 100,          /* Between two looks at whether the others still live. */
 };
 
+static const char LEFT[] = "this process has left its job";
+static const char UNLIKE[] = "another process sums values of another size or type: every process "
+                             "must run the same programs in the same order";
+
 typedef _Atomic uint32_t word;
 
 typedef struct {           /* What one rank has posted in a slot. */
   _Alignas(LINE) word posted;
   uint32_t pieces;         /* Pieces that were finished, of this rank alone. */
-  uint64_t nbytes[2];      /* Of the whole sum, by the parity of its pieces. */
+  uint64_t kinds[2];       /* Of the whole sum, by the parity of its pieces. */
   word busy;
 } Mark;
 
@@ -53,6 +57,7 @@ typedef struct {           /* How a process is woken. */
 typedef struct {           /* First page of the memory. */
   char token[LINE];
   word lost;               /* 1 + the process that has ended, or 0. */
+  word unlike;             /* Whether processes have summed what does not belong together. */
 } Head;
 
 typedef struct Sum {
@@ -63,6 +68,7 @@ typedef struct Sum {
   int rank, num_arrays, dtype, phase;
   int shares;              /* Whether all take the values of rank 0, and nothing is added. */
   size_t itemsize, nbytes, done;
+  uint64_t kind;           /* A digest of the type and the shapes of the arrays. */
   uint32_t wanted;         /* What the others must have posted. */
   const char* failure;
   void **args, **rets;     /* XLA_FFI_Buffer*, alive until the future is fulfilled. */
@@ -224,21 +230,17 @@ static int advance(Sum* sum) {
     size_t piece = sum->nbytes - sum->done < PIECE ? sum->nbytes - sum->done : PIECE;
     Mark* own = mark_of(sum, sum->rank);
     if (sum->phase == START) {
-      if (piece == 0) {
-        atomic_store(&own->busy, 0);
-        return 1;
-      }
       if (!sum->shares || sum->rank == 0) move_piece(sum, piece, TO_MAILBOX);
-      own->nbytes[own->pieces & 1] = sum->nbytes;
+      own->kinds[own->pieces & 1] = sum->kind;
       post(sum);
       sum->phase = VALUES;
     }
     if (!all_posted(sum)) return 0;
     if (sum->phase == VALUES) {
       for (int rank = 0; rank < here.num_ranks; rank++)
-        if (mark_of(sum, rank)->nbytes[own->pieces & 1] != sum->nbytes) {
-          sum->failure = "another process sums values of another size: every process must run "
-                         "the same programs in the same order";
+        if (mark_of(sum, rank)->kinds[own->pieces & 1] != sum->kind) {
+          atomic_store(&here.head->unlike, 1);
+          sum->failure = UNLIKE;
           return 1;
         }
       int is_added = !sum->shares && here.num_ranks > 1;
@@ -265,6 +267,10 @@ static int advance(Sum* sum) {
     }
     own->pieces++;
     sum->done += piece;
+    if (sum->done == sum->nbytes) {
+      atomic_store(&own->busy, 0);
+      return 1;
+    }
     sum->phase = START;
   }
 }
@@ -279,7 +285,8 @@ static XLA_FFI_Error* error_of(const XLA_FFI_Api* api, const char* message) {
 /* Returns why no sum can be completed any more, or NULL. */
 static const char* why_broken(char text[PAGE]) {
   uint32_t lost = atomic_load(&here.head->lost);
-  if (here.stop) return "this process has left its job";
+  if (here.stop) return LEFT;
+  if (atomic_load(&here.head->unlike)) return UNLIKE;
   if (lost == 0) return NULL;
   snprintf(text, PAGE, "process %d has ended or left the job", here.number_of[lost - 1]);
   return text;
@@ -329,7 +336,9 @@ static void* fulfil(void* unused) {
 #endif
   for (;;) {
     uint32_t rings = atomic_load(&bell->rings);
+    int is_ending = here.stop;
     atomic_store(&bell->sleeps, !is_ready);
+    atomic_thread_fence(memory_order_seq_cst);  /* Before what the others have posted is read. */
     pthread_mutex_lock(&here.lock);
     while (here.coming != NULL) {
       Sum* sum = here.coming;
@@ -352,7 +361,7 @@ static void* fulfil(void* unused) {
       was_ready = 1;
       finish(sum, is_over ? sum->failure : broken);
     }
-    if (here.stop && open == NULL) return NULL;
+    if (is_ending && open == NULL) return NULL;
     is_ready = was_ready;
     if (was_ready) continue;
     struct timespec limit = {.tv_nsec = CHECK_MS * 1000000};
@@ -382,6 +391,11 @@ static int64_t number_of(const XLA_FFI_CallFrame* frame, const char* name) {
   return -1;
 }
 
+/* FNV-1a, http://www.isthe.com/chongo/tech/comp/fnv, with words in place of bytes. */
+static uint64_t mixed(uint64_t digest, uint64_t number) {
+  return (digest ^ number) * 1099511628211u;
+}
+
 XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Api* api = frame->api;
   if (frame->extension_start != NULL &&
@@ -394,6 +408,8 @@ XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   }
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
   if (!here.is_open) return error_of(api, "this process is not part of a job whose sums it makes");
+  /* Marks of the program that failed may stand in any slot. */
+  if (atomic_load(&here.head->unlike)) return error_of(api, UNLIKE);
 
   XLA_FFI_DeviceOrdinal_Get_Args device = {.struct_size = sizeof device, .ctx = frame->ctx};
   XLA_FFI_Error* failed = api->XLA_FFI_DeviceOrdinal_Get(&device);
@@ -411,10 +427,15 @@ XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   sum.dtype = ((XLA_FFI_Buffer*)sum.args[0])->dtype;
   sum.itemsize = sum.dtype == XLA_FFI_DataType_F64 || sum.dtype == XLA_FFI_DataType_S64 ||
                  sum.dtype == XLA_FFI_DataType_U64 ? 8 : 4;
+  sum.kind = mixed(mixed(14695981039346656037u, (uint64_t)sum.dtype), (uint64_t)sum.shares);
   for (int array = 0; array < sum.num_arrays; array++) {
     const XLA_FFI_Buffer* buffer = sum.args[array];
     size_t nbytes = sum.itemsize;
-    for (int64_t d = 0; d < buffer->rank; d++) nbytes *= (size_t)buffer->dims[d];
+    sum.kind = mixed(sum.kind, (uint64_t)buffer->rank);
+    for (int64_t d = 0; d < buffer->rank; d++) {
+      nbytes *= (size_t)buffer->dims[d];
+      sum.kind = mixed(sum.kind, (uint64_t)buffer->dims[d]);
+    }
     sum.nbytes += nbytes;
   }
   if (atomic_exchange(&mark_of(&sum, sum.rank)->busy, 1))
@@ -431,16 +452,23 @@ XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
     }
   }
   XLA_FFI_Future_Create_Args future = {.struct_size = sizeof future};
-  failed = api->XLA_FFI_Future_Create(&future);
-  if (failed != NULL) return failed;
-  here.num_waiting++;
   Sum* pending = malloc(sizeof sum);
+  if (pending == NULL) return error_of(api, "no memory is left for a sum between processes");
   *pending = sum;
-  pending->future = frame->future = future.future;
   pthread_mutex_lock(&here.lock);
-  pending->next = here.coming;
-  here.coming = pending;
+  int is_closed = here.stop;
+  failed = is_closed ? error_of(api, LEFT) : api->XLA_FFI_Future_Create(&future);
+  if (failed == NULL) {
+    here.num_waiting++;
+    pending->future = frame->future = future.future;
+    pending->next = here.coming;
+    here.coming = pending;
+  }
   pthread_mutex_unlock(&here.lock);
+  if (failed != NULL) {
+    free(pending);
+    return failed;
+  }
   ring(here.process);
   return NULL;
 }
