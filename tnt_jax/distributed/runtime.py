@@ -108,7 +108,7 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     )
     if jax.process_count() > 1:
         patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
-        start_watching(patience, exits.end_job)
+        start_watching(patience, exits.end_job, shared_sums.is_waiting)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
         if jax.process_count() > 1:

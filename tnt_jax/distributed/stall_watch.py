@@ -19,7 +19,6 @@ import jax
 from tnt_jax import _jax
 from tnt_jax.distributed import stacks
 from tnt_jax.distributed.own_times import OwnTimes
-from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.distributed.slow_ranks import SlowRanks
 from tnt_jax.distributed.stall import Note, here
 from tnt_jax.distributed.stall_causes import (
@@ -98,7 +97,12 @@ class _Watch:
         pid: The process that it belongs to.
     """
 
-    def __init__(self, patience: Patience, end_job: Callable[[Cause, bool], None]) -> None:
+    def __init__(
+        self,
+        patience: Patience,
+        end_job: Callable[[Cause, bool], None],
+        is_waiting: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.pid = os.getpid()
         self._here = here()
         self._patience, self._end_job = patience, end_job
@@ -113,7 +117,7 @@ class _Watch:
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
-        self._own_times = OwnTimes(self._here, patience.warning_s, shared_sums.is_waiting)
+        self._own_times = OwnTimes(self._here, patience.warning_s, is_waiting)
         self._stopped = threading.Event()
         self._has_failed = False
         process = self._process
@@ -293,7 +297,9 @@ def _end_watch(watch: _Watch | None) -> None:
 _watch = Slot[_Watch | None](lambda: None, close=_end_watch)
 
 
-def start_watching(patience: Patience, end_job: Callable[[Cause, bool], None]) -> None:
+def start_watching(
+    patience: Patience, end_job: Callable[[Cause, bool], None], is_waiting: Callable[[], bool]
+) -> None:
     """Starts the threads that look for stalls; called once the process has joined its job.
 
     They end with the job.
@@ -302,9 +308,10 @@ def start_watching(patience: Patience, end_job: Callable[[Cause, bool], None]) -
         patience: How long a process may be without progress.
         end_job: Ends all processes because of one that makes no progress; the second argument says
             whether the coordination service answers.
+        is_waiting: Whether the devices of this process wait for others.
     """
     if _watch.get() is None:
-        watch = _Watch(patience, end_job)
+        watch = _Watch(patience, end_job, is_waiting)
         _watch.set(watch)
         atexit.register(_leave, watch)
 
