@@ -68,8 +68,8 @@ class Timed:
 @contextmanager
 def arm(compares, start, end, sums):
     """Runs the block with the comparisons, timed, or without them."""
-    from tnt_jax.distributed import collectives
-    from tnt_jax.keras_compat import divergence, fit_loop
+    from tnt_jax.distributed.host import collectives
+    from tnt_jax.keras_compat.fit import divergence, fit_loop
 
     def stops_alone(self, state, *, epoch, stop_training):
         return collectives.any_process(stop_training, where=f"end of epoch {epoch}")
@@ -92,8 +92,8 @@ def measure(arguments):
     import numpy as np
 
     import tnt_jax as tnt
-    from tnt_jax.keras_compat import divergence, fit_loop
-    from tnt_jax.train.checksums import replicated_arrays
+    from tnt_jax.keras_compat.fit import divergence, fit_loop
+    from tnt_jax.train.health.state_checksums import replicated_arrays
 
     class Epochs(tnt.callbacks.Callback):
         """Times the epochs from the beginning of one to that of the next."""

@@ -89,8 +89,8 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     from jax.sharding import PartitionSpec as P
 
     from tnt_jax import _jax
-    from tnt_jax.distributed.backward_order import trace_grads
-    from tnt_jax.distributed.reduction import (
+    from tnt_jax.distributed.sums.gradients import trace_grads
+    from tnt_jax.distributed.sums.reduction import (
         Reduction,
         default_reduction,
         sum_compressed,

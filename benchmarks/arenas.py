@@ -87,8 +87,8 @@ def make_pillow(folder, batch_size):
     from input_contenders import TorchImages
 
     from tnt_jax.data import RandomAccess
+    from tnt_jax.data.indexed.random_access import RandomAccessSource
     from tnt_jax.data.layout import RankSlice
-    from tnt_jax.data.random_access import RandomAccessSource
 
     data = RandomAccess(TorchImages(folder), batch_size=batch_size, shuffle=True, num_workers=8)
     source = RandomAccessSource(data, RankSlice(1))

@@ -50,7 +50,7 @@ import numpy as np
 import optax
 
 import tnt_jax as tnt
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state import create_state
 
 

@@ -1,5 +1,5 @@
 """Measures the defaults for GPUs that were only modelled, and says what to write into
-`tnt_jax/distributed/modelled.py`.
+`tnt_jax/distributed/sums/reduction.py`.
 
 `tnt-jax tune` times the training steps of ResNet-50 and of the Transformers, with each size of a
 bucket, on all devices of the machine; in an allocation of SLURM or with `--hostfile` on all of
@@ -18,7 +18,7 @@ from typing import Any
 
 from machine import add_platform, environment, on_cpus
 
-from tnt_jax.distributed import modelled
+from tnt_jax.distributed.sums import reduction as modelled
 
 MODELS = ("resnet50", "transformer_base", "transformer_big")
 # A line of tune's table for a size of buckets: the option, and the median in ms.
@@ -116,7 +116,7 @@ def main(words: list[str] | None = None) -> None:
     print(
         f"Now: HOST_BUCKET_BYTES {modelled.HOST_BUCKET_BYTES >> 20} MiB up to "
         f"{modelled.RANKS_OF_A_HOST} ranks, else CLUSTER_BUCKET_BYTES "
-        f"{modelled.CLUSTER_BUCKET_BYTES >> 20} MiB, in tnt_jax/distributed/modelled.py."
+        f"{modelled.CLUSTER_BUCKET_BYTES >> 20} MiB, in tnt_jax/distributed/sums/reduction.py."
     )
     if args.output:
         found = {"arguments": vars(args), **environment(), "ms": times, "best": way}

@@ -185,9 +185,9 @@ def network_of_xla(batch):
     import optax
     from scaling_models import load
 
-    from tnt_jax.distributed.backward_order import trace_grads
+    from tnt_jax.distributed.sums.gradients import trace_grads
     from tnt_jax.models.resnet_cifar import resnet20
-    from tnt_jax.train.kept_inputs import keep_inputs
+    from tnt_jax.train.steps.kept_inputs import keep_inputs
 
     (x,), y = load("resnet20", real=False, num_rows=batch)
     module = resnet20()

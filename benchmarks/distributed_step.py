@@ -47,7 +47,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tnt_jax as tnt
-from tnt_jax.distributed.reduction import default_reduction, sum_over_ranks
+from tnt_jax.distributed.sums.reduction import default_reduction, sum_over_ranks
 
 RATE = 0.01
 

@@ -101,11 +101,11 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
 
     from tnt_jax import _jax
     from tnt_jax.adapters.linen import LinenAdapter
-    from tnt_jax.distributed.reduction import default_reduction
+    from tnt_jax.distributed.sums.reduction import default_reduction
     from tnt_jax.train.contracts import Batch, LossTerm, StepParts
-    from tnt_jax.train.epoch_sums import zero_sums
     from tnt_jax.train.state import create_state
-    from tnt_jax.train.step import make_train_step
+    from tnt_jax.train.steps.epoch_sums import zero_sums
+    from tnt_jax.train.steps.step import make_train_step
 
     module, optimizer, inputs, targets = jax_problem(args, model)
     adapter, mesh = LinenAdapter(module), _jax.make_data_mesh(jax.devices()[:1])

@@ -148,7 +148,7 @@ def write_records(folder, target, num_files=4):
 def our_records(folder, batch_size):
     from tnt_jax.data import ImageFormat, training_images
     from tnt_jax.data.layout import RankSlice
-    from tnt_jax.data.records import image_records
+    from tnt_jax.data.tf.records import image_records
     from tnt_jax.data.tf.tfdata import TfDataSource
 
     records = image_records(f"{folder}/train-*", shuffle_files=True)
@@ -249,8 +249,8 @@ def grain_arrays(folder, batch_size):
 
 def random_access(dataset, batch_size, num_workers):
     from tnt_jax.data import RandomAccess
+    from tnt_jax.data.indexed.random_access import RandomAccessSource
     from tnt_jax.data.layout import RankSlice
-    from tnt_jax.data.random_access import RandomAccessSource
 
     worker = "processes" if num_workers else "threads"
     data = RandomAccess(

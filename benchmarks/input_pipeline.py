@@ -137,8 +137,8 @@ def peak_memory_mb():
 def child_shuffle():
     """Prints memory and time that the first batch of a shuffle over 10^9 examples takes."""
     from tnt_jax.data import RandomAccess
+    from tnt_jax.data.indexed.random_access import RandomAccessSource
     from tnt_jax.data.layout import RankSlice
-    from tnt_jax.data.random_access import RandomAccessSource
 
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak to what is in use.
     before = peak_memory_mb()

@@ -1,5 +1,5 @@
 """Steps of training on CPUs with and without kept inputs of convolutions (see
-`tnt_jax/train/kept_inputs.py`).
+`tnt_jax/train/steps/kept_inputs.py`).
 
 `Model.fit` trains networks on random images with SGD with momentum on one device, both ways in
 turns in one process; each way's peak of resident memory is the median of processes of its own,
@@ -62,7 +62,7 @@ def make_run(model: str, batch: int, *, is_kept: bool) -> Callable[[], Any]:
 
     import tnt_jax as tnt
     from tnt_jax.models.cnn import CNN
-    from tnt_jax.train import kept_inputs, step
+    from tnt_jax.train.steps import kept_inputs, step
 
     # What training calls; it is traced, once, by the first epoch.
     step.keep_inputs = kept_inputs.keep_inputs if is_kept else lambda traced, step: traced

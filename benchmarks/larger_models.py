@@ -44,17 +44,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tnt_jax import _jax, models
 from tnt_jax.adapters.base import Variables
 from tnt_jax.adapters.linen import LinenAdapter
-from tnt_jax.distributed.hlo import count_runs, read_collectives, read_traffic
-from tnt_jax.distributed.reduction import default_reduction
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.sums.hlo import count_runs, read_collectives, read_traffic
+from tnt_jax.distributed.sums.reduction import default_reduction
 from tnt_jax.settings import Settings
 from tnt_jax.sharded import ShardedGlobalSteps, ShardedSteps, gathering
+from tnt_jax.sharded.blocks.remat import rematerialized, rematerialized_apply
 from tnt_jax.sharded.mesh_axes import MeshAxes
-from tnt_jax.sharded.remat import rematerialized, rematerialized_apply
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
-from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.state import create_state
-from tnt_jax.train.step import make_train_step
+from tnt_jax.train.steps.epoch_sums import zero_sums
+from tnt_jax.train.steps.step import make_train_step
 
 GIB = 2**30
 H100_BYTES = 80e9

@@ -40,14 +40,14 @@ from jax.experimental import topologies
 
 from tnt_jax import _jax
 from tnt_jax.adapters.linen import LinenAdapter
-from tnt_jax.distributed.hlo import Collective, read_collectives
-from tnt_jax.distributed.reduction import Reduction, default_reduction
+from tnt_jax.distributed.sums.hlo import Collective, read_collectives
+from tnt_jax.distributed.sums.reduction import Reduction, default_reduction
 from tnt_jax.models.resnet import resnet50
 from tnt_jax.models.transformer import PARAM_SETS, Transformer
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
-from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.state import create_state
-from tnt_jax.train.step import make_train_step
+from tnt_jax.train.steps.epoch_sums import zero_sums
+from tnt_jax.train.steps.step import make_train_step
 
 MIB = 2**20
 COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"

@@ -62,7 +62,7 @@ def ours(args, record):
         ) as server:  # fmt: skip
             server.fit(x[: 8 * size], y[: 8 * size], batch_size=size, verbose=0)
             for is_slow in (False, True):
-                for number, worker in server._crew.workers.items():
+                for number, worker in server._actors.workers.items():
                     factor = 3 if is_slow and number == 0 else 1
                     ray.get(worker.wait_for.remote(args.wait_ms / 1000 * factor))
                 rates = []

@@ -76,9 +76,8 @@ def prepare(module, data, *, reproducible):
     import optax
 
     import tnt_jax as tnt
-    from tnt_jax.data.stream import EpochStream
-    from tnt_jax.keras_compat.data_intake import DataArguments
-    from tnt_jax.keras_compat.inputs import to_batch
+    from tnt_jax.data.streams import EpochStream
+    from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
     from tnt_jax.train.execution import DeviceBatches
 
     model = tnt.Model(module, reproducible=reproducible, virtual_ranks=VIRTUAL_RANKS, seed=0)

@@ -1,4 +1,4 @@
-"""What the notes of `distributed/stall.py` cost a training step: the same steps with and without.
+"""What the notes of `distributed/liveness/phases.py` cost a step: steps with and without them.
 
     python benchmarks/stall_notes.py --output benchmarks/results/stall_notes.json
 
@@ -16,8 +16,8 @@ import statistics
 import threading
 import time
 
-from tnt_jax.distributed import stall
-from tnt_jax.distributed.own_times import OwnTimes
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness.slow_ranks import OwnTimes
 
 _WAITS = 3
 _WINDOW_S = 60.0

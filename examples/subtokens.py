@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tnt_jax.data.text import END_ID, PAD_ID, TokenPairs
+from tnt_jax.data.recipes.text import END_ID, PAD_ID, TokenPairs
 
 RESERVED = ("<pad>", "<EOS>")  # Tokens PAD_ID and END_ID.
 ESCAPES = {"\\": "\\\\", "_": "\\u"}

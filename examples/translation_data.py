@@ -8,8 +8,8 @@ import numpy as np
 import subtokens
 
 import tnt_jax as tnt
-from tnt_jax.data.text import ParallelCorpus, TokenPairs
-from tnt_jax.data.token_batches import bucket_lengths
+from tnt_jax.data.recipes.text import ParallelCorpus, TokenPairs
+from tnt_jax.data.recipes.token_batches import bucket_lengths
 
 
 def problem_of(args):

@@ -13,9 +13,10 @@ from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax import job, seeding
-from tnt_jax.distributed import runtime, stall
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.liveness import phases as stall
 from tnt_jax.job import Slot, end_job, once_per_job
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 PACKAGE = Path(tnt.__file__).parent
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -24,24 +25,24 @@ Y = X.sum(1, keepdims=True)
 OF_THE_PROCESS = {
     "job._job",
     "job._lock",
-    "adapters.replacing._lock",
+    "adapters.loops._lock",
     "cluster.ray._agreed",
-    "data.fetch._recipe_of_worker",
-    "data.reader_threads._running",
-    "distributed.rendezvous._is_ending",
-    "distributed.rendezvous._waiting_threads",
-    "keras_compat.known_names.table",
-    "keras_compat.start_check.installed_versions",
-    "keras_compat.known_names._names_by_id",
-    "launch.questions._listening",
-    "_jax.compiler._without_ynn_convolutions",
+    "data.indexed.fetch._recipe_of_worker",
+    "data.feed._running",
+    "distributed.liveness.rendezvous._is_ending",
+    "distributed.liveness.rendezvous._waiting_threads",
+    "keras_compat.saving.known_names.table",
+    "keras_compat.fit.start_check.installed_versions",
+    "keras_compat.saving.known_names._names_by_id",
+    "launch.supervisor._listening",
+    "_jax.compiling._without_ynn_convolutions",
     # Answers about dtypes and modules, and kinds of keys by what they draw.
-    "train.checkpoint_arrays._is_storable",
+    "train.checkpoints.arrays._is_storable",
     "keras_compat.comparable._is_library",
-    "distributed.random_rows._impl",
-    "distributed.random_rows._known_draws",
+    "distributed.sums.random_rows._impl",
+    "distributed.sums.random_rows._known_draws",
     # What a fork must close.
-    "train.checkpoint_lock._open_files",
+    "train.checkpoints.lock._open_files",
     # What this version of JAX has.
     "_jax.frames._compiling",
 }

@@ -13,7 +13,7 @@ from reference_trainer import Net, make_data, train
 from training import assert_close
 
 import tnt_jax as tnt
-from tnt_jax.distributed.random_rows import row_key
+from tnt_jax.distributed.sums.random_rows import row_key
 
 TOLERANCE = 1e-5
 

@@ -6,7 +6,7 @@ order, and under which heading.
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from repository import ROOT
@@ -31,10 +31,10 @@ SECTIONS = {
     "keras_compat": "Models",
     "parameter_server": "Parameter servers",
     "train.loops": "Training loops",
-    "distributed.optax_gradients": "Gradients",
-    "distributed.runtime": "Ranks and processes",
+    "distributed.sums.optax_gradients": "Gradients",
+    "distributed.joining.runtime": "Ranks and processes",
     "distributed.goodput": "The job",
-    "distributed.stall": "The job",
+    "distributed.liveness.phases": "The job",
     "seeding": "The job",
     "distributed": "Values of processes",
 }
@@ -91,55 +91,10 @@ def _page(namespace: str, title: str) -> str:
     sections: dict[str, list[str]] = defaultdict(list)
     for name, module in public_names(namespace).items():
         shown = f"{namespace.replace('tnt_jax', 'tnt', 1)}.{name}"
-        entries = sections[_section(namespace, module, name)]
-        entries.append(_entry(f"{module}.{name}", shown, level=3))
-        if name == "Model":
-            entries += [_entry(path, f"tnt.Model.{label}", level=4) for label, path in delegated()]
+        sections[_section(namespace, module, name)].append(_entry(f"{module}.{name}", shown))
     body = [f"## {heading}\n\n" + "\n".join(sections[heading]) for heading in _ordered(sections)]
     module = ast.parse((ROOT / "tnt_jax" / _folder(namespace) / "__init__.py").read_text())
     return "\n".join([f"# {title}\n\n{ast.get_docstring(module)}\n", *body])
-
-
-def delegated() -> Iterator[tuple[str, str]]:
-    """Yields the members of `Model` that one of its parts implements, and where each is defined.
-
-    `model.py` writes them `name = method_of("part", Part.method)`,
-    `name = AttributeOf[type]("part", Part)` and `name = function`.
-    """
-    module = ast.parse((ROOT / "tnt_jax/keras_compat/model.py").read_text())
-    imports = {name: source for source, name in _imported(module)}
-    for statement in _class(module, "Model").body:
-        match statement:
-            case ast.Assign([ast.Name(label)], ast.Name(name) | ast.Call(_, [ast.Name(name)])):
-                if name in imports:
-                    yield label, f"{imports[name]}.{name}"
-                continue
-            case ast.Assign([ast.Name(label)], ast.Call(_, [_, ast.Attribute(ast.Name(kind), n)])):
-                name = n
-            case ast.Assign([ast.Name(label)], ast.Call(ast.Subscript(), [_, ast.Name(kind)])):
-                name = label
-            case _:
-                continue
-        if not label.startswith("_") and _is_documented(imports[kind], kind, name):
-            yield label, f"{imports[kind]}.{kind}.{name}"
-
-
-def _imported(module: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in module.body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tnt_jax."):
-            yield from ((node.module.removeprefix("tnt_jax."), name.name) for name in node.names)
-
-
-def _class(module: ast.Module, name: str) -> ast.ClassDef:
-    found = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name]
-    return found[0]
-
-
-def _is_documented(module: str, part: str, name: str) -> bool:
-    """Returns whether a class has a method or property of this name: fields have no docstring."""
-    tree = ast.parse((ROOT / "tnt_jax" / f"{module.replace('.', '/')}.py").read_text())
-    functions = [n for n in _class(tree, part).body if isinstance(n, ast.FunctionDef)]
-    return any(function.name == name for function in functions)
 
 
 def _section(namespace: str, module: str, name: str) -> str:
@@ -147,7 +102,7 @@ def _section(namespace: str, module: str, name: str) -> str:
         fitting = [title for prefix, title in SECTIONS.items() if module.startswith(prefix)]
         return fitting[0] if fitting else "Other"
     if namespace in {"tnt_jax.models", "tnt_jax.data"}:
-        return module.split(".")[1].replace("_", " ").capitalize()
+        return module.rpartition(".")[2].replace("_", " ").capitalize()
     return "Classes" if name[0].isupper() else "Functions"
 
 
@@ -156,9 +111,8 @@ def _ordered(headings: Iterable[str]) -> list[str]:
     return [*known, *(heading for heading in headings if heading not in known)]
 
 
-def _entry(path: str, shown: str, *, level: int) -> str:
+def _entry(path: str, shown: str) -> str:
     label = shown.rpartition(".")[2]
-    return (
-        f"::: tnt_jax.{path}\n    options:\n      heading: {shown}\n      toc_label: {label}\n"
-        f"      heading_level: {level}\n"
-    )
+    entry = f"::: tnt_jax.{path}\n    options:\n      heading: {shown}\n      toc_label: {label}\n"
+    # Its methods stand in several classes.
+    return entry + "      inherited_members: true\n" * (shown == "tnt.Model")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax.errors import ScopeParamShapeError
 
-from tnt_jax.adapters import initializer_shapes
+from tnt_jax.adapters import linen as initializer_shapes
 from tnt_jax.adapters.linen import LinenAdapter
 
 

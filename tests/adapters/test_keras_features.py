@@ -9,7 +9,7 @@ from keras import layers
 from long_params import long_but_last
 
 import tnt_jax as tnt
-from tnt_jax.train.loss_scale import loss_scale
+from tnt_jax.train.finite import loss_scale
 
 TOLERANCE = 1e-5
 ROWS, FEATURES, CLASSES = 24, 5, 3

@@ -12,7 +12,7 @@ from long_params import long_but_last
 
 import tnt_jax as tnt
 from tnt_jax.adapters import adapter_for
-from tnt_jax.distributed.random_rows import row_key
+from tnt_jax.distributed.sums.random_rows import row_key
 
 TOLERANCE = 1e-5
 NUM_FEATURES, NUM_CLASSES, EPOCHS = 5, 3, 2

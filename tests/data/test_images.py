@@ -13,8 +13,9 @@ from boards import Boards
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
-from tnt_jax.data import images, records  # noqa: E402
 from tnt_jax.data.layout import RankSlice  # noqa: E402
+from tnt_jax.data.recipes import images  # noqa: E402
+from tnt_jax.data.tf import records  # noqa: E402
 from tnt_jax.data.tf import skipping as tf_skipping  # noqa: E402
 from tnt_jax.data.tf.tfdata import TfDataSource  # noqa: E402
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tnt_jax.data.kinds import is_arrays, is_taken_apart, is_tf_dataset
+from tnt_jax.data.arguments import is_arrays, is_taken_apart, is_tf_dataset
 
 A = np.zeros((4, 2))
 Pair = namedtuple("Pair", "x y")

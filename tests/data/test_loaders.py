@@ -16,9 +16,11 @@ import keras  # noqa: E402
 from tnt_jax.data import RandomAccess, TfData  # noqa: E402
 from tnt_jax.data.dispatch import as_source  # noqa: E402
 from tnt_jax.data.elements import as_batch, unpack  # noqa: E402
-from tnt_jax.data.layout import RankSlice  # noqa: E402
-from tnt_jax.data.random_access import RandomAccessSource  # noqa: E402
-from tnt_jax.data.read_options import ReadOptions  # noqa: E402
+from tnt_jax.data.indexed.random_access import RandomAccessSource  # noqa: E402
+from tnt_jax.data.layout import (  # noqa: E402
+    RankSlice,
+    ReadOptions,
+)
 from tnt_jax.data.sources import IterableSource  # noqa: E402
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)

@@ -3,11 +3,10 @@ import pytest
 from long_params import long_but_last
 
 from tnt_jax.data.dispatch import as_source
-from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.pydataset import PyDatasetSource
-from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
-from tnt_jax.data.read_options import ReadOptions
-from tnt_jax.data.synthetic import SyntheticImages, SyntheticTokens
+from tnt_jax.data.indexed.pydataset import PyDatasetSource
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
+from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.recipes.synthetic import SyntheticImages, SyntheticTokens
 
 keras = pytest.importorskip("keras", reason="needs Keras")
 

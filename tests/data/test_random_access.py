@@ -4,9 +4,9 @@ import threading
 import numpy as np
 import pytest
 
-from tnt_jax.data import fetch
+from tnt_jax.data.indexed import fetch
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.job import Slot
 
 Point = collections.namedtuple("Point", "x y")

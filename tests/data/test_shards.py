@@ -16,7 +16,8 @@ from tnt_jax.data import agreement
 from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.shards import ShardSource
-from tnt_jax.distributed import rendezvous, stall
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import rendezvous
 
 
 def run(shards, *, local_ranks=1, epochs=1, **kwargs):

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tnt_jax.data import fetch, shared_blocks
-from tnt_jax.data.fetch import Fetcher, Recipe
+from tnt_jax.data.indexed import fetch
+from tnt_jax.data.indexed import fetch as shared_blocks
+from tnt_jax.data.indexed.fetch import Fetcher, Recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 

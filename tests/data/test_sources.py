@@ -3,10 +3,9 @@ import pytest
 
 from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.read_options import ReadOptions
+from tnt_jax.data.layout import RankSlice, ReadOptions
 from tnt_jax.data.sources import ArraySource, IterableSource, common_length
-from tnt_jax.data.stream import EpochStream
+from tnt_jax.data.streams import EpochStream
 
 
 def global_batches(make, num_ranks, split, epoch=0):

@@ -8,10 +8,9 @@ import pytest
 pytest.importorskip("sentencepiece", reason="needs sentencepiece")
 
 from tnt_jax.data.dispatch import as_source
-from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
-from tnt_jax.data.read_options import ReadOptions
-from tnt_jax.data.text import (
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
+from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.recipes.text import (
     ParallelCorpus,
     TokenPairs,
     Vocabulary,
@@ -21,7 +20,12 @@ from tnt_jax.data.text import (
     read_translations,
     read_tsv,
 )
-from tnt_jax.data.token_batches import PaddedPairs, TokenBatches, TokenBatchSource, bucket_lengths
+from tnt_jax.data.recipes.token_batches import (
+    PaddedPairs,
+    TokenBatches,
+    TokenBatchSource,
+    bucket_lengths,
+)
 
 DATA = os.environ.get("TNT_JAX_DATA")
 needs_data = pytest.mark.skipif(

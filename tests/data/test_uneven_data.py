@@ -9,8 +9,8 @@ from boards import Boards
 from processes import SCRIPTS, launch
 
 from tnt_jax.data.agreement import Exchange
-from tnt_jax.data.lockstep import in_lockstep
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.data.streams import in_lockstep
 
 
 @pytest.mark.slow

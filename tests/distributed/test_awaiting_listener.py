@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tnt_jax.distributed.joining import await_listener
+from tnt_jax.distributed.joining.join import await_listener
 
 
 @pytest.fixture

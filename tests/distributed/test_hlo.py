@@ -1,6 +1,6 @@
 import pytest
 
-from tnt_jax.distributed.hlo import (
+from tnt_jax.distributed.sums.hlo import (
     Collective,
     Traffic,
     count_runs,

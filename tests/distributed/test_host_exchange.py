@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tnt_jax.distributed import host_exchange
-from tnt_jax.distributed.host_exchange import (
+from tnt_jax.distributed.host import exchange as host_exchange
+from tnt_jax.distributed.host.exchange import (
     Brought,
     are_small,
     bring,

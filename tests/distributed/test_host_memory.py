@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from tnt_jax.distributed.host_memory import keep_freed_memory
+from tnt_jax.distributed.joining.join import keep_freed_memory
 
 # Allocates and frees 32 MiB ten times, after two times that may grow the heap, and prints the pages
 # that this cost.
 CODE = """
 import ctypes, resource, sys
-import tnt_jax.distributed.host_memory as host_memory
+import tnt_jax.distributed.joining.join as host_memory
 print(host_memory.keep_freed_memory({}) if sys.argv[1] == "keep" else None)
 def use():
     ctypes.memset(ctypes.create_string_buffer(32 << 20), 1, 32 << 20)

@@ -154,7 +154,7 @@ ATTACK = """
 def test_forged_objects_are_refused_before_they_are_unpickled(tmp_path, how, size):
     if how.startswith("pickle"):
         # Only the object is forged: what else the process tells is rightly signed.
-        how = "from tnt_jax.distributed import objects; objects.sign = lambda *_: bytes(32)"
+        how = "from tnt_jax.distributed.host import objects; objects.sign = lambda *_: bytes(32)"
     code = ATTACK.replace("HOW", how).replace("SMALL", str(size == "small"))
     code = code.replace("FILE", repr(str(tmp_path / "evil")))
     began_at = time.monotonic()

@@ -18,8 +18,8 @@ from processes import environment, free_address, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving import Membership
-from tnt_jax.distributed.stall import calling, describe_wait, here, in_phase, waiting
+from tnt_jax.distributed.leaving.membership import Membership
+from tnt_jax.distributed.liveness.phases import calling, describe_wait, here, in_phase, waiting
 from tnt_jax.settings import LOST_EXIT_CODE
 
 # The arguments: what happens, where, and on which process.
@@ -138,7 +138,7 @@ def test_a_process_that_leaves_ends_those_that_wait_for_it_with_its_code(
 SLOW_DISCONNECTION = """
 import time
 from tnt_jax import _jax
-from tnt_jax.distributed import exits
+from tnt_jax.distributed.leaving import exits
 
 class Slow:
     def __init__(self, client): self.client = client

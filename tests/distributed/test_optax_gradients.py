@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tnt_jax as tnt
-from tnt_jax.distributed import optax_gradients
-from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.distributed.sums import optax_gradients
+from tnt_jax.distributed.sums.reduction import Reduction
 
 RNG = np.random.default_rng(0)
 NUM_RANKS = 4

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 LATE = """
 import time, numpy as np, tnt_jax as tnt
-from tnt_jax.distributed import collectives
+from tnt_jax.distributed.host import collectives
 tnt.init()
 time.sleep(33 * tnt.get_rank())
 print('sum', collectives.all_reduce(np.float32(tnt.get_rank() + 1)), flush=True)

@@ -6,7 +6,14 @@ from jax.sharding import PartitionSpec as P
 from long_params import long_but_last
 
 from tnt_jax import _jax
-from tnt_jax.distributed.random_rows import DrawError, RowDim, batch_key, draws_of, key_for, row_key
+from tnt_jax.distributed.sums.random_rows import (
+    DrawError,
+    RowDim,
+    batch_key,
+    draws_of,
+    key_for,
+    row_key,
+)
 
 FOUR = jnp.zeros(4)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tnt_jax import _jax
-from tnt_jax.distributed.reduction import (
+from tnt_jax.distributed.sums.reduction import (
     Reduction,
     choose_reduction,
     default_reduction,

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from tnt_jax.distributed import rendezvous, stall
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import rendezvous
 
 
 class Time:
@@ -96,7 +97,7 @@ def test_checks_run_each_second_and_end_the_wait(monkeypatch, time):
 
 def test_who_is_forsaken_says_so(monkeypatch, time):
     serve(monkeypatch, time, 60)
-    monkeypatch.setattr(stall.here(), "forsaken", "Process 1 has gone.")
+    monkeypatch.setattr(stall.here(), "left_alone", "Process 1 has gone.")
     with pytest.raises(
         RuntimeError, match=r"Process 1 has gone\. Every process must make the same"
     ):

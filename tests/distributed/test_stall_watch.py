@@ -6,9 +6,10 @@ import threading
 import jax
 import pytest
 
-from tnt_jax.distributed import stacks, stall_watch
-from tnt_jax.distributed.stall_watch import Patience
-from tnt_jax.distributed.threads import start_thread
+from tnt_jax.distributed.liveness import causes as stacks
+from tnt_jax.distributed.liveness import watch as stall_watch
+from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness.watch import Patience
 
 
 class Service:

@@ -45,7 +45,7 @@ def test_a_bar_of_a_notebook_is_html(tmp_path):
     book = nbformat.v4.new_notebook()
     book.cells = [
         nbformat.v4.new_code_cell(
-            "from tnt_jax.keras_compat.callbacks import bars\n"
+            "from tnt_jax.keras_compat.callbacks import progbar as bars\n"
             "bar = bars.new_bar('Epoch 1/3', 100)\n"
             "bars.show_items(bar, 40, ['loss 0.1234', 'accuracy 0.9'])\n"
             "print([child.value for child in bar.container.children])\n"

@@ -148,7 +148,7 @@ def test_labels_of_several_dimensions_are_averaged_over_all_of_them(use_ranks):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
-# In a loop of one's own; `tests/train/loops/test_wrong_steps.py` has what is refused.
+# In a custom training loop; `tests/train/loops/test_wrong_steps.py` has what is refused.
 
 
 def step_of(loss_of, *, after=lambda loss, grads, hits: (grads, loss)):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tnt_jax.distributed.random_rows import row_key
+from tnt_jax.distributed.sums.random_rows import row_key
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "flax"
 NAMES = ("mnist", "vae", "lm1b")

@@ -11,8 +11,8 @@ from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.comparison import describe_differences
-from tnt_jax.train.checksums import (
+from tnt_jax.distributed.host.comparison import describe_differences
+from tnt_jax.train.health.state_checksums import (
     checksum,
     checksum_program,
     local_checksums,

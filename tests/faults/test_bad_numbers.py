@@ -11,8 +11,7 @@ from processes import SCRIPTS, launch
 from warned import kept_warnings
 
 import tnt_jax as tnt
-from tnt_jax.train.loss_spikes import LossSpikes
-from tnt_jax.train.number_watch import MOST_SKIPPED
+from tnt_jax.train.health.number_watch import MOST_SKIPPED, LossSpikes
 
 KINDS = {
     "plain": {},

@@ -7,8 +7,8 @@ import optax
 import pytest
 from processes import SCRIPTS, launch
 
-from tnt_jax.train.checkpoint import Checkpoints
-from tnt_jax.train.checkpoint_lock import DirectoryLock
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.lock import DirectoryLock
 from tnt_jax.train.state import create_state
 
 pytestmark = pytest.mark.multiprocess

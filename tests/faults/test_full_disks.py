@@ -10,7 +10,7 @@ import optax
 import pytest
 from warned import kept_warnings
 
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state import create_state
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state import create_state
 
 

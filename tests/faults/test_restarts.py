@@ -16,10 +16,10 @@ from processes import SCRIPTS, environment, launch
 
 from tnt_jax.launch import restarts
 from tnt_jax.launch.command import main
-from tnt_jax.launch.hostfile import HostEntry
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.restarts import delay_before_restart, run_on_hosts_left
 from tnt_jax.launch.run import Attempt, Ending
-from tnt_jax.launch.session import HostError
 
 # What every script below knows of its job.
 KNOWN = """

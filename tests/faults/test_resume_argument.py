@@ -13,9 +13,9 @@ from keras_beside import data
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.keras_compat import resume
-from tnt_jax.keras_compat.resume import choose_directory
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.keras_compat.fit import resume
+from tnt_jax.keras_compat.fit.resume import choose_directory
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from example_modules import EXAMPLES
 from processes import environment
 
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 
 def start(directory, *command):

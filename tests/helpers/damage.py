@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tnt_jax.train.checkpoint_checksums import FOLDER, damaged_files, write_file_checksums
+from tnt_jax.train.checkpoints.checksums import FOLDER, damaged_files, write_file_checksums
 
 
 def files_below(folder):

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import keras
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.describe import describe
-from tnt_jax.keras_compat.rebuild import Rebuilder
-from tnt_jax.keras_compat.saved_models import _compile, model_from_json
+from tnt_jax.keras_compat.facade.saved_models import _compile, model_from_json
+from tnt_jax.keras_compat.saving.describe import describe
+from tnt_jax.keras_compat.saving.rebuild import Rebuilder
 
 WATCHED = (
     "open",
@@ -46,7 +46,7 @@ NAMES = [
     "flax.linen:module.sys.modules", "flax.linen:tabulate",
     "optax:inject_hyperparams", "optax:_src.base", "tnt_jax.launch.processtree:ProcessTree",
     "tnt_jax.losses:get",
-    "tnt_jax.keras_compat.saved_models:load_model", "tnt_jax.keras_compat.callbacks:LambdaCallback",
+    "tnt_jax.keras_compat.facade.saved_models:load_model", "tnt_jax.keras_compat.callbacks:LambdaCallback",
     "tnt_jax.data:synthetic",
     "functools:reduce", "pathlib:Path", "pathlib:Path.unlink", "shutil:rmtree",
     "importlib:import_module", "pickle:loads",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.adapters.base import Applied, Variables
-from tnt_jax.distributed.random_rows import key_for
+from tnt_jax.distributed.sums.random_rows import key_for
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
 
 FEATURES, SCALE, PENALTY, MOMENTUM = 3, 0.5, 0.1, 0.9

@@ -11,7 +11,7 @@ from flax import nnx
 
 import tnt_jax as tnt
 from tnt_jax import models
-from tnt_jax.models.transformer_rules import rules as transformer_rules
+from tnt_jax.models.transformer import rules as transformer_rules
 
 ROWS, WIDTH, CLASSES = 27, 32, 32
 

@@ -26,9 +26,9 @@ from keras_beside import data
 from long_params import long_but_last
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.describe import NotDescribable, describe
-from tnt_jax.keras_compat.known_names import table
-from tnt_jax.keras_compat.rebuild import Rebuilder
+from tnt_jax.keras_compat.saving.describe import NotDescribable, describe
+from tnt_jax.keras_compat.saving.known_names import table
+from tnt_jax.keras_compat.saving.rebuild import Rebuilder
 
 
 class Own(nn.Module):

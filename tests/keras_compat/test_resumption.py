@@ -13,11 +13,11 @@ import pytest
 import tnt_jax as tnt
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
-from tnt_jax.data.stream import EpochStream
-from tnt_jax.keras_compat.progress import Progress
-from tnt_jax.keras_compat.resume import Resumption, Start
-from tnt_jax.train.checkpoint import Position
-from tnt_jax.train.data_position import describe_position
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.keras_compat.fit.hooks import Progress
+from tnt_jax.keras_compat.fit.resume import Resumption, Start
+from tnt_jax.train.checkpoints.checkpoint import Position
+from tnt_jax.train.checkpoints.data_position import describe_position
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 Y = X.sum(axis=1, keepdims=True)
@@ -92,7 +92,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 import flax.linen as nn, jax, keras, numpy as np, optax
 from flax import nnx
 import tnt_jax as tnt
-from tnt_jax.keras_compat import resume
+from tnt_jax.keras_compat.fit import resume
 
 class Net(nn.Module):
     activation: object = jax.nn.gelu

@@ -9,12 +9,12 @@ import pytest
 import tensorflow as tf
 
 import tnt_jax as tnt
-from tnt_jax.data.larger_batches import with_larger_batches
-from tnt_jax.data.random_access import RandomAccess
-from tnt_jax.data.token_batches import TokenBatches
-from tnt_jax.keras_compat.data_intake import DataArguments
-from tnt_jax.keras_compat.scaled_batches import scale_batch
-from tnt_jax.keras_compat.trials_done import TrialsDone
+from tnt_jax.data.dispatch import with_larger_batches
+from tnt_jax.data.indexed.random_access import RandomAccess
+from tnt_jax.data.recipes.token_batches import TokenBatches
+from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.trials.scale_loop import scale_batch
+from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
 from tnt_jax.launch.scale.runs import MARK, read_line
 from tnt_jax.settings import Settings
 

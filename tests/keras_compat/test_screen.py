@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat import fit_loop
-from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.keras_compat.fit import fit_loop
+from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.log import logger
 
 X, Y = np.ones((20, 4), np.float32), np.zeros(20, int)

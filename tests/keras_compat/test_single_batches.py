@@ -280,7 +280,7 @@ LEFT_OUT = {
         quantized_call rematerialized_call load_own_variables save_own_variables stateless_call""",
     _STEP: """compute_loss compute_loss_and_updates compute_metrics predict_step test_step train_step make_predict_function
         make_test_function make_train_function stateless_compute_loss jit_compile run_eagerly jax_state_sync metrics_variables""",
-    "`state`, `set_state` and `tnt_jax.train.checkpoint` hold the whole state": "get_state_tree set_state_tree",
+    "`state`, `set_state` and `tnt_jax.train.checkpoints.checkpoint` hold the whole state": "get_state_tree set_state_tree",
 }
 
 

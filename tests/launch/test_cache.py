@@ -4,11 +4,17 @@ import os
 
 import pytest
 
-from tnt_jax.launch import cache
-from tnt_jax.launch import facts as facts_module
-from tnt_jax.launch.cache import UnsafeFolder, cache_dir, private_folder
-from tnt_jax.launch.facts import Facts, Request, inspect_host
-from tnt_jax.launch.preflight import find_missing_caches
+from tnt_jax.launch.planning import facts as cache
+from tnt_jax.launch.planning import facts as facts_module
+from tnt_jax.launch.planning.facts import (
+    Facts,
+    Request,
+    UnsafeFolder,
+    cache_dir,
+    inspect_host,
+    private_folder,
+)
+from tnt_jax.launch.planning.preflight import find_missing_caches
 
 
 def test_cache_dir_follows_the_xdg_specification(tmp_path):

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from tnt_jax.launch.connection import Connection, ssh_command, supervisor_command
-from tnt_jax.launch.messages import Lines, Outbox, decode, encode
-from tnt_jax.launch.session import HostError, Session
+from tnt_jax.launch.remote.connection import Connection, ssh_command, supervisor_command
+from tnt_jax.launch.remote.messages import Lines, Outbox, decode, encode
+from tnt_jax.launch.remote.session import HostError, Session
 
 
 def connect(before="", *, host="h"):

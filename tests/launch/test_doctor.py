@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tnt_jax.distributed.link_probe import choose_pairs
+from tnt_jax.distributed.host.link_probe import choose_pairs
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
 from tnt_jax.launch.doctor.command import describe
 from tnt_jax.launch.doctor.examine import Examination, examine

@@ -11,7 +11,7 @@ import pytest
 import tnt_jax as tnt
 from tnt_jax.job import Slot
 from tnt_jax.launch.command import main
-from tnt_jax.launch.fingerprint import fingerprint_line, first_difference
+from tnt_jax.launch.planning.fingerprint import fingerprint_line, first_difference
 
 
 class Mlp(nn.Module):

@@ -1,6 +1,11 @@
 import pytest
 
-from tnt_jax.launch.hostfile import HostEntry, allocated_hosts, parse_hostfile, read_hostfile
+from tnt_jax.launch.planning.hostfile import (
+    HostEntry,
+    allocated_hosts,
+    parse_hostfile,
+    read_hostfile,
+)
 
 
 @pytest.mark.parametrize(

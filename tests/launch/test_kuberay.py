@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.launch.options import parse_options
+from tnt_jax.launch.planning.options import parse_options
 
 yaml = pytest.importorskip("yaml", reason="needs the extra examples")
 REPOSITORY = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tnt_jax.launch.messages import Lines
 from tnt_jax.launch.processtree import is_handled
-from tnt_jax.launch.reports import excerpt
+from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.reports import excerpt
 
 GLOO = (
     "[Gloo] Rank {} is connected to {} peer ranks. Expected number of connected peer ranks is : {}"

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from tnt_jax.launch.options import parse_options
+from tnt_jax.launch.planning.options import parse_options
 
 
 def parse(*argv):

@@ -6,10 +6,10 @@ import os
 import pytest
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.environment import PLUGIN_PATH, carried_environment, task_environment
-from tnt_jax.launch.facts import Facts
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import Devices, Host, Launch, choose_devices, plan_processes
+from tnt_jax.launch.planning.environment import PLUGIN_PATH, carried_environment, task_environment
+from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.plan import Devices, Host, Launch, choose_devices, plan_processes
 
 FACTS = Facts(
     hostname="node1",
@@ -212,7 +212,8 @@ def test_lone_process_is_restricted_to_its_gpus_by_cuda():
 )
 def test_cores_are_divided_fairly(num_cores, num_processes, expected):
     processes = plan(
-        [host(num_cores=num_cores)], options(use_gpus=False, devices_per_node=num_processes)
+        [host(num_cores=num_cores)],
+        options(use_gpus=False, devices_per_node=num_processes),
     )
     assert {(p.environment["OMP_NUM_THREADS"], p.environment["PJRT_NPROC"]) for p in processes} == {
         expected
@@ -305,7 +306,7 @@ def test_empty_interpreter_runs_the_script_itself():
 
 def test_trials_start_the_script_through_their_entry():
     command = plan([host()], options(interpreter=("python",), tune_steps=5))[0].command
-    entry = ("-m", "tnt_jax.keras_compat.tune_script")
+    entry = ("-m", "tnt_jax.keras_compat.fit.trials.tune_script")
     assert command == ("python", *entry, "train.py", "--epochs", "3")
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tnt_jax.distributed import preemption
-from tnt_jax.keras_compat.preempted import save_and_exit
-from tnt_jax.keras_compat.progress import Progress
+from tnt_jax.distributed.stopping import preemption
+from tnt_jax.keras_compat.fit.hooks import Progress
+from tnt_jax.keras_compat.fit.resume import save_and_exit
 from tnt_jax.launch.processtree import descendants
-from tnt_jax.launch.reports import preemption_cause
+from tnt_jax.launch.remote.reports import preemption_cause
 
 SAVES = """
 import os, signal, subprocess, sys, time

@@ -2,8 +2,13 @@ import dataclasses
 
 import pytest
 
-from tnt_jax.launch.facts import Facts, inspect_host, ssh_address
-from tnt_jax.launch.preflight import choose_address, find_obstacles, find_remedy, find_unreachable
+from tnt_jax.launch.planning.facts import Facts, inspect_host, ssh_address
+from tnt_jax.launch.planning.preflight import (
+    choose_address,
+    find_obstacles,
+    find_remedy,
+    find_unreachable,
+)
 
 FACTS = Facts.from_json(
     inspect_host(

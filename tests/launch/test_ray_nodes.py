@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from ray_clusters import await_nothing_left
 
-from tnt_jax.launch.options import parse_options
-from tnt_jax.launch.ray_nodes import RayNodes
-from tnt_jax.launch.session import HostError
+from tnt_jax.launch.planning.options import parse_options
+from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.session import HostError
 
 # Each process has another that leaves its session, and saves its state when it is asked to end.
 WAITS = """

@@ -1,7 +1,7 @@
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.parameter_server.checks import check_arguments, check_compilation, check_options
+from tnt_jax.parameter_server.facade import check_arguments, check_compilation, check_options
 
 VALID = {
     "num_servers": 2, "num_workers": 4, "max_staleness": None, "backup_workers": 0,

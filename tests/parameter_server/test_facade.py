@@ -13,7 +13,7 @@ from ray_clusters import leave_cluster, ray_cluster_of
 from warned import kept_warnings
 
 import tnt_jax as tnt
-from tnt_jax.parameter_server.crew import Crew
+from tnt_jax.parameter_server.server_group import Actors
 
 pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(0)
@@ -168,9 +168,9 @@ def test_synchronous_training_is_that_of_as_many_ranks_whatever_dies(connected, 
         disturbed, num_servers=2, num_workers=2, max_staleness=0, checkpoint_every=3,
         partitioner=partitioner, **SMALL,
     ) as server:  # fmt: skip
-        crew = server._crew
-        worker = Killing(connected, lambda: crew.workers[1], after=2)
-        one_server = Killing(connected, lambda: crew.servers[0], after=7)
+        actors = server._actors
+        worker = Killing(connected, lambda: actors.workers[1], after=2)
+        one_server = Killing(connected, lambda: actors.servers[0], after=7)
         fitted(server, callbacks=[worker, one_server])
         assert_equal(disturbed, model)
         assert server.statistics.lost_workers == server.statistics.lost_servers == 1
@@ -188,8 +188,8 @@ def test_a_lost_server_loses_at_most_the_updates_of_an_interval(connected, use_r
     with tnt.ParameterServer(
         model, num_servers=2, num_workers=2, checkpoint_every=4, compression="bfloat16", **SMALL
     ) as server:
-        crew = server._crew
-        killing = Killing(connected, lambda: crew.servers[1], after=11)
+        actors = server._actors
+        killing = Killing(connected, lambda: actors.servers[1], after=11)
         history = fitted(server, epochs=4, callbacks=[killing])
         statistics = server.statistics
         assert statistics.updates == 20
@@ -318,12 +318,12 @@ def test_a_process_that_is_lost_before_it_starts_is_started_once_more(
     connected, use_ranks, monkeypatch, capsys
 ):
     use_ranks(1)
-    start_server, start_worker = Crew.start_server, Crew.start_worker
+    start_server, start_worker = Actors.start_server, Actors.start_worker
     started = []
 
     def lost_at_first(start, name, times):
-        def lost(crew, number):
-            actor = start(crew, number)
+        def lost(actors, number):
+            actor = start(actors, number)
             started.append(name)
             if started.count(name) <= times:
                 connected.kill(actor)
@@ -331,8 +331,8 @@ def test_a_process_that_is_lost_before_it_starts_is_started_once_more(
 
         return lost
 
-    monkeypatch.setattr(Crew, "start_server", lost_at_first(start_server, "server", 1))
-    monkeypatch.setattr(Crew, "start_worker", lost_at_first(start_worker, "worker", 1))
+    monkeypatch.setattr(Actors, "start_server", lost_at_first(start_server, "server", 1))
+    monkeypatch.setattr(Actors, "start_worker", lost_at_first(start_worker, "worker", 1))
     model, reference = make_model(), make_model()
     fitted(reference)
     with tnt.ParameterServer(
@@ -344,7 +344,7 @@ def test_a_process_that_is_lost_before_it_starts_is_started_once_more(
     assert "Server 0 was lost before it had started" in said
     assert "Worker 0 was lost before it had started" in said
     started.clear()
-    monkeypatch.setattr(Crew, "start_worker", lost_at_first(start_worker, "worker", 2))
+    monkeypatch.setattr(Actors, "start_worker", lost_at_first(start_worker, "worker", 2))
     with pytest.raises(RuntimeError, match="Worker 0 of the parameter server cannot start on its"):
         tnt.ParameterServer(make_model(), num_servers=1, num_workers=1, **SMALL)
     assert started == ["server", "worker"] * 2
@@ -358,7 +358,7 @@ def test_a_worker_that_sticks_is_replaced(connected, use_ranks):
     with tnt.ParameterServer(
         model, num_servers=1, num_workers=1, max_staleness=0, worker_timeout_s=25, **SMALL
     ) as server:
-        worker = server._crew.workers[0]
+        worker = server._actors.workers[0]
         stick = tnt.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: (
                 worker.wait_for.remote(1e6) if batch == 2 else None

@@ -5,8 +5,7 @@ import optax
 import pytest
 
 from tnt_jax.parameter_server.partition import FixedShardsPartitioner, plan_shards
-from tnt_jax.parameter_server.served_optimizer import serve_optimizer
-from tnt_jax.parameter_server.server import make_totals
+from tnt_jax.parameter_server.server import make_totals, serve_optimizer
 
 SHAPES = {"a": (7, 3), "b": {"c": (5,), "s": ()}, "d": (4, 4)}
 DECAYED = optax.adamw(

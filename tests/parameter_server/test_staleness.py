@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from tnt_jax.parameter_server.staleness import StalenessBound, Statistics
+from tnt_jax.parameter_server.server_group import StalenessBound, Statistics
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5, None])

@@ -6,12 +6,10 @@ import optax
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.parameter_server.batches import EpochSums, GlobalBatch
 from tnt_jax.parameter_server.partition import plan_shards
-from tnt_jax.parameter_server.served_optimizer import serve_optimizer
-from tnt_jax.parameter_server.server import Layout, Server, Snapshot
-from tnt_jax.parameter_server.worker import Order, Worker, WorkerModel
-from tnt_jax.parameter_server.worker_programs import make_counts
+from tnt_jax.parameter_server.server import Layout, Server, Snapshot, serve_optimizer
+from tnt_jax.parameter_server.trainer import EpochSums, GlobalBatch
+from tnt_jax.parameter_server.worker import Order, Worker, WorkerModel, make_counts
 from tnt_jax.train.contracts import Batch
 
 RNG = np.random.default_rng(0)

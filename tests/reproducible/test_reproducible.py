@@ -18,7 +18,7 @@ from reproducible_checks import (
 )
 
 import tnt_jax as tnt
-from tnt_jax.distributed.hlo import split_programs
+from tnt_jax.distributed.sums.hlo import split_programs
 from tnt_jax.models.transformer import Transformer
 
 

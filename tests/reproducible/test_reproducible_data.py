@@ -7,7 +7,7 @@ import optax
 import pytest
 from reproducible_checks import Mlp, assert_equal_on, compiled, fit_and_digest, images
 
-from tnt_jax.data.random_access import RandomAccess
+from tnt_jax.data.indexed.random_access import RandomAccess
 
 # 43 examples in batches of 12: on 8 virtual ranks every batch is padded, and the last one has 7
 # rows for 8 ranks.

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import tnt_jax as tnt
-from tnt_jax.train import coming
+from tnt_jax.train import ahead as coming
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
 Y = X.sum(1).reshape(-1, 1)

@@ -361,7 +361,7 @@ def check_threads():
 
 
 def tnt_calls():
-    from tnt_jax.distributed.stall import here
+    from tnt_jax.distributed.liveness.phases import here
 
     return here().calls
 

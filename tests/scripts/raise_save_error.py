@@ -8,7 +8,7 @@ import flax.linen as nn
 import numpy as np
 
 import tnt_jax as tnt
-from tnt_jax.train import checkpoint_writer
+from tnt_jax.train.checkpoints import writer as checkpoint_writer
 
 FOLDER, STEPS = sys.argv[1], 500
 

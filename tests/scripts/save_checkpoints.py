@@ -14,8 +14,8 @@ import optax
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.sharded_update import shardings
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.distributed.sums.sharded_update import shardings
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tnt_jax as tnt
-from tnt_jax.distributed.runtime import init
+from tnt_jax.distributed.joining.runtime import init
 
 jax.config.update("jax_enable_x64", True)
 if "TWO_HOSTS" in os.environ:

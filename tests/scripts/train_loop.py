@@ -1,4 +1,4 @@
-"""Trains a loop of one's own and `fit` beside it, then makes mistakes; writes what came out.
+"""Trains a custom training loop and `fit` beside it, then makes mistakes; writes what came out.
 
 Run by the multi-process tests.
 """

@@ -13,8 +13,8 @@ import numpy as np
 from sharded_kinds import KINDS
 
 import tnt_jax as tnt
-from tnt_jax.train.checkpoint import Checkpoints
-from tnt_jax.train.checkpoint_arrays import HostArray, is_spread
+from tnt_jax.train.checkpoints.arrays import HostArray, is_spread
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state_arrays import state_arrays
 
 SIZE = 8

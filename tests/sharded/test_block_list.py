@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tnt_jax.adapters.variable_path import VariablePath
-from tnt_jax.sharded.block_list import BlockList, Staged
+from tnt_jax.adapters.base import VariablePath
+from tnt_jax.sharded.blocks.block_list import BlockList, Staged
 
 W = np.zeros((2, 3), np.float32)
 

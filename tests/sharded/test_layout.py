@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh
 
 from tnt_jax.sharded.layout import Layout, boxed_names
-from tnt_jax.sharded.pipeline import Pipeline
+from tnt_jax.sharded.pipeline.pipeline import Pipeline
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from stacked_models import Dropping, Stacked
 from tnt_jax import models
 from tnt_jax.adapters.linen import LinenAdapter
 from tnt_jax.adapters.nnx import NnxAdapter
-from tnt_jax.distributed.random_rows import batch_key
-from tnt_jax.sharded.pipeline import Pipeline, pipelined
+from tnt_jax.distributed.sums.random_rows import batch_key
+from tnt_jax.sharded.pipeline.pipeline import Pipeline, pipelined
 from tnt_jax.train.state_arrays import state_arrays
 
 ROWS = 6

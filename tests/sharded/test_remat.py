@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from tnt_jax import models
-from tnt_jax.sharded.remat import check_remat, rematerialized
+from tnt_jax.sharded.blocks.remat import check_remat, rematerialized
 
 TOKENS = np.arange(24).reshape(2, 12) % 11
 DECODER = models.Decoder(**{**models.DECODER_SIZES["tiny"], "vocab_size": 11})

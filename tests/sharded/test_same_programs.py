@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tnt_jax.sharded.same_programs import same_equation, same_literal
+from tnt_jax.sharded.blocks.equal_blocks import same_equation, same_literal
 
 X = jnp.ones((2, 3))
 

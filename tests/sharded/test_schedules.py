@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from tnt_jax.sharded.schedules import Ends, bubble_share, gpipe, one_forward_one_backward
+from tnt_jax.sharded.pipeline.schedules import Ends, bubble_share, gpipe, one_forward_one_backward
 
 NUM_LAYERS, WIDTH, ROWS = 8, 5, 3
 PIPELINES = [(1, 3), (2, 1), (4, 2), (4, 7)]

@@ -12,7 +12,7 @@ from flax import linen as nn
 from training import assert_close
 
 import tnt_jax as tnt
-from tnt_jax.distributed.hlo import read_planned
+from tnt_jax.distributed.sums.hlo import read_planned
 
 pytestmark = pytest.mark.parametrize("what_moves", ["parameters", "rows"], indirect=True)
 

@@ -11,11 +11,10 @@ import optax
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.data.announcement import announced_batch
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.sources import ArraySource
-from tnt_jax.distributed import stall
-from tnt_jax.keras_compat.fit_loop import FitLoop
+from tnt_jax.data.sources import ArraySource, announced_batch
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.train import ahead
 
 X = np.random.default_rng(0).normal(size=(44, 4)).astype(np.float32)

@@ -15,7 +15,7 @@ import pytest
 
 import tnt_jax
 from tnt_jax import _jax
-from tnt_jax.train.checkpoint import Checkpoints, Position
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints, Position
 from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
 
@@ -124,7 +124,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path):
 
 WRITER = """
     import jax, jax.numpy as jnp, optax, sys
-    from tnt_jax.train.checkpoint import Checkpoints
+    from tnt_jax.train.checkpoints.checkpoint import Checkpoints
     from tnt_jax.train.state import create_state
     checkpoints = Checkpoints(sys.argv[1])
     state = create_state({"w": jnp.zeros((256, 1024))}, {}, optax.sgd(1.0), seed=0)
@@ -167,7 +167,7 @@ def test_another_number_of_devices_reads_the_same(tmp_path, devices, readers):
     script = textwrap.dedent("""
         import sys, numpy as np, jax, jax.numpy as jnp, optax, tnt_jax
         from tnt_jax import _jax
-        from tnt_jax.train.checkpoint import Checkpoints
+        from tnt_jax.train.checkpoints.checkpoint import Checkpoints
         from tnt_jax.train.state_arrays import with_arrays
         from tnt_jax.train.state import create_state
         mesh = tnt_jax.init().mesh

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tnt_jax.train import checkpoint_checksums
-from tnt_jax.train.checkpoint_arrays import HostArray
-from tnt_jax.train.checkpoint_checksums import (
+from tnt_jax.train.checkpoints import checksums as checkpoint_checksums
+from tnt_jax.train.checkpoints.arrays import HostArray
+from tnt_jax.train.checkpoints.checksums import (
     array_checksum,
     damaged_files,
     problem_of_array,

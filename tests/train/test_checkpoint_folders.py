@@ -11,8 +11,8 @@ from keras_beside import data
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.train.checkpoint import Checkpoints
-from tnt_jax.train.checkpoint_folders import OwnFolders, is_ours
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.folders import OwnFolders, is_ours
 
 
 def fit(folder=None, *, epochs=3, after=(), **model_options):

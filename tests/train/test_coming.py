@@ -16,7 +16,8 @@ import pytest
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.train import ahead, coming, trainer
+from tnt_jax.train import ahead, trainer
+from tnt_jax.train import ahead as coming
 
 X = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
 Y = X.sum(1).reshape(-1, 1)

@@ -12,7 +12,7 @@ import pytest
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax._jax import compiler
+from tnt_jax._jax import compiling as compiler
 from tnt_jax.train.contracts import Batch
 
 # XLA gives convolutions of more than 16 channels to YNNPACK.

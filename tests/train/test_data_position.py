@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import ArraySource, IterableSource
-from tnt_jax.data.stream import EpochStream
+from tnt_jax.data.streams import EpochStream
 from tnt_jax.data.tf.tfdata import TfData, TfDataSource
-from tnt_jax.train.checkpoint import Position
-from tnt_jax.train.data_position import batches_done, describe_position
+from tnt_jax.train.checkpoints.checkpoint import Position
+from tnt_jax.train.checkpoints.data_position import batches_done, describe_position
 
 ONE = RankSlice(1)
 

@@ -9,7 +9,7 @@ from long_params import long_but_last
 
 from tnt_jax import _jax
 from tnt_jax.train.contracts import Batch, LossTerm
-from tnt_jax.train.epoch_sums import add_sums, divide, num_real_rows, quotient, weighted_sum
+from tnt_jax.train.steps.epoch_sums import add_sums, divide, num_real_rows, quotient, weighted_sum
 
 ROWS, RANK = PartitionSpec("data"), PartitionSpec()
 

@@ -25,7 +25,7 @@ from long_params import long_but_last
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.train.global_step import GlobalSteps
+from tnt_jax.train.steps.global_step import GlobalSteps
 
 NUM_RANKS = [*long_but_last(1, 2, 3, 8), 4]
 

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
-from tnt_jax.distributed.backward_order import trace_grads
-from tnt_jax.train import step
+from tnt_jax.distributed.sums.gradients import trace_grads
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
-from tnt_jax.train.kept_inputs import keep_inputs
 from tnt_jax.train.state import create_state
+from tnt_jax.train.steps import step
+from tnt_jax.train.steps.kept_inputs import keep_inputs
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(30, 6, 6, 4)).astype(np.float32), RNG.integers(0, 3, 30)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tnt_jax as tnt
 from tnt_jax.keras_compat import optimizers
-from tnt_jax.train.loss_scale import loss_scale
+from tnt_jax.train.finite import loss_scale
 
 keras = pytest.importorskip("keras")
 TOO_LARGE = (4, 5, 11)  # Steps whose gradients are not finite.

@@ -11,7 +11,7 @@ from flax import nnx
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat import row_checks
+from tnt_jax.keras_compat.compiling import row_checks
 from tnt_jax.log import logger
 
 RNG = np.random.default_rng(0)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tnt_jax.distributed.random_rows import key_for, row_key
-from tnt_jax.train.row_dependence import (
+from tnt_jax.distributed.sums.random_rows import key_for, row_key
+from tnt_jax.train.steps.row_dependence import (
     Exchanged,
     Free,
     Mixed,

@@ -7,9 +7,9 @@ import pytest
 from linear_steps import model_state, parameters
 from long_params import long_but_last
 
-from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.train.data_parallel import DataParallelSteps
+from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.state import create_state, started_at_once
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
 
 
 def make_state(optimizer=None, **ranks):

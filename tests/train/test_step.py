@@ -9,12 +9,17 @@ import pytest
 from linear_steps import ByHand, apply, make_batches, make_parts, model_state, parameters
 from long_params import long_but_last
 
-from tnt_jax.distributed.random_rows import row_key
-from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.train.data_parallel import DataParallelSteps
-from tnt_jax.train.epoch_sums import zero_sums
+from tnt_jax.distributed.sums.random_rows import row_key
+from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.execution import stack
-from tnt_jax.train.step import make_eval_step, make_predict_step, make_train_step, make_train_steps
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.steps.epoch_sums import zero_sums
+from tnt_jax.train.steps.step import (
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+    make_train_steps,
+)
 
 # Batches of 16 rows of which so many are real; the last leave ranks without a real row.
 ROWS = (16, 16, 11, 1)

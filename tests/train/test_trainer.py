@@ -9,10 +9,9 @@ from long_params import long_but_last
 
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.train.data_parallel import DataParallelSteps
-from tnt_jax.train.device_feed import device_feed
-from tnt_jax.train.trainer import Trainer
+from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.trainer import Trainer, device_feed
 
 
 class Hooks:

@@ -30,16 +30,16 @@ from tnt_jax._jax.arrays import (
     varying_axes_of,
     zeros_like,
 )
-from tnt_jax._jax.compiler import (
-    convolution_options,
-    deterministic_options,
-    options_of_one_run,
-)
+from tnt_jax._jax.compiling import convolution_options, deterministic_options, options_of_one_run
 from tnt_jax._jax.frames import compiles, is_of_jax
-from tnt_jax._jax.gathered import keep_all_but_gathered
-from tnt_jax._jax.generators import define_prng_impl, threefry2x32_p, threefry_prng_impl
 from tnt_jax._jax.kept_programs import keep_programs_of_each_process
-from tnt_jax._jax.mapped import mapped_axes, shard_map, tracks_varying, was_summed
+from tnt_jax._jax.mapped import (
+    keep_all_but_gathered,
+    mapped_axes,
+    shard_map,
+    tracks_varying,
+    was_summed,
+)
 from tnt_jax._jax.processes import (
     await_disconnection,
     backends_are_initialized,
@@ -67,6 +67,7 @@ from tnt_jax._jax.programs import (
     communicates,
     computes_in_half,
     convolves,
+    define_prng_impl,
     draws_in,
     function_of,
     is_collective,
@@ -77,6 +78,8 @@ from tnt_jax._jax.programs import (
     loop_sizes,
     needed_operands,
     run_equation,
+    threefry2x32_p,
+    threefry_prng_impl,
     unjitted,
     without_dead_code,
 )

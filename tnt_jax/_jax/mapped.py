@@ -10,6 +10,25 @@ from tnt_jax._jax.arrays import RANK_AXES, STAGE_AXIS, is_varying, mapped_sizes,
 from tnt_jax._jax.fallbacks import or_plain
 from tnt_jax._jax.programs import PLAIN, refusing_draws
 
+
+def keep_all_but_gathered(function: Callable) -> Callable:
+    """Returns `function`, which gathers its parameters again for backpropagation.
+
+    Everything else is kept. `jax.checkpoint` would put a barrier around it, so that activations
+    were written as they are kept, such as a normalization's in float32, where the compiler
+    otherwise computes them from half as many bytes as it reads them.
+    """
+    return jax.checkpoint(function, policy=_is_kept, prevent_cse=False)
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Returns whether results of a primitive are kept for backpropagation.
+
+    Gathered arrays are not, and neither are reshaped ones, which may be gathered arrays.
+    """
+    return not primitive.name.startswith("all_gather") and primitive.name not in PLAIN
+
+
 # Operations that keep a value what it is the sum of, but for a factor.
 _SCALING = (*PLAIN, "mul", "div", "neg")
 

@@ -8,7 +8,26 @@ import jax.numpy as jnp
 
 from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
 from tnt_jax._jax.fallbacks import or_plain
-from tnt_jax._jax.generators import threefry2x32_p
+
+
+def _none() -> tuple[Any, Any, Any]:
+    return (lambda **_: None), None, None
+
+
+@or_plain(
+    _none, lost="On several devices, models that draw random numbers take the compiler's step."
+)
+def _parts() -> tuple[Any, Any, Any]:
+    # Outside JAX's promise of compatibility. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. Without
+    # them, dropout by row of the global batch would need a generator of its own in every layer.
+    from jax.extend import random
+
+    return random.define_prng_impl, random.threefry2x32_p, random.threefry_prng_impl
+
+
+# `define_prng_impl` makes None where JAX lacks a part.
+define_prng_impl, threefry2x32_p, threefry_prng_impl = _parts()
+
 
 # The types of a traced program and its parts. From JAX 0.12 on, the first two are one.
 _traced: Any = jax.make_jaxpr(lambda x: (x, 1.0))(jax.ShapeDtypeStruct((), jnp.float32))

@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tnt_jax.adapters.base import Adapter
-from tnt_jax.adapters.frozen import PartlyTrained
-from tnt_jax.adapters.precision import with_precision
+from tnt_jax.adapters.wrapping import PartlyTrained, with_precision
 
 
 def wrap(

@@ -8,8 +8,8 @@ import jax
 from flax import linen, nnx
 
 from tnt_jax.adapters.linen import by_moving_statistics, statistics_without_padding
+from tnt_jax.adapters.loops import replaced
 from tnt_jax.adapters.nnx import batch_norm_of
-from tnt_jax.adapters.replacing import replaced
 
 
 @contextmanager

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tnt_jax.adapters.base import Applied, Variables, check_trains_the_same
-from tnt_jax.adapters.keras_layers import layers_of_a_rank
-from tnt_jax.adapters.keras_limits import require_trainable
-from tnt_jax.adapters.keras_paths import paths_of
+from tnt_jax.adapters.base import Applied, VariablePath, Variables, check_trains_the_same
+from tnt_jax.adapters.keras_layers import layers_of_a_rank, paths_of, require_trainable
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.penalties import Kind, kinds_of_losses, penalty_of, warn_of_repeated_rows
-from tnt_jax.adapters.variable_path import VariablePath
-from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.random_rows import Draws
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.random_rows import Draws
 
 # Name of the variable of a seed generator.
 _SEED = "seed_generator_state"

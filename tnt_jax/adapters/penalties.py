@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.random_rows import DrawError, key_of_part, keys_of_parts
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.random_rows import DrawError, key_of_part, keys_of_parts
 from tnt_jax.log import logger
 
 Kind = Literal["mean", "sum"]

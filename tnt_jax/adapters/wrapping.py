@@ -1,9 +1,20 @@
-"""What adapters that change a part of another one have in common."""
+"""What adapters that change a part of another one have in common.
 
-from collections.abc import Callable, Mapping
+Training part of a model; all other parameters become model state.
+
+These have no gradient, no reduction and no optimizer state.
+
+Lower precision for any Flax model.
+
+Either bfloat16 arithmetic with float32 master weights, or bfloat16 throughout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tnt_jax.adapters.base import Adapter, Applied, FreshVariables, Variables
 
@@ -111,3 +122,179 @@ class WrappingAdapter:
     def write_back(self, variables: Variables) -> None:
         """Stores variables in the user's own object."""
         self.inner.write_back(self.inside(variables))
+
+
+PRECISIONS = ("float32", "mixed_bfloat16", "bfloat16")
+
+
+class LowPrecision(WrappingAdapter):
+    """An adapter that computes in bfloat16.
+
+    Parameters and floating inputs are cast before the forward pass, outputs to float32 after it.
+    Model state keeps its precision: moving averages of bfloat16 stop moving. Layers with a dtype of
+    their own keep it.
+
+    Args:
+        adapter: Adapter of the model.
+        master: Dtype of the parameters, the gradients and the optimizer state: float32
+            ("mixed_bfloat16") or bfloat16.
+    """
+
+    def __init__(self, adapter: Adapter, *, master: Any) -> None:
+        super().__init__(adapter)
+        self._master = master
+
+    def outer(self, variables: Variables) -> Variables:
+        """Returns the model's variables, with the parameters in the dtype of the master weights."""
+        return Variables(_cast(variables.params, self._master), variables.model_state)
+
+    def apply(
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
+    ) -> Applied:
+        """Returns the forward pass in bfloat16, with float32 outputs; see `Adapter.apply`."""
+        low_params, low_inputs = _cast((params, inputs), jnp.bfloat16)
+        applied = super().apply(
+            low_params, model_state, low_inputs, key=key, train=train, mask=mask
+        )
+        changed = jax.tree.map(
+            lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state
+        )
+        return applied._replace(outputs=_cast(applied.outputs, jnp.float32), model_state=changed)
+
+
+def with_precision(adapter: Adapter, precision: str) -> Adapter:
+    """Returns an adapter that computes in the given precision.
+
+    Args:
+        adapter: Adapter of a Flax model.
+        precision: One of `PRECISIONS`.
+
+    Raises:
+        ValueError: If the precision is unknown.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, but is {precision!r}."
+        )
+    if precision == "float32":
+        return adapter
+    return LowPrecision(
+        adapter, master=jnp.float32 if precision == "mixed_bfloat16" else jnp.bfloat16
+    )
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    def cast(x: Any) -> Any:
+        return jnp.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+
+# The key of the parameters that are not trained, beside the model's own state.
+_FROZEN = "frozen_params"
+
+
+class PartlyTrained(WrappingAdapter):
+    """An adapter that trains only some of the parameters.
+
+    A parameter's path is written `encoder/Dense_0/kernel`. A pattern names a parameter, or a
+    subtree by the beginning of its path, and may contain `*`, which also matches slashes.
+
+    Args:
+        adapter: Adapter of the model.
+        trainable: Patterns of the trained parameters; all if None.
+        frozen: Patterns of the parameters that are not trained.
+    """
+
+    def __init__(
+        self, adapter: Adapter, *, trainable: Sequence[str] | None, frozen: Sequence[str]
+    ) -> None:
+        super().__init__(adapter)
+        self._trainable = trainable
+        self._frozen = tuple(frozen)
+
+    def outer(self, variables: Variables) -> Variables:
+        """Returns the trained parameters, and the others as part of the model state.
+
+        Raises:
+            ValueError: If a pattern matches no parameter, or nothing is left to train.
+        """
+        paths = _flatten(variables.params)
+        names = {path: "/".join(path) for path in paths}
+        for pattern in (*(self._trainable or ()), *self._frozen):
+            if not any(_matches(name, pattern) for name in names.values()):
+                known = ", ".join(sorted(names.values()))
+                raise ValueError(
+                    f"trainable or frozen names {pattern!r}, but there is no such parameter. The "
+                    f"parameters are {known}."
+                )
+        frozen = {path: leaf for path, leaf in paths.items() if not self._is_trained(names[path])}
+        trained = {path: leaf for path, leaf in paths.items() if path not in frozen}
+        if not trained:
+            raise ValueError(
+                f"trainable={self._trainable} and frozen={list(self._frozen)} leave no parameter "
+                "to train."
+            )
+        # The kind of dict decides the order of parameters.
+        return Variables(
+            type(variables.params)(_nest(trained)),
+            {**variables.model_state, _FROZEN: _nest(frozen)},
+        )
+
+    def inside(self, variables: Variables) -> Variables:
+        """Returns all parameters, and the model state without them."""
+        state = dict(variables.model_state)
+        flat = _flatten(variables.params) | _flatten(state.pop(_FROZEN))
+        return Variables(_nest(flat), state)
+
+    def apply(
+        self,
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
+    ) -> Applied:
+        """Returns the model's forward pass with all parameters; see `Adapter.apply`."""
+        applied = super().apply(params, model_state, inputs, key=key, train=train, mask=mask)
+        return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
+
+    def _is_trained(self, name: str) -> bool:
+        is_chosen = self._trainable is None or any(
+            _matches(name, pattern) for pattern in self._trainable
+        )
+        return is_chosen and not any(_matches(name, pattern) for pattern in self._frozen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rstrip("/") + "/*")
+
+
+def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Returns the leaves of nested dicts by path."""
+    leaves: dict[tuple[str, ...], Any] = {}
+    for name, value in tree.items():
+        leaves |= (
+            _flatten(value, (*path, name)) if isinstance(value, Mapping) else {(*path, name): value}
+        )
+    return leaves
+
+
+def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Returns nested dicts of leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

@@ -168,3 +168,66 @@ def _check_num_examples(num_examples: int | None, size: int, drop_remainder: boo
             f"The dataset has {num_examples} examples, fewer than one global batch ({size}), and "
             "drop_remainder=True drops them all. Use a smaller batch or keep the remainder."
         )
+
+
+def last_padded_rows(
+    num_examples: int | None, global_batch_size: int | None, num_ranks: int
+) -> int | None:
+    """Returns the padded rows in the last batch of an epoch, or None if a size is unknown."""
+    if not num_examples or global_batch_size is None:
+        return None
+    last = num_examples - (num_batches(num_examples, global_batch_size) - 1) * global_batch_size
+    return num_padded_rows(last, num_ranks)
+
+
+def describe_sizes(
+    rank_slice: RankSlice,
+    *,
+    global_batch_size: int | None,
+    num_batches: int | None,
+    num_padded_rows: int | None,
+    seed: int | None = None,
+) -> str:
+    """Returns one sentence on the sizes of the global batch and of an epoch, and the seed."""
+    micro = (
+        None
+        if global_batch_size is None
+        else micro_batch_size(global_batch_size, rank_slice.num_ranks)
+    )
+    order = "" if seed is None else f", order from seed {seed}"
+    return (
+        f"Data: global batch {_known(global_batch_size)}, {_known(micro)} rows on each of "
+        f"{rank_slice.num_ranks} {rank_slice.kind}, {_known(num_batches)} steps per epoch, "
+        f"{_known(num_padded_rows)} padded rows in the last batch{order}."
+    )
+
+
+def _known(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for reading data.
+
+    Attributes:
+        rank_slice: This process's part of the data axis.
+        batch_size: Global batch for arrays and other unbatched data, as the user gave it.
+        micro_batch_size: `tnt_micro_batch_size`: rows of one rank.
+        shuffle: Whether unordered data (arrays) gets a new order every epoch.
+        seed: Seed of that order and of shuffles without a seed.
+        distribute: Whether the data is the same on every process and is to be split; otherwise each
+            process passes its own shard.
+        reproducible: Whether a `tf.data` pipeline must give the same elements in every run.
+        drop_remainder: Whether an incomplete last batch is left out, of data that has no batches
+            of its own.
+    """
+
+    rank_slice: RankSlice
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    shuffle: bool = False
+    seed: int = 42
+    distribute: bool = True
+    reproducible: bool = False
+    drop_remainder: bool = False

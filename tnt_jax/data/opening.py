@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from tnt_jax.data.lockstep import describe
-from tnt_jax.data.reader_threads import start_reader
+from tnt_jax.data.feed import start_reader
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.data.stream import EpochStream
-from tnt_jax.distributed import collectives, runtime, stall
+from tnt_jax.data.streams import EpochStream, describe
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.liveness import phases as stall
 from tnt_jax.log import logger
 
 # What is done with the data that was opened and the batch that it announces.

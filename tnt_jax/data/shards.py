@@ -16,7 +16,7 @@ import numpy as np
 from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, Report
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.row_order import RowOrder
+from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of
 from tnt_jax.job import Slot
 

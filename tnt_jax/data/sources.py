@@ -2,8 +2,17 @@
 
 A source is a pure function of its `RankSlice` on the data axis: every process makes its own, and
 together they feed each global batch exactly once.
+
+Detects loaders of other libraries that give batches or read a shard of their own.
+
+None of the libraries is imported.
+
+The first batch before it is read, of data that says what its rows are like.
+
+What is made for such a batch, the model and its step, can be made while the data is read.
 """
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,8 +22,58 @@ import numpy as np
 
 from tnt_jax.data.elements import as_batch, unpack
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
-from tnt_jax.data.loaders import is_endless
-from tnt_jax.data.row_order import RowOrder
+from tnt_jax.data.permutation import RowOrder
+
+
+def is_grain_map_dataset(x: Any) -> bool:
+    """Returns whether `x` is a Grain `MapDataset`."""
+    return any(
+        cls.__module__.startswith("grain.") and cls.__name__ == "MapDataset"
+        for cls in type(x).__mro__
+    )
+
+
+def gives_batches(dataset: Any) -> bool:
+    """Returns whether the elements of a Grain `MapDataset` are batches.
+
+    They are if one of the operations that make it is a batching operation.
+    """
+    stages = [dataset]
+    while stages:
+        stage = stages.pop()
+        if type(stage).__name__.endswith("BatchMapDataset"):
+            return True
+        stages.extend(getattr(stage, "parents", ()))
+    return False
+
+
+def is_endless(dataset: Any) -> bool:
+    """Returns whether a dataset's length says that it never ends, as in a repeated Grain one."""
+    try:
+        return len(dataset) >= sys.maxsize
+    except (TypeError, OverflowError):
+        return False
+
+
+def num_shards(loader: Any) -> int:
+    """Returns the number of shards of which a PyTorch or Grain `DataLoader` reads one.
+
+    The result is 1 if it reads everything.
+    """
+    sampler = getattr(
+        getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None)
+    )
+    # PyTorch's DistributedSampler; Grain's samplers and loaders.
+    own = getattr(loader, "_sampler", None)
+    counts = [
+        getattr(sampler, "num_replicas", 1),
+        *(
+            getattr(getattr(part, "_shard_options", None), "shard_count", 1)
+            for part in (loader, own)
+        ),
+    ]
+    return max((count for count in counts if isinstance(count, int)), default=1)
+
 
 # So many rows of arrays, and values of each, are compared between processes.
 _CHECKED_ROWS, _CHECKED_VALUES = 64, 4096
@@ -289,3 +348,22 @@ def _length(batches: Iterable[Any]) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def announced_batch(
+    rows: Any, rank_slice: RankSlice, global_batch_size: int | None, num_examples: int | None
+) -> HostBatch | None:
+    """Returns zeros in the form in which the first batch should come; None if that is not known.
+
+    Args:
+        rows: Tree of arrays `[0, ...]` with the shapes and dtypes of rows, or None.
+        rank_slice: This process's part of the data axis.
+        global_batch_size: Rows of a full batch, or None.
+        num_examples: Rows of an epoch; None when unknown or infinite.
+    """
+    if rows is None or global_batch_size is None:
+        return None
+    num_rows = global_batch_size if num_examples is None else min(global_batch_size, num_examples)
+    own = local_rows(num_rows, rank_slice)
+    zeros = jax.tree.map(lambda x: np.zeros((len(own.indices), *x.shape[1:]), x.dtype), rows)
+    return HostBatch(zeros, own.mask, num_rows)

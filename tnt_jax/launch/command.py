@@ -9,16 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tnt_jax.cluster.clusters import detect_job
-from tnt_jax.launch.cleanup import clean_up
 from tnt_jax.launch.doctor.command import doctor
-from tnt_jax.launch.fingerprint import fingerprint
-from tnt_jax.launch.options import Options, parse_options
+from tnt_jax.launch.planning.fingerprint import fingerprint
+from tnt_jax.launch.planning.options import Options, parse_options
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
-from tnt_jax.launch.restarts import run_with_restarts
+from tnt_jax.launch.remote.screen import discard, say
+from tnt_jax.launch.remote.session import HostError
+from tnt_jax.launch.restarts import clean_up, run_with_restarts
 from tnt_jax.launch.run import run_part
 from tnt_jax.launch.scale.command import refuse_tasks, run_scale
-from tnt_jax.launch.screen import discard, say
-from tnt_jax.launch.session import HostError
 from tnt_jax.launch.task import become_task, refuse_restarts
 from tnt_jax.settings import read_settings
 

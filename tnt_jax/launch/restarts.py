@@ -11,14 +11,53 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from tnt_jax.launch.hostfile import HostEntry
-from tnt_jax.launch.options import Options
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.processtree import reap_orphans
-from tnt_jax.launch.ray_nodes import RayNodes
-from tnt_jax.launch.run import Attempt, Ending, job_hosts, new_job_id, run_attempt
-from tnt_jax.launch.screen import say
-from tnt_jax.launch.session import HostError
+from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.screen import say
+from tnt_jax.launch.remote.session import HostError
+from tnt_jax.launch.run import (
+    ASK_TIMEOUT_S,
+    Attempt,
+    Ending,
+    job_hosts,
+    new_job_id,
+    open_session,
+    run_attempt,
+)
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
+
+
+def clean_up(options: Options, environ: Mapping[str, str]) -> int:
+    """Ends the processes of the job `options.cleanup` on the hosts of the hostfile or on this one.
+
+    Without an id it lists jobs.
+
+    Returns:
+        0 if no process of the job is left, 1 otherwise.
+    """
+    with open_session(job_hosts(options, environ), options) as session:
+        if not options.cleanup:
+            print(_describe(session.ask("list_jobs", {}, timeout_s=ASK_TIMEOUT_S)))
+            return 0
+        arguments = {"job_id": options.cleanup, "force": options.force}
+        answers = session.ask("end_job", arguments, timeout_s=ASK_TIMEOUT_S)
+    for host, (found, left) in answers.items():
+        print(f"{host}: {found - len(left)} of {found} process(es) ended")
+        for process in left:
+            print(f"  still there: {process}" + ("" if options.force else " (--force kills it)"))
+    return int(any(left for _, left in answers.values()))
+
+
+def _describe(jobs_by_host: dict[str, dict[str, list[str]]]) -> str:
+    lines = []
+    for host, jobs in jobs_by_host.items():
+        for job_id, processes in jobs.items():
+            lines.append(f"{host}: job {job_id}")
+            lines += [f"  {process}" for process in processes]
+    return "\n".join(lines) or "No process of a job is running."
+
 
 LONGEST_DELAY_S = 60.0
 """The longest delay before a restart; an attempt that ran longer begins the delays anew."""

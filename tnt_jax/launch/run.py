@@ -14,13 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.connection import Connection, srun_command, ssh_command, supervisor_command
-from tnt_jax.launch.environment import carried_environment
-from tnt_jax.launch.facts import Facts, Request
-from tnt_jax.launch.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import SECRET, Host, Launch, Process, choose_devices, plan_processes
-from tnt_jax.launch.preflight import (
+from tnt_jax.launch.planning.environment import carried_environment
+from tnt_jax.launch.planning.facts import Facts, Request
+from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.plan import (
+    SECRET,
+    Host,
+    Launch,
+    Process,
+    choose_devices,
+    plan_processes,
+)
+from tnt_jax.launch.planning.preflight import (
     choose_address,
     find_missing_caches,
     find_obstacles,
@@ -28,8 +34,14 @@ from tnt_jax.launch.preflight import (
     find_unreachable,
     share_machine,
 )
-from tnt_jax.launch.screen import Output, say
-from tnt_jax.launch.session import HostError, Session
+from tnt_jax.launch.remote.connection import (
+    Connection,
+    srun_command,
+    ssh_command,
+    supervisor_command,
+)
+from tnt_jax.launch.remote.screen import Output, say
+from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 ASK_TIMEOUT_S = 60.0

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.child import expand
-from tnt_jax.launch.environment import task_environment
-from tnt_jax.launch.facts import Facts, Request, inspect_host
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import script_command
-from tnt_jax.launch.preflight import find_obstacles
+from tnt_jax.launch.planning.environment import task_environment
+from tnt_jax.launch.planning.facts import Facts, Request, inspect_host
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.plan import script_command
+from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.processtree import leave_orphans
-from tnt_jax.launch.session import HostError
+from tnt_jax.launch.remote.session import HostError
 
 
 def become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None:

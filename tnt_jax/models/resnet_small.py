@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from tnt_jax.models.regularization import sow_kernel_penalty
-from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal
+from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal, sow_kernel_penalty
 
 
 class SmallBlock(nn.Module):

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tnt_jax.keras_compat.callbacks import Callback
+from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.crew import Crew
 from tnt_jax.parameter_server.server import Snapshot
-from tnt_jax.parameter_server.server_group import ServerFailure, ServerGroup
-from tnt_jax.parameter_server.staleness import Statistics
+from tnt_jax.parameter_server.server_group import Actors, ServerFailure, ServerGroup, Statistics
 from tnt_jax.parameter_server.worker import WorkerModel
+from tnt_jax.train.contracts import Batch
 
 # Seconds after which a worker that does not answer is named.
 _PATIENCE_S = 60.0
@@ -74,7 +75,7 @@ class Coordinator:
     """Gives work to workers, and their gradients to the servers.
 
     Args:
-        crew: The actors.
+        actors: The actors.
         servers: The servers as one.
         statistics: What is counted.
         worker_timeout_s: Seconds after which a worker that does not answer is replaced; None for
@@ -88,19 +89,19 @@ class Coordinator:
 
     def __init__(
         self,
-        crew: Crew,
+        actors: Actors,
         servers: ServerGroup,
         statistics: Statistics,
         *,
         worker_timeout_s: float | None,
     ) -> None:
-        self.crew = crew
+        self.actors = actors
         self.servers = servers
         self.statistics = statistics
         self.free: set[int] = set()
         self.flights: list[Flight] = []
         self.model: Any = None
-        self._ray = crew.ray
+        self._ray = actors.ray
         self._worker_timeout_s = worker_timeout_s
         # Workers that start in the place of lost ones.
         self._starting: dict[Any, tuple[int, float]] = {}
@@ -112,10 +113,10 @@ class Coordinator:
         """Gives a model to the workers, and variables to the servers."""
         self._discard_flights()
         self.model = self._ray.put(model)
-        workers = dict(self.crew.workers)
+        workers = dict(self.actors.workers)
         asked = [worker.load.remote(self.model) for worker in workers.values()]
         self.servers.load(model.layout, snapshots)
-        self.crew.get(asked)
+        self.actors.get(asked)
         self.free = set(workers)
         self._was_applied = {}
 
@@ -129,8 +130,8 @@ class Coordinator:
             arguments = (arguments[0]._replace(was_applied=was_applied), *arguments[1:])
             self._was_applied[worker] = False
         pushes = work.method in ("compute", "run")
-        method = getattr(self.crew.workers[worker], work.method)
-        num_returns = 1 + len(self.crew.servers) if pushes else 1
+        method = getattr(self.actors.workers[worker], work.method)
+        num_returns = 1 + len(self.actors.servers) if pushes else 1
         refs = method.options(num_returns=num_returns).remote(*arguments, *self.servers.pull())
         refs = refs if pushes else [refs]
         flight = Flight(work, worker, self.servers.version, refs[0], list(refs[1:]))
@@ -230,7 +231,7 @@ class Coordinator:
         """Replaces the worker of a flight, if it was lost; otherwise a server was."""
         self.statistics.repeated_batches += 1
         try:
-            self._ray.get(self.crew.workers[flight.worker].describe.remote())
+            self._ray.get(self.actors.workers[flight.worker].describe.remote())
         except self._ray.exceptions.RayActorError:
             flight.work.losses += 1
         else:
@@ -252,8 +253,8 @@ class Coordinator:
         )  # fmt: skip
         self.statistics.lost_workers += 1
         self.free.discard(worker)
-        actor = self.crew.start_worker(worker)
-        self.crew.workers[worker] = actor
+        actor = self.actors.start_worker(worker)
+        self.actors.workers[worker] = actor
         self._starting[actor.load.remote(self.model)] = (worker, time.perf_counter())
 
     def _adopt(self, ref: Any) -> None:
@@ -270,11 +271,11 @@ class Coordinator:
     def _look_for_late_workers(self) -> None:
         """Gives up workers that do not start again; the others do their work."""
         for ref, (worker, started) in list(self._starting.items()):
-            if time.perf_counter() - started > self.crew.timeout_s:
+            if time.perf_counter() - started > self.actors.timeout_s:
                 del self._starting[ref]
                 logger.warning(
                     "Worker %d has not started again within %.0f s: the Ray cluster has no place "
-                    "for it. Training goes on without it.", worker, self.crew.timeout_s,
+                    "for it. Training goes on without it.", worker, self.actors.timeout_s,
                 )  # fmt: skip
 
     def _look_for_silent_workers(self) -> None:
@@ -282,7 +283,7 @@ class Coordinator:
         for flight in list(self.flights):
             waited_s = time.perf_counter() - flight.started
             if self._worker_timeout_s is not None and waited_s > self._worker_timeout_s:
-                self.crew.kill(self.crew.workers[flight.worker])
+                self.actors.kill(self.actors.workers[flight.worker])
             elif waited_s > _PATIENCE_S and not flight.is_named:
                 flight.is_named = True
                 logger.warning(
@@ -334,3 +335,83 @@ class Coordinator:
                 done[flight.work] = flight.result
             else:
                 redo.append(flight.work)
+
+
+class SidecarEvaluation(Callback):
+    """Evaluates the variables of the servers while they are trained.
+
+    `ParameterServer.sidecar` makes it; pass it to `fit` among the callbacks. It begins an
+    evaluation after every so many updates, once the one before has ended, and one at the end.
+
+    Args:
+        core: What the parts of the model share.
+        coordinator: What knows the variables.
+        batches: Data to evaluate.
+        every: Updates between two evaluations, at least 1.
+
+    Attributes:
+        results: For each evaluation the `version` of the variables, `loss` and metrics.
+    """
+
+    def __init__(
+        self, core: Core, coordinator: Coordinator, batches: Sequence[Batch], *, every: int
+    ) -> None:
+        super().__init__()
+        self.results: list[dict[str, float]] = []
+        self._core = core
+        self._coordinator = coordinator
+        self._batches = list(batches)
+        self._every = every
+        self._actor: Any = None
+        self._asked: tuple[int, Any] | None = None
+        self._last = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets the results of earlier training."""
+        self.results = []
+        self._last = self._coordinator.servers.version
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins an evaluation if it is time, and none runs."""
+        self._collect(waits=False)
+        if self._asked is None and self._coordinator.servers.version - self._last >= self._every:
+            self._begin()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Evaluates the last variables, and ends the process."""
+        self._collect(waits=True)
+        if not self.results or self.results[-1]["version"] != self._coordinator.servers.version:
+            self._begin()
+            self._collect(waits=True)
+        if self._actor is not None:
+            self._coordinator.actors.kill(self._actor)
+            self._actor = None
+
+    def _begin(self) -> None:
+        actors = self._coordinator.actors
+        if self._actor is None:
+            self._actor = actors.start_beside()
+            self._actor.load.remote(self._coordinator.model)
+        version = self._coordinator.servers.version
+        self._last = version
+        arguments = (actors.ray.put(self._batches), *self._coordinator.servers.pull())
+        self._asked = (version, self._actor.evaluate_all.remote(*arguments))
+
+    def _collect(self, *, waits: bool) -> None:
+        """Takes the result of the evaluation that runs, if it has ended or `waits` is True."""
+        if self._asked is None:
+            return
+        ray = self._coordinator.actors.ray
+        version, ref = self._asked
+        if not waits and not ray.wait([ref], timeout=0)[0]:
+            return
+        self._asked = None
+        try:
+            sums = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            logger.warning("The evaluation of version %d was lost: %s", version, error)
+            self._actor = None
+            return
+        found = {"version": version, **self._core.logs(sums)}
+        self.results.append(found)
+        logger.info("Evaluated beside training: %s.", found)

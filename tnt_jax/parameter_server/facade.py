@@ -10,27 +10,92 @@ import numpy as np
 
 from tnt_jax import _jax
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.distributed import runtime
-from tnt_jax.distributed.reduction import choose_reduction
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.keras_compat.callbacks import History
-from tnt_jax.keras_compat.core import Core
-from tnt_jax.keras_compat.data_intake import DataArguments, DataIntake
-from tnt_jax.keras_compat.inputs import to_batch
-from tnt_jax.keras_compat.model import Model
+from tnt_jax.keras_compat.compiling.compilation import Compilation
+from tnt_jax.keras_compat.facade.model import Model
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, DataIntake, to_batch
+from tnt_jax.keras_compat.optimizers import LossScaleOptimizer
+from tnt_jax.keras_compat.state.core import Core, ModelOptions
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.asynchronous import Asynchronous
-from tnt_jax.parameter_server.checks import check_arguments, check_compilation, check_options
-from tnt_jax.parameter_server.coordinator import Coordinator
-from tnt_jax.parameter_server.crew import Crew
+from tnt_jax.parameter_server.asynchronous import Asynchronous, RemoteValue, Scheduler
+from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation
 from tnt_jax.parameter_server.partition import Partitioner
-from tnt_jax.parameter_server.scheduling import RemoteValue, Scheduler
 from tnt_jax.parameter_server.server import Layout
-from tnt_jax.parameter_server.server_group import ServerGroup
-from tnt_jax.parameter_server.sidecar import SidecarEvaluation
-from tnt_jax.parameter_server.staleness import StalenessBound, Statistics
+from tnt_jax.parameter_server.server_group import Actors, ServerGroup, StalenessBound, Statistics
 from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
 from tnt_jax.parameter_server.worker import WorkerModel
+
+
+def check_arguments(
+    *,
+    num_servers: Any,
+    num_workers: Any,
+    max_staleness: Any,
+    backup_workers: Any,
+    compression: Any,
+    checkpoint_every: Any,
+) -> None:
+    """Raises a ValueError if an argument of `ParameterServer` is invalid."""
+    least: dict[str, tuple[Any, int]] = {
+        "num_servers": (num_servers, 1),
+        "num_workers": (num_workers, 1),
+        "backup_workers": (backup_workers, 0),
+        "checkpoint_every": (checkpoint_every, 1),
+        "max_staleness": (0 if max_staleness is None else max_staleness, 0),
+    }
+    for name, (value, smallest) in least.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ValueError(f"{name} must be an integer of at least {smallest}, but is {value!r}.")
+    if backup_workers and max_staleness != 0:
+        raise ValueError(
+            "backup_workers are for synchronous training: pass max_staleness=0. Asynchronous "
+            "training waits for no slow worker."
+        )
+    if backup_workers >= num_workers:
+        raise ValueError(
+            f"backup_workers ({backup_workers}) must be fewer than num_workers ({num_workers}): "
+            "the others share each global batch."
+        )
+    if compression not in (None, "bfloat16"):
+        raise ValueError(f"compression must be None or 'bfloat16', but is {compression!r}.")
+
+
+def check_options(options: ModelOptions) -> None:
+    """Raises a ValueError if the model has an option for sums over ranks."""
+    for name, instead in (
+        ("gradient_compression", "Pass compression='bfloat16' to ParameterServer instead."),
+        ("shard_optimizer_state", "Servers divide the optimizer's state themselves."),
+        ("mesh", "Servers divide the variables themselves."),
+        ("reproducible", "Synchronous training adds the shares of a batch in a fixed order."),
+    ):
+        if getattr(options, name):
+            raise ValueError(
+                f"A model with {name} sums gradients over ranks, which a parameter server does not "
+                f"do. {instead} Make the model without {name}."
+            )
+
+
+def check_compilation(compilation: Compilation) -> None:
+    """Raises a ValueError if `compile` chose what servers and workers cannot do."""
+    if compilation.accumulation_steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={compilation.accumulation_steps} is not possible with a "
+            "parameter server: use a larger batch, or synchronous training with more workers."
+        )
+    if compilation.on_nan is not None:
+        raise ValueError(
+            f"on_nan={compilation.on_nan!r} is not possible with a parameter server: other "
+            "gradients are under way when a step is found not to be finite. Leave it out."
+        )
+    if isinstance(compilation.optimizer, LossScaleOptimizer):
+        raise ValueError(
+            "A LossScaleOptimizer is not possible with a parameter server: workers do not know the "
+            "optimizer's state. Use bfloat16, which needs no scaling, instead of float16."
+        )
+
 
 _ONE_CPU = {"CPU": 1.0}
 
@@ -109,14 +174,14 @@ class ParameterServer:
         check_options(self._core.options)
         self.model = model
         self.statistics = Statistics()
-        self._crew = Crew(
+        self._actors = Actors(
             num_servers=num_servers, num_workers=num_workers,
             resources_per_server=resources_per_server, resources_per_worker=resources_per_worker,
             worker_env=worker_env or {}, start_timeout_s=start_timeout_s,
         )  # fmt: skip
-        servers = ServerGroup(self._crew, self.statistics, checkpoint_every=checkpoint_every)
+        servers = ServerGroup(self._actors, self.statistics, checkpoint_every=checkpoint_every)
         self._coordinator = Coordinator(
-            self._crew, servers, self.statistics, worker_timeout_s=worker_timeout_s
+            self._actors, servers, self.statistics, worker_timeout_s=worker_timeout_s
         )
         is_synchronous = max_staleness == 0
         self._num_shares = num_workers - backup_workers if is_synchronous else 1
@@ -126,10 +191,10 @@ class ParameterServer:
         if is_synchronous:
             self._trainer.training = Synchronous(
                 self._coordinator, num_shares=self._num_shares,
-                ranks_per_share=self._crew.devices_per_worker, backs_up=backup_workers > 0,
+                ranks_per_share=self._actors.devices_per_worker, backs_up=backup_workers > 0,
                 counts=self._trainer.counts,
             )  # fmt: skip
-        self._scheduler = Scheduler(asynchronous, self._crew.ray.put, self._trainer.note_update)
+        self._scheduler = Scheduler(asynchronous, self._actors.ray.put, self._trainer.note_update)
         # The functions that the trainer was compiled for.
         self._functions: Any = None
 
@@ -222,7 +287,7 @@ class ParameterServer:
         """
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an integer of at least 1, but is {every!r}.")
-        intake: DataIntake = self.model._intake
+        intake: DataIntake = self.model._shared.intake
         with self._serving():
             source = intake.source(DataArguments(x, y, sample_weight, batch_size))
             batches = [to_batch(item) for item in source.batches(0)]
@@ -230,7 +295,7 @@ class ParameterServer:
 
     def shutdown(self) -> None:
         """Ends all servers and workers; the model keeps its variables."""
-        self._crew.close()
+        self._actors.close()
 
     def _begin_scheduling(self) -> None:
         """Gives the model's variables to the servers."""
@@ -241,7 +306,7 @@ class ParameterServer:
     @contextmanager
     def _serving(self, *, trains: bool = False) -> Iterator[None]:
         """Lets the servers' trainer take the place of the model's own, and gives the state back."""
-        if not self._crew.servers:
+        if not self._actors.servers:
             raise RuntimeError("The parameter server was shut down. Make a new one.")
         core, trainer = self._core, self._trainer
         if trains:
@@ -285,7 +350,7 @@ class ParameterServer:
         # The coordinator computes next to nothing, on one device.
         mesh = _jax.make_data_mesh(list(job.mesh.devices.flat[:1]))
         alone = replace(job, mesh=mesh)
-        num_ranks = self._num_shares * self._crew.devices_per_worker
+        num_ranks = self._num_shares * self._actors.devices_per_worker
         reduction = choose_reduction(alone.platform, 1, settings=job.settings)
         return ServedTrainer(
             self._core.trainer,

@@ -2,15 +2,387 @@
 
 Calls of an actor run in the order in which they were made, so the order of the calls here is that
 of the versions on every server.
+
+When a gradient may be applied, so that none is staler than a bound; and how stale they were.
+
+The staleness of a gradient is the number of updates between the variables that it was computed with
+and the variables that it changes.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.crew import Crew
-from tnt_jax.parameter_server.server import Layout, Snapshot, WrongVersion, make_totals
-from tnt_jax.parameter_server.staleness import Statistics
+from tnt_jax.on_ray.require import import_ray
+from tnt_jax.parameter_server.server import Layout, Server, Snapshot, WrongVersion, make_totals
+from tnt_jax.parameter_server.worker import Worker
+
+
+@dataclass(frozen=True)
+class StalenessBound:
+    """Decides which gradients may start and be applied.
+
+    Gradients under way can all be applied within the bound if it holds when they are applied in the
+    order in which they began (the earliest deadline first). Every start and every update keeps this
+    true, so that nobody waits for ever.
+
+    Attributes:
+        bound: Largest staleness; None for any.
+    """
+
+    bound: int | None
+
+    def may_start(self, version: int, under_way: Sequence[int]) -> bool:
+        """Returns whether a gradient of the variables at `version` may begin.
+
+        Args:
+            version: Number of updates so far.
+            under_way: Version of each gradient that was begun and not applied.
+        """
+        return self._can_finish(version, [*under_way, version])
+
+    def may_apply(self, version: int, others: Sequence[int]) -> bool:
+        """Returns whether an update may be made at `version`.
+
+        Args:
+            version: Number of updates so far.
+            others: Version of each other gradient under way.
+        """
+        return self._can_finish(version + 1, others)
+
+    def _can_finish(self, version: int, begun: Sequence[int]) -> bool:
+        if self.bound is None:
+            return True
+        return all(
+            version + place - start <= self.bound for place, start in enumerate(sorted(begun))
+        )
+
+
+@dataclass
+class Statistics:
+    """What happened since a parameter server was started.
+
+    Attributes:
+        updates: Updates of the variables: the version of the latest gradient.
+        examples: Examples whose gradients were applied.
+        staleness: How many gradients had which staleness.
+        examples_by_worker: Examples whose gradients were applied, by worker.
+        busy_s: Seconds in which each worker was given work.
+        training_s: Seconds in which training ran.
+        dropped: Results of backup workers, or of workers that they were faster than.
+        repeated_batches: Batches, or shares of them, done again because a worker was lost.
+        lost_workers: Workers that died or did not answer, and were replaced.
+        lost_servers: Servers that died and came back from their checkpoint.
+        lost_updates: Updates of a server's variables that were lost with it.
+        redone_updates: Updates that were made again after a server was lost.
+    """
+
+    updates: int = 0
+    examples: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    examples_by_worker: Counter[int] = field(default_factory=Counter)
+    busy_s: dict[int, float] = field(default_factory=dict)
+    training_s: float = 0.0
+    dropped: int = 0
+    repeated_batches: int = 0
+    lost_workers: int = 0
+    lost_servers: int = 0
+    lost_updates: int = 0
+    redone_updates: int = 0
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the gradients that were applied; 0 before the first."""
+        total = sum(self.staleness.values())
+        return sum(size * count for size, count in self.staleness.items()) / total if total else 0.0
+
+    @property
+    def examples_per_s(self) -> float:
+        """Examples per second of training."""
+        return self.examples / self.training_s if self.training_s else 0.0
+
+    @property
+    def updates_per_s(self) -> float:
+        """Updates per second of training."""
+        return self.updates / self.training_s if self.training_s else 0.0
+
+    def summary(self) -> str:
+        """Returns the numbers in one line, for a log."""
+        histogram = ", ".join(f"{size}: {self.staleness[size]}" for size in sorted(self.staleness))
+        rates = ", ".join(
+            f"{worker}: {self.examples_by_worker[worker] / self.busy_s[worker]:.0f}"
+            for worker in sorted(self.busy_s)
+            if self.busy_s[worker]
+        )
+        return (
+            f"version {self.updates}, {self.examples_per_s:.0f} examples/s, "
+            f"{self.updates_per_s:.1f} updates/s; gradients by staleness {{{histogram}}}; "
+            f"examples/s of workers while busy {{{rates}}}; {self.dropped} dropped, "
+            f"{self.repeated_batches} done again, {self.lost_updates} updates lost"
+        )
+
+
+_NEEDED_BY = "tnt_jax.ParameterServer"
+# Ray places a group within milliseconds if there is room.
+_PLACEMENT_S = 2
+
+
+class Actors:
+    """Servers and workers as actors, in one placement group that spreads them over the nodes.
+
+    Args:
+        num_servers: Number of servers.
+        num_workers: Number of workers.
+        resources_per_server: Ray's resources of each, such as `{"CPU": 1}`.
+        resources_per_worker: The same for workers, such as `{"CPU": 4, "GPU": 1}`.
+        worker_env: Environment variables of the workers.
+        start_timeout_s: Seconds to wait for places and for the start of the processes.
+
+    Attributes:
+        servers: Actors of the servers.
+        workers: Actors of the workers, by number.
+        devices_per_worker: Devices of each worker.
+        timeout_s: Seconds to wait for the start of a process.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If the cluster has no place for them, or a process cannot start.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_servers: int,
+        num_workers: int,
+        resources_per_server: Mapping[str, float],
+        resources_per_worker: Mapping[str, float],
+        worker_env: Mapping[str, str],
+        start_timeout_s: float,
+    ) -> None:
+        self.ray = import_ray(_NEEDED_BY)
+        self._started_ray = not self.ray.is_initialized()
+        if self._started_ray:
+            self.ray.init(log_to_driver=False)
+        self._resources = [dict(resources_per_server)] * num_servers
+        self._resources += [dict(resources_per_worker)] * num_workers
+        self._num_servers = num_servers
+        self.timeout_s = start_timeout_s
+        self._worker_env = dict(worker_env)
+        if "GPU" not in resources_per_worker and "JAX_PLATFORMS" not in self._worker_env:
+            self._worker_env["JAX_PLATFORMS"] = "cpu"
+        self._group: Any = None
+        self.servers: list[Any] = []
+        self.workers: dict[int, Any] = {}
+        try:
+            self._group = self._places()
+            self.servers = [self.start_server(number) for number in range(num_servers)]
+            self.workers = {number: self.start_worker(number) for number in range(num_workers)}
+            described = self._described()
+        except BaseException:
+            self.close()
+            raise
+        counts = {devices for devices, _, _ in described}
+        if len(counts) > 1:
+            self.close()
+            raise RuntimeError(
+                f"Workers must have the same number of devices, but have {sorted(counts)}. Give "
+                "each the same resources by resources_per_worker."
+            )
+        self.devices_per_worker = counts.pop()
+
+    def start_server(self, number: int) -> Any:
+        """Starts the actor of a server, in its place."""
+        actor = self._remote(Server, number, {"JAX_PLATFORMS": "cpu"})
+        return actor.remote(number)
+
+    def replace_server(self, number: int) -> None:
+        """Starts another server in the place of a lost one, and waits for it.
+
+        Raises:
+            RuntimeError: If it does not start in time.
+        """
+        self.kill(self.servers[number])
+        self.servers[number] = self.start_server(number)
+        try:
+            self.ray.get(self.servers[number].version.remote(), timeout=self.timeout_s)
+        except self.ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(
+                f"Server {number} of the parameter server was lost and has not started again "
+                f"within {self.timeout_s:.0f} s: the Ray cluster has no place for it. Add a node, "
+                "or go on from your last checkpoint."
+            ) from error
+
+    def start_worker(self, number: int) -> Any:
+        """Starts the actor of a worker, in its place."""
+        return self._remote(Worker, self._num_servers + number, self._worker_env).remote(number)
+
+    def start_beside(self) -> Any:
+        """Starts a worker outside of the placement group, which evaluates beside training."""
+        resources = dict(self._resources[-1])
+        options = {**_options(resources), "runtime_env": {"env_vars": self._worker_env}}
+        return self.ray.remote(max_restarts=0, **options)(Worker).remote(-1)
+
+    def get(self, refs: list[Any]) -> list[Any]:
+        """Returns answers without which nothing goes on.
+
+        Raises:
+            RuntimeError: If a server or worker was lost, or failed.
+        """
+        try:
+            return self.ray.get(refs)
+        except self.ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise RuntimeError(
+                f"A server or worker of the parameter server failed: {cause!r}"
+            ) from error
+
+    def kill(self, actor: Any) -> None:
+        """Ends an actor, if it is alive."""
+        self.ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Ends all actors and gives their places back."""
+        if not self.ray.is_initialized():
+            return
+        for actor in (*self.servers, *self.workers.values()):
+            self.kill(actor)
+        self.servers, self.workers = [], {}
+        if self._group is not None:
+            import_ray(_NEEDED_BY, "ray.util.placement_group").remove_placement_group(self._group)
+            self._group = None
+        if self._started_ray:
+            self.ray.shutdown()
+
+    def _places(self) -> Any:
+        """Returns a placement group with a bundle for each process, once there is room for it.
+
+        Raises:
+            RuntimeError: If there is none in time.
+        """
+        module = import_ray(_NEEDED_BY, "ray.util.placement_group")
+        group = module.placement_group(self._resources, strategy="SPREAD")
+        if group.wait(timeout_seconds=_PLACEMENT_S):
+            return group
+        logger.warning(
+            "Waiting up to %.0f s for room on the Ray cluster: %s.", self.timeout_s, self._lack()
+        )
+        if group.wait(timeout_seconds=max(math.ceil(self.timeout_s) - _PLACEMENT_S, 0)):
+            return group
+        lack = self._lack()
+        module.remove_placement_group(group)
+        raise RuntimeError(
+            f"The Ray cluster has had no room within {self.timeout_s:.0f} s: {lack}. Start fewer, "
+            "give each less (resources_per_worker, resources_per_server), or add nodes."
+        )
+
+    def _lack(self) -> str:
+        """Returns what all processes need, and what of it is free and exists in the cluster."""
+        wanted = {
+            name: sum(each.get(name, 0) for each in self._resources)
+            for name in sorted(set().union(*self._resources))
+        }
+        free, total = self.ray.available_resources(), self.ray.cluster_resources()
+        return (
+            f"{self._num_servers} server(s) and {len(self._resources) - self._num_servers} "
+            f"worker(s) need {_listed(wanted)}; of "
+            f"{_listed({name: total.get(name, 0) for name in wanted})} in the cluster "
+            f"{_listed({name: free.get(name, 0) for name in wanted})} are free"
+        )
+
+    def _remote(self, kind: type, bundle: int, env: Mapping[str, str]) -> Any:
+        strategies = import_ray(_NEEDED_BY, "ray.util.scheduling_strategies")
+        strategy = strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
+        options: dict[str, Any] = {**_options(self._resources[bundle]), "max_restarts": 0}
+        if env:
+            options["runtime_env"] = {"env_vars": dict(env)}
+        return self.ray.remote(scheduling_strategy=strategy, **options)(kind)
+
+    def _described(self) -> list[tuple[int, str, int]]:
+        """Waits until all processes have started; returns what each worker has.
+
+        A process that Ray loses before it has answered, as when its node leaves, is started once
+        more.
+        """
+        answers = self._answers(range(len(self._resources)))
+        lost = [number for number, answer in answers.items() if answer is None]
+        for number in lost:
+            logger.warning(
+                "%s was lost before it had started, and is started once more.", self._name(number)
+            )
+            if number < self._num_servers:
+                self.servers[number] = self.start_server(number)
+            else:
+                worker = number - self._num_servers
+                self.workers[worker] = self.start_worker(worker)
+        answers.update(self._answers(lost, last_time=True))
+        described = [answers[number] for number in range(self._num_servers, len(self._resources))]
+        logger.info(
+            "%d servers and %d workers with %d device(s) each.",
+            self._num_servers, len(described), described[-1][0],
+        )  # fmt: skip
+        return described
+
+    def _answers(self, bundles: Iterable[int], last_time: bool = False) -> dict[int, Any]:
+        """Returns the first answer of the process in each place, and None of those that were lost.
+
+        Raises:
+            RuntimeError: If one is late, cannot start, or was lost the last time.
+        """
+        asked = {
+            number: self.servers[number].version.remote()
+            if number < self._num_servers
+            else self.workers[number - self._num_servers].describe.remote()
+            for number in bundles
+        }
+        if not asked:
+            return {}
+        refs = list(asked.values())
+        _, late = self.ray.wait(refs, num_returns=len(refs), timeout=self.timeout_s)
+        if late:
+            raise RuntimeError(
+                f"{len(late)} of {len(refs)} servers and workers have not started within "
+                f"{self.timeout_s:.0f} s. See Ray's logs, or pass a longer start_timeout_s."
+            )
+        answers = {}
+        for number, ref in asked.items():
+            try:
+                answers[number] = self.ray.get(ref)
+            except self.ray.exceptions.RayError as error:
+                died = isinstance(error, self.ray.exceptions.ActorDiedError)
+                if died and not error.actor_init_failed and not last_time:
+                    answers[number] = None
+                    continue
+                raise RuntimeError(
+                    f"{self._name(number)} of the parameter server cannot start on its node: "
+                    f"{error}. tnt_jax and what it needs must be installed there, in the same "
+                    "versions as here."
+                ) from error
+        return answers
+
+    def _name(self, bundle: int) -> str:
+        if bundle < self._num_servers:
+            return f"Server {bundle}"
+        return f"Worker {bundle - self._num_servers}"
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Returns resources as the options of an actor."""
+    others = {name: x for name, x in resources.items() if name not in ("CPU", "GPU", "memory")}
+    options: dict[str, Any] = {"num_cpus": resources.get("CPU", 0)}
+    if "GPU" in resources:
+        options["num_gpus"] = resources["GPU"]
+    if "memory" in resources:
+        options["memory"] = resources["memory"]
+    return {**options, "resources": others} if others else options
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 class ServerFailure(Exception):
@@ -21,7 +393,7 @@ class ServerGroup:
     """Holds the variables of a model on all servers.
 
     Args:
-        crew: The actors.
+        actors: The actors.
         statistics: What is counted.
         checkpoint_every: Updates between two snapshots.
 
@@ -29,10 +401,10 @@ class ServerGroup:
         version: Number of updates so far.
     """
 
-    def __init__(self, crew: Crew, statistics: Statistics, *, checkpoint_every: int) -> None:
+    def __init__(self, actors: Actors, statistics: Statistics, *, checkpoint_every: int) -> None:
         self.version = 0
-        self._crew = crew
-        self._ray = crew.ray
+        self._actors = actors
+        self._ray = actors.ray
         self._statistics = statistics
         self._checkpoint_every = checkpoint_every
         self._layout: Layout | None = None
@@ -59,14 +431,14 @@ class ServerGroup:
         self._updates, self._pulled = [], None
         asked = [
             server.load.remote(layout, snapshot)
-            for server, snapshot in zip(self._crew.servers, snapshots, strict=True)
+            for server, snapshot in zip(self._actors.servers, snapshots, strict=True)
         ]
-        self._crew.get(asked)
+        self._actors.get(asked)
 
     def pull(self) -> list[Any]:
         """Returns references to the variables of this version, one for each server."""
         if self._pulled is None or self._pulled[0] != self.version:
-            pulled = [server.pull.remote() for server in self._crew.servers]
+            pulled = [server.pull.remote() for server in self._actors.servers]
             self._pulled = (self.version, pulled)
         return self._pulled[1]
 
@@ -82,7 +454,7 @@ class ServerGroup:
                 was not ordered.
         """
         assert self._layout is not None
-        servers = self._crew.servers
+        servers = self._actors.servers
         pushes = list(zip(*shares, strict=True))
 
         def ask(totals: list[Any]) -> list[Any]:
@@ -110,7 +482,7 @@ class ServerGroup:
         """Raises a ServerFailure if a server was lost, or an update that has ended failed."""
         if self._is_suspect:
             self._is_suspect = False
-            self._get([server.version.remote() for server in self._crew.servers])
+            self._get([server.version.remote() for server in self._actors.servers])
         if not self._updates:
             return
         done, self._updates = self._ray.wait(
@@ -132,7 +504,7 @@ class ServerGroup:
         Raises:
             ServerFailure: If updates of a server were lost.
         """
-        snapshots = self._get([server.snapshot.remote() for server in self._crew.servers])
+        snapshots = self._get([server.snapshot.remote() for server in self._actors.servers])
         if any(snapshot.version != self.version for snapshot in snapshots):
             raise ServerFailure
         self._updates = []
@@ -166,9 +538,9 @@ class ServerGroup:
     def _bring_back(self, lost: list[int]) -> None:
         layout = self._ray.put(self._layout)
         for number in lost:
-            server = self._crew.servers[number]
+            server = self._actors.servers[number]
             self._get([server.load.remote(layout, self._snapshots[number])])
-        for number, server in enumerate(self._crew.servers):
+        for number, server in enumerate(self._actors.servers):
             reached = self._get([server.version.remote(self.version)])[0]
             missed = self.version - reached
             self._statistics.lost_updates += missed
@@ -200,11 +572,11 @@ class ServerGroup:
 
     def _start_lost_servers(self) -> list[int]:
         lost = []
-        for number, server in enumerate(self._crew.servers):
+        for number, server in enumerate(self._actors.servers):
             try:
                 self._ray.get(server.version.remote())
             except self._ray.exceptions.RayActorError:
-                self._crew.replace_server(number)
+                self._actors.replace_server(number)
                 lost.append(number)
         self._statistics.lost_servers += len(lost)
         return lost

@@ -9,9 +9,9 @@ workers instead.
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from tnt_jax.parameter_server.batches import Counts, GlobalBatch
 from tnt_jax.parameter_server.coordinator import Coordinator, Flight, Work
 from tnt_jax.parameter_server.server_group import ServerFailure
+from tnt_jax.parameter_server.trainer import Counts, GlobalBatch
 from tnt_jax.parameter_server.worker import Report
 
 

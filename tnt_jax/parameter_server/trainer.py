@@ -1,8 +1,8 @@
 """A trainer whose state lies on servers, and whose steps are computed by workers."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,23 +11,122 @@ import numpy as np
 import optax
 
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.batches import EpochSums, GlobalBatch
 from tnt_jax.parameter_server.compression import from_wire, to_wire
 from tnt_jax.parameter_server.coordinator import Coordinator, Work
 from tnt_jax.parameter_server.partition import Partitioner, plan_shards
-from tnt_jax.parameter_server.served_optimizer import serve_optimizer
-from tnt_jax.parameter_server.server import Layout, Snapshot
+from tnt_jax.parameter_server.server import Layout, Snapshot, serve_optimizer
 from tnt_jax.parameter_server.server_group import ServerFailure
-from tnt_jax.parameter_server.worker import Report, WorkerModel
-from tnt_jax.parameter_server.worker_programs import counts_need_params, exchanges_rows, make_counts
+from tnt_jax.parameter_server.worker import (
+    Order,
+    Report,
+    Share,
+    WorkerModel,
+    counts_need_params,
+    exchanges_rows,
+    make_counts,
+)
 from tnt_jax.train.contracts import Batch, Hooks, Parts, StepParts
-from tnt_jax.train.data_parallel import DataParallelSteps
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.trainer import Trainer
+
+Counts = Callable[[Batch], list[np.ndarray]]
+
+
+@dataclass(eq=False)
+class GlobalBatch:
+    """A global batch of training.
+
+    Attributes:
+        batch: All its rows, padding included.
+        index: Its number in the epoch.
+        num_rows: Real rows.
+        step: Its number since the beginning of training, known once it is begun.
+    """
+
+    batch: Batch
+    index: int
+    num_rows: int
+    step: int = 0
+
+    @property
+    def what(self) -> str:
+        """What messages call it."""
+        return f"batch {self.index + 1} of the epoch (step {self.step + 1})"
+
+    def work(self) -> Work:
+        """Returns the work of one worker on all of the batch."""
+        order = Order(self.step, None, True, self.num_rows)
+        return Work("compute", (order, self.batch), self.what, self.num_rows)
+
+    def shares(self, num_shares: int, ranks_per_share: int, counts: Counts) -> list[Work]:
+        """Returns the work on each share of the batch, of equally many rows with padding.
+
+        Args:
+            num_shares: Number of shares.
+            ranks_per_share: Ranks of each worker.
+            counts: Returns the divisors of the loss of the batch.
+        """
+        if num_shares == 1:
+            return [self.work()]
+        divisors = tuple(counts(self.batch))
+        size = len(jax.tree.leaves(self.batch.inputs)[0]) // num_shares
+        works = []
+        for number in range(num_shares):
+            rows = slice(number * size, (number + 1) * size)
+            part = jax.tree.map(lambda x, rows=rows: x[rows], self.batch)
+            share = Share(np.int32(number * ranks_per_share), np.float32(1 / num_shares), divisors)
+            real = size if part.mask is None else int(part.mask.sum())
+            order = Order(self.step, share, True, self.num_rows)
+            what = f"share {number + 1} of {num_shares} of {self.what}"
+            works.append(Work("compute", (order, part), what, real))
+        return works
+
+
+class EpochSums:
+    """The sums over an epoch that its logs are computed from.
+
+    Args:
+        sums: Those of the steps before, or None.
+    """
+
+    def __init__(self, sums: Any) -> None:
+        self.sums = None if sums is None else jax.tree.map(np.asarray, sums)
+
+    def add(self, reports: Sequence[Report]) -> None:
+        """Adds a global batch: the reports of its shares, in order.
+
+        As in Keras, the loss of a batch is weighted by its rows.
+        """
+        rows = np.float32(sum(report.rows for report in reports))
+        loss, losses, increments = (
+            jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *each)
+            for each in zip(
+                *((report.loss, report.losses, report.increments) for report in reports),
+                strict=True,
+            )
+        )
+        added = {
+            "loss": (np.float32(loss) * rows, rows),
+            "losses": [(np.float32(value) * rows, rows) for value in losses],
+            "metrics": increments,
+        }
+        self.add_sums(added)
+
+    def add_sums(self, added: Any) -> None:
+        """Adds the sums of other batches."""
+        if self.sums is None:
+            self.sums = added
+        else:
+            self.sums = jax.tree.map(lambda x, y: np.asarray(x + y, x.dtype), self.sums, added)
+
+    def on_device(self) -> Any:
+        """Returns the sums as JAX arrays, or None before the first batch."""
+        return None if self.sums is None else jax.device_put(self.sums)
 
 
 class ModelOfWorkers(Protocol):
@@ -276,7 +375,7 @@ class ServedTrainer(Trainer):
         plan = plan_shards(
             shapes,
             dtypes,
-            num_servers=len(self._coordinator.crew.servers),
+            num_servers=len(self._coordinator.actors.servers),
             partitioner=self._partitioner,
             num_divided=len(params),
         )
@@ -338,7 +437,7 @@ class ServedTrainer(Trainer):
             index = next(taken)
             take(index, groups[index], result)
 
-        ahead = 2 * len(self._coordinator.crew.workers)
+        ahead = 2 * len(self._coordinator.actors.workers)
         self._coordinator.run_all(works(), ahead=ahead, take=take_next)
 
     def _take_sums(

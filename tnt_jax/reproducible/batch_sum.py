@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.distributed.random_rows import data_key, row_key, step_key
+from tnt_jax.distributed.sums.random_rows import data_key, row_key, step_key
 from tnt_jax.reproducible.device_program import BY_RANK, REPLICATED, device_program
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Batch, Measured, Parts
-from tnt_jax.train.epoch_sums import num_local_rows, quotient, weighted_sum
+from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient, weighted_sum
 
 _ADVICE = (
     "With reproducible=True a model must not look at other ranks, because what they hold depends "

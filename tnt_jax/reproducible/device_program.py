@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.hlo import join_programs
+from tnt_jax.distributed.sums.hlo import join_programs
 
 BY_RANK = PartitionSpec(_jax.DATA_AXIS)
 REPLICATED = PartitionSpec()

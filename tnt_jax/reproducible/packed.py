@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tnt_jax.distributed.fused_psum import flatten, groups_of_small, split_like
+from tnt_jax.distributed.sums.fused_psum import flatten, groups_of_small, split_like
 
 # A larger array is sent separately: a copy would cost memory and more time than it saves.
 _LARGE_BYTES = 2**18

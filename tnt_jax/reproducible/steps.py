@@ -20,8 +20,8 @@ import optax
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
-from tnt_jax.distributed.averages import check_can_be_averaged
-from tnt_jax.distributed.random_rows import data_key
+from tnt_jax.distributed.sums.averages import check_can_be_averaged
+from tnt_jax.distributed.sums.random_rows import data_key
 from tnt_jax.reproducible.batch_sum import (
     BatchSum,
     Counts,
@@ -41,12 +41,11 @@ from tnt_jax.reproducible.device_program import (
 )
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
-from tnt_jax.train.accumulation import accumulate, with_step
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
-from tnt_jax.train.epoch_sums import add_sums, num_local_rows
-from tnt_jax.train.finite import OnNaN, is_finite_step, take_or_leave
-from tnt_jax.train.loss_scale import loss_scale
+from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once
+from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
+from tnt_jax.train.steps.step import accumulate, with_step
 
 
 class ReproducibleSteps:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from tnt_jax.distributed import stall
-from tnt_jax.distributed.collectives import call_on_all_processes
-from tnt_jax.distributed.objects import broadcast_object
-from tnt_jax.distributed.runtime import is_master_rank
+from tnt_jax.distributed.host.collectives import call_on_all_processes
+from tnt_jax.distributed.host.objects import broadcast_object
+from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.distributed.liveness import phases as stall
 
 _T = TypeVar("_T")
 

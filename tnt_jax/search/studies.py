@@ -5,10 +5,10 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tnt_jax.distributed import stall
-from tnt_jax.distributed.objects import broadcast_object
-from tnt_jax.distributed.rendezvous import meet
-from tnt_jax.distributed.runtime import get_process_count, is_master_rank
+from tnt_jax.distributed.host.objects import broadcast_object
+from tnt_jax.distributed.joining.runtime import get_process_count, is_master_rank
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.search.require import import_optuna
 from tnt_jax.search.shared_trial import SharedTrial
 

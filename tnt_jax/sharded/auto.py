@@ -15,15 +15,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed import collectives, runtime
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.sharded.planning import in_units, peak_bytes
 from tnt_jax.train.contracts import Batch, Parts, Steps
-from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.number_watch import NumberWatch
+from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
+from tnt_jax.train.steps.epoch_sums import zero_sums
 
 
 class StepsInPlaces(Steps, Protocol):

@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.sharded.block_list import BlockList
+from tnt_jax.sharded.blocks.block_list import BlockList
 from tnt_jax.sharded.gathering import Cut
-from tnt_jax.sharded.pipeline import Pipeline
+from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.rules import Axis, Rule, choose_axes, with_axis, with_fsdp
 from tnt_jax.train.state_arrays import is_array, state_arrays
 

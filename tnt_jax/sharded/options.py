@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tnt_jax import _jax
 from tnt_jax.sharded.mesh_axes import AUTO, MeshAxes
-from tnt_jax.sharded.pipeline import Pipeline
+from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.rules import Rule, checked_rules
 
 

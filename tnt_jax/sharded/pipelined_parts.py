@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut, gather_where_used
-from tnt_jax.sharded.layers_loop import LayersLoop, Moving, example_of
 from tnt_jax.sharded.layout import Layout
-from tnt_jax.sharded.pipeline import MicroRows, Pipeline, check_statistics
-from tnt_jax.sharded.schedules import (
+from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
+from tnt_jax.sharded.pipeline.pipeline import MicroRows, Pipeline, check_statistics
+from tnt_jax.sharded.pipeline.schedules import (
     STAGE_AXIS,
     Ends,
     axes_of,

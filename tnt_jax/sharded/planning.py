@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tnt_jax.distributed.hlo import Traffic, read_traffic
+from tnt_jax.distributed.sums.hlo import Traffic, read_traffic
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.distributed.reduction import plan_buckets
-from tnt_jax.sharded.block_list import Staged
+from tnt_jax.distributed.sums.reduction import plan_buckets
+from tnt_jax.sharded.blocks.block_list import Staged
 from tnt_jax.sharded.gathering import Cut
 from tnt_jax.sharded.layout import Layout, cut_of
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, vary
 from tnt_jax.sharded.rules import Axis
-from tnt_jax.sharded.schedules import STAGE_AXIS, axes_of, vary
 
 # Smaller arrays share an all-to-all.
 _BUCKET_BYTES = 4 * 2**20

@@ -13,21 +13,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import rank_slice_of
-from tnt_jax.distributed.reduction import Reduction
-from tnt_jax.distributed.runtime import Runtime
-from tnt_jax.sharded.gathered_parts import GatheredParts, gathered_apply
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.sharded.layout import Layout
-from tnt_jax.sharded.pipeline import Pipeline
+from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
-from tnt_jax.sharded.placement import InParts
+from tnt_jax.sharded.placement import GatheredParts, InParts, gathered_apply
 from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.global_step import WholeBatches, global_mesh
-from tnt_jax.train.sharded_step import make_sharded_train_step, make_sharded_train_steps
 from tnt_jax.train.state import TrainState, create_state
-from tnt_jax.train.step import compiled, evaluation, prediction
+from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
+from tnt_jax.train.steps.sharded_step import make_sharded_train_step, make_sharded_train_steps
+from tnt_jax.train.steps.step import compiled, evaluation, prediction
 
 _REPLICATED: Any = PartitionSpec()
 # Parameters, gradients and the two moments of Adam.

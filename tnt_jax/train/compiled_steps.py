@@ -9,14 +9,14 @@ import numpy as np
 import optax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.train import execution
 from tnt_jax.train.contracts import Parts, Steps
-from tnt_jax.train.epoch_sums import zero_sums
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.number_watch import NumberWatch
+from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
+from tnt_jax.train.steps.epoch_sums import zero_sums
 
 
 class CompiledSteps:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.adapters.variable_path import VariablePath
+from tnt_jax.adapters.base import VariablePath
 from tnt_jax.train.state import TrainState
 
 # How many leaves an error names before it says how many there are besides.

@@ -4,7 +4,7 @@
 of batches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
-from tnt_jax.data.feed import make_put
-from tnt_jax.distributed import collectives, stall
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.data.feed import Feed, make_put
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.liveness import phases as stall
 from tnt_jax.train import execution
-from tnt_jax.train.ahead import Ahead
-from tnt_jax.train.coming import ComingState, coming_state
+from tnt_jax.train.ahead import Ahead, ComingState, coming_state
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
-from tnt_jax.train.execution import DeviceBatches, InFlight
+from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, moved
+from tnt_jax.train.steps.step import make_predict_step
 
 
 class Trainer:
@@ -417,3 +419,122 @@ class Trainer:
             "seed": self._seed,
             "accumulation_steps": self._accumulation_steps,
         }
+
+
+_FIRST = np.uint32(0)  # Rows of the data before the batch.
+
+
+def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
+    """Returns how many steps of evaluation or prediction share a program.
+
+    They are as many as wanted, but 1 where that is slow.
+
+    Args:
+        trainer: Trainer with variables.
+        wanted: Steps that the user wants in one program.
+        batch: This process's rows of a batch.
+    """
+    if wanted == 1 or trainer.steps.fused is None or trainer.runtime.platform != "cpu":
+        return wanted
+    # As in training: XLA's CPU convolutions are many times slower in a program of several steps.
+    state = trainer.require_state()
+    inputs = trainer.put(batch.inputs)
+    is_slow = _jax.convolves(trainer.predict_step, state.params, state.model_state, inputs, _FIRST)
+    return 1 if is_slow else wanted
+
+
+def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
+    """Returns shapes and dtypes of the model's outputs, and what made each of them last.
+
+    The second tree holds `"sigmoid"`, `"softmax"` or `""`.
+
+    Args:
+        trainer: Trainer that was built.
+        batch: Batch of this process's rows.
+    """
+    state = trainer.described()
+    # Steps that run one by one have several programs, none of which says it alone.
+    is_one = trainer.steps.fused is not None
+    fast = (
+        trainer.predict_step
+        if is_one
+        else make_predict_step(trainer.adapter.apply, trainer.runtime.mesh)
+    )
+    inputs = trainer.put(batch.inputs)
+    traced = fast.trace(state.params, state.model_state, inputs, _FIRST)  # pyright: ignore
+    activations = [activation or "" for activation in _jax.last_activations(traced)]
+    return traced.out_info, jax.tree.unflatten(jax.tree.structure(traced.out_info), activations)
+
+
+def local_outputs(trainer: Trainer, batch: Batch) -> Any:
+    """Returns the model's outputs for this process's rows of a batch, as host arrays.
+
+    The rows of padding are included.
+
+    Args:
+        trainer: Trainer with variables.
+        batch: Batch of this process's rows.
+    """
+    state = trainer.require_state()
+    with stall.in_phase("step"):
+        outputs = _jax.finished(
+            trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
+        )
+    return jax.tree.map(
+        lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs
+    )
+
+
+def _in_row_order(x: jax.Array) -> list[Any]:
+    return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+def device_feed(
+    trainer: Trainer,
+    items: Iterator[HostBatch],
+    unpack: Callable[[HostBatch], Batch],
+    *,
+    threaded: bool,
+    num_steps: int = 1,
+    gives_up: Callable[[], bool] | None = None,
+) -> Feed:
+    """Returns a feed of `DeviceBatches`.
+
+    Args:
+        trainer: Trainer whose steps take them.
+        items: Host batches.
+        unpack: From a host batch to what a step takes.
+        threaded: Whether a thread prepares batches ahead.
+        num_steps: Batches of equal shapes that are put together, for one program; 1 where steps run
+            one by one.
+        gives_up: As of `Feed`.
+    """
+    prepare = preparation_of(trainer, unpack, threaded=threaded)
+    size = 1 if trainer.steps.fused is None else num_steps
+    return Feed(in_groups(items, size), prepare, threaded=threaded, gives_up=gives_up)
+
+
+def preparation_of(
+    trainer: Trainer, unpack: Callable[[HostBatch], Batch], *, threaded: bool
+) -> Callable[[list[HostBatch]], DeviceBatches]:
+    """Returns the function that makes of some host batches what one program takes.
+
+    Args:
+        trainer: Trainer whose steps take them.
+        unpack: From a host batch to what a step takes.
+        threaded: Whether a thread calls it.
+    """
+    # Without a thread that hides its cost, device_put takes longer than the compiled step does to
+    # fetch host arrays itself.
+    is_direct = not threaded and jax.process_count() == 1 and trainer.steps.takes_host_arrays
+
+    def prepare(group: list[HostBatch]) -> DeviceBatches:
+        batches = [unpack(item) for item in group]
+        batch = batches[0] if len(group) == 1 else stack(batches)
+        put = trainer.put if len(group) == 1 else trainer.put_stacked
+        num_rows = sum(item.num_rows for item in group)
+        return DeviceBatches(
+            batch if is_direct else put(batch), num_rows, len(group), group[0].shards
+        )
+
+    return prepare

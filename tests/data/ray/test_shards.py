@@ -7,10 +7,10 @@ import pytest
 from ray_rows import dataset_of, in_processes, rank_slices
 
 from tnt_jax.data.dispatch import as_source
+from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.ray import shards
 from tnt_jax.data.ray.shards import shard_source
 from tnt_jax.data.ray.spec import RayData
-from tnt_jax.data.read_options import ReadOptions
 
 
 def read(split, size, *, local_ranks=1, epochs=1):

@@ -13,7 +13,8 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 from tfdata_checks import Dataset, assert_union_is, numpy_batches, sources  # noqa: E402
 
 import tnt_jax as tnt  # noqa: E402
-from tnt_jax.data.tf import files, private, skipping  # noqa: E402
+from tnt_jax.data.tf import private, skipping  # noqa: E402
+from tnt_jax.data.tf import skipping as files  # noqa: E402
 from tnt_jax.data.tf import tfdata as tfdata_module  # noqa: E402
 
 MISSING = "this version of TensorFlow"

@@ -9,10 +9,9 @@ from tfdata_checks import Dataset, numpy_batches
 
 import tnt_jax as tnt
 from tnt_jax.data.dispatch import as_source
-from tnt_jax.data.layout import RankSlice
-from tnt_jax.data.read_options import ReadOptions
+from tnt_jax.data.layout import RankSlice, ReadOptions
 from tnt_jax.data.tf import private as _tensorflow
-from tnt_jax.data.tf.run_to_run import run_to_run_differences
+from tnt_jax.data.tf.inspection import run_to_run_differences
 from tnt_jax.data.tf.tfdata import TfData, TfDataSource
 from tnt_jax.job import Slot
 

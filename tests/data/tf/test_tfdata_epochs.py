@@ -14,8 +14,10 @@ from tfdata_checks import (  # noqa: E402
     sources,
 )
 
-from tnt_jax.data.layout import RankSlice  # noqa: E402
-from tnt_jax.data.read_options import ReadOptions  # noqa: E402
+from tnt_jax.data.layout import (  # noqa: E402
+    RankSlice,
+    ReadOptions,
+)
 from tnt_jax.data.tf.tfdata import tf_source  # noqa: E402
 
 AUTOTUNE = tf.data.AUTOTUNE

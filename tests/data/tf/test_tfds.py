@@ -4,9 +4,9 @@ import pytest
 tfds = pytest.importorskip("tensorflow_datasets", reason="needs TensorFlow Datasets")
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 
-from tnt_jax.data import tfds as loading  # noqa: E402
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource  # noqa: E402
 from tnt_jax.data.layout import RankSlice  # noqa: E402
-from tnt_jax.data.random_access import RandomAccess, RandomAccessSource  # noqa: E402
+from tnt_jax.data.recipes import tfds as loading  # noqa: E402
 from tnt_jax.data.tf.tfdata import TfData, TfDataSource  # noqa: E402
 
 

@@ -8,8 +8,8 @@ from keras_beside import data
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.data.stream import EpochStream
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 
 class Noisy(nn.Module):
@@ -336,12 +336,12 @@ def test_a_sought_stream_equals_one_that_was_read(known, steps_per_epoch, first_
     ]
     for done in range(3):
         for batch in range(len(whole[done]) + 1):
-            sought = stream()
+            seeked = stream()
             if peeked:
-                sought.peek(first_epoch)
-            sought.seek(first_epoch + done, batch, first_epoch=first_epoch)
+                seeked.peek(first_epoch)
+            seeked.seek(first_epoch + done, batch, first_epoch=first_epoch)
             rest = [
-                list(sought.epoch(number)) for number in range(first_epoch + done, first_epoch + 5)
+                list(seeked.epoch(number)) for number in range(first_epoch + done, first_epoch + 5)
             ]
             assert rest == [whole[done][batch:], *whole[done + 1 :]]
 

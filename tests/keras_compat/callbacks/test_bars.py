@@ -17,7 +17,7 @@ import pytest
 from tqdm import tqdm
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.callbacks import bars
+from tnt_jax.keras_compat.callbacks import progbar as bars
 
 ITEMS = ["12,345 examples/s", "loss 0.1234", "accuracy 0.9876", "top_k_accuracy 0.9999"]
 

@@ -12,10 +12,9 @@ from keras_beside import Net, Recorder, compile_linen, data, fit
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.keras_compat.callbacks import scope
+from tnt_jax.keras_compat.callbacks import base as scope
 from tnt_jax.keras_compat.callbacks.callback_list import overrides
-from tnt_jax.keras_compat.callbacks.monitor import Monitor, direction
-from tnt_jax.keras_compat.callbacks.saving_times import SavingTimes
+from tnt_jax.keras_compat.callbacks.monitor import Monitor, SavingTimes, direction
 
 
 def small_model(**sgd):

@@ -13,9 +13,9 @@ from keras_beside import Net, compile_linen, data, fit, keras_model, linen_model
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.keras_compat.callbacks.tensorboard_weights import as_images
+from tnt_jax.keras_compat.callbacks.tensorboard import as_images
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 LOSS = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
 

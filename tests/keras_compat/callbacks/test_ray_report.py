@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.callbacks import ray_report
+from tnt_jax.keras_compat.callbacks import tuners as ray_report
 
 RNG = np.random.default_rng(0)
 

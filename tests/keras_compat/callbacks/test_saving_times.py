@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from tnt_jax.keras_compat.callbacks import saving_times as module
-from tnt_jax.keras_compat.callbacks.saving_times import SavingSeconds, SavingTimes, saving_times
+from tnt_jax.keras_compat.callbacks import monitor as module
+from tnt_jax.keras_compat.callbacks.monitor import SavingSeconds, SavingTimes, saving_times
 
 
 class Clock:

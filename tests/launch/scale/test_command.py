@@ -7,14 +7,13 @@ import signal
 import pytest
 from processes import environment
 
-from tnt_jax.launch.hostfile import HostEntry
-from tnt_jax.launch.options import parse_options
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Scale, parse_options
 from tnt_jax.launch.scale.command import _Listener
 from tnt_jax.launch.scale.hosts import Layout, lay_out
 from tnt_jax.launch.scale.report import check_folder
 from tnt_jax.launch.scale.runs import MARK
 from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.scale_arguments import Scale
 
 SCRIPT = """
 import sys

@@ -1,4 +1,4 @@
-"""A loop of one's own goes on where it was saved: the same state, at the same row."""
+"""A custom training loop goes on where it was saved: the same state, at the same row."""
 
 import flax.nnx as nnx
 import jax

@@ -1,4 +1,4 @@
-"""A loop of one's own equals a plain loop on one device closely, and `fit` bit for bit."""
+"""A custom training loop equals a plain loop on one device closely, and `fit` bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from own_loops import make_state, make_step
 from reference_trainer import Net, make_data, train
 
 import tnt_jax as tnt
-from tnt_jax.distributed.random_rows import row_key
+from tnt_jax.distributed.sums.random_rows import row_key
 
 
 def close(actual, expected):

@@ -11,13 +11,13 @@ import numpy as np
 from tnt_jax.data.agreement import Board, reader_stopped
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
+from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.ray.blocks import rows_of
 from tnt_jax.data.ray.columns import ColumnRoles
 from tnt_jax.data.ray.connection import Connection
 from tnt_jax.data.ray.kinds import is_ray_iterator
 from tnt_jax.data.ray.row_stream import Request, Share
 from tnt_jax.data.ray.spec import RayData
-from tnt_jax.data.row_order import RowOrder
 from tnt_jax.data.sources import HostBatch
 
 # Batches that are asked for, or on their way to this node, while one is used.

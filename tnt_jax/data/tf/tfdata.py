@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tnt_jax.data.announcement import announced_batch
-from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
-from tnt_jax.data.report import last_padded_rows
-from tnt_jax.data.row_order import RowOrder
-from tnt_jax.data.sources import HostBatch, Source, batch_length, select_rows
-from tnt_jax.data.tf.distribution import Distribution, Rebuilt
-from tnt_jax.data.tf.ending import elements_of
+from tnt_jax.data.layout import RankSlice, last_padded_rows, local_rows, resolve_batch_size
+from tnt_jax.data.permutation import RowOrder
+from tnt_jax.data.sources import HostBatch, Source, announced_batch, batch_length, select_rows
+from tnt_jax.data.tf.limits import (
+    Distribution,
+    Rebuilt,
+    elements_of,
+    warn_of_parts,
+    warn_of_runs,
+    warn_once,
+)
 from tnt_jax.data.tf.private import Unreadable
-from tnt_jax.data.tf.warnings import warn_of_parts, warn_of_runs, warn_once
 from tnt_jax.log import logger
 
 if TYPE_CHECKING:
-    from tnt_jax.data.read_options import ReadOptions
+    from tnt_jax.data.layout import ReadOptions
 
 Split = Literal["auto", "before", "after"]
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
@@ -175,8 +178,8 @@ class TfDataSource:
     def _name_record(self, epoch: int, batch: int, error: Exception) -> None:
         """Raises an error that names the record which cannot be read, if it can be found."""
         if type(error).__name__ == "DataLossError":
-            from tnt_jax.data.records import check_records
-            from tnt_jax.data.tf.files import files_of
+            from tnt_jax.data.tf.records import check_records
+            from tnt_jax.data.tf.skipping import files_of
 
             try:
                 files = files_of(self._dataset)
@@ -296,7 +299,7 @@ class TfDataSource:
         )
 
     def _warn_of_differences(self, rebuilt: Rebuilt) -> None:
-        from tnt_jax.data.tf.run_to_run import draws_for_own_rows, run_to_run_differences
+        from tnt_jax.data.tf.inspection import draws_for_own_rows, run_to_run_differences
 
         differences = run_to_run_differences(rebuilt.stream)
         if self._split == "before":

@@ -15,7 +15,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.machine import machine_id
-from tnt_jax.distributed.rendezvous import read_key
+from tnt_jax.distributed.liveness.rendezvous import read_key
 from tnt_jax.distributed.shared_sums.library import load_library
 from tnt_jax.job import Slot
 from tnt_jax.log import logger

@@ -1,22 +1,210 @@
-"""Backs up training, so that an interrupted run can continue."""
+"""Backs up training, so that an interrupted run can continue.
 
+The state of the callbacks of a run, as a backup holds it.
+
+A callback of tnt_jax says by `state` what it needs; of Keras's own callbacks the attributes are
+known that decide how training goes on.
+"""
+
+import copy
+import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from tnt_jax.distributed.joining.runtime import is_master_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.keras_compat.callbacks.callback_states import collect, numbered, restore
-from tnt_jax.keras_compat.callbacks.monitor import Monitor
-from tnt_jax.keras_compat.callbacks.saving_times import SaveFreq, SavingSeconds, saving_times
-from tnt_jax.train.checkpoint import Checkpoints, OnSaveError, Position, Saved
-from tnt_jax.train.checkpoint_folders import OwnFolders
+from tnt_jax.keras_compat.callbacks.monitor import Monitor, SaveFreq, SavingSeconds, saving_times
+from tnt_jax.launch.planning.fingerprint import fingerprint_line
+from tnt_jax.log import logger
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError, Position, Saved
+from tnt_jax.train.checkpoints.folders import OwnFolders
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
+
+
+class Fingerprint(Callback):
+    """Writes a digest of each array of the training state to a file.
+
+    The state consists of weights, model state, optimizer state, step count and random key.
+
+    `tnt-jax fingerprint A B` compares two files and names the first step and the arrays that
+    differ. A resumed run appends to its file. Arrays that are sharded over the ranks, as with
+    `shard_optimizer_state`, are left out.
+
+    Args:
+        path: File to write, on the master.
+        every: Number of steps after which to write, too; by default only after each epoch.
+    """
+
+    def __init__(self, path: str | Path, *, every: int | None = None) -> None:
+        super().__init__()
+        if every is not None and every < 1:
+            raise ValueError(f"every must be at least 1 step, but is {every}.")
+        self._path = Path(path)
+        self._every = every
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Begins a new file, unless the model has been trained before."""
+        if is_master_rank() and int(self.model.state.step) == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Records the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Writes a line after every `every` steps."""
+        if self._every is not None and (batch + 1) % self._every == 0:
+            self._write()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Writes a line."""
+        self._write()
+
+    def _write(self) -> None:
+        if is_master_rank():
+            state = replace(self.model.state, accumulated=None, residual=None)
+            arrays = {path: _digest(x) for path, x in state_arrays(state).items() if _is_whole(x)}
+            with self._path.open("a") as file:
+                file.write(fingerprint_line(self._epoch, int(state.step), arrays))
+
+
+def _is_whole(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_replicated
+
+
+def _digest(x: Any) -> str:
+    array = np.asarray(x)
+    return hashlib.md5(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
+
+
+# Keras 3.15, keras/src/callbacks: what on_train_begin sets and later hooks change.
+_KERAS_ATTRIBUTES = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
+    "ModelCheckpoint": ("best",),
+}
+States = list[tuple[str, dict[str, Any]]]
+
+
+def collect(callbacks: Iterable[Any]) -> tuple[States, dict[str, np.ndarray]]:
+    """Returns the states of callbacks as JSON values, and their arrays by path."""
+    states: States = []
+    arrays: dict[str, np.ndarray] = {}
+    for index, callback in enumerate(callbacks):
+        # A copy: training and callbacks change their state while the backup is written.
+        state = copy.deepcopy(_state_of(callback))
+        for name, value in state.items():
+            if _is_arrays(value):
+                path = f"callbacks/{index}/{name}"
+                arrays |= {f"{path}/{number}": array for number, array in enumerate(value)}
+                state[name] = {"num_arrays": len(value)}
+        states.append((type(callback).__name__, state))
+    return states, arrays
+
+
+def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str, Any]) -> None:
+    """Gives callbacks the state that callbacks of the same class had, in their order.
+
+    Args:
+        callbacks: The callbacks of the resumed run.
+        states: States of the interrupted run.
+        arrays: Its arrays by path.
+    """
+    found = _by_name(
+        (
+            name,
+            {
+                key: _restored(value, f"callbacks/{index}/{key}", arrays)
+                for key, value in state.items()
+            },
+        )
+        for index, (name, state) in enumerate(states)
+    )
+    own = _by_name((type(callback).__name__, callback) for callback in callbacks)
+    for place, callback in own.items():
+        if state := found.get(place):
+            _set_state(callback, state)
+    missing = [
+        name for (name, number), state in found.items() if state and (name, number) not in own
+    ]
+    if missing:
+        logger.warning(
+            "The interrupted run had callbacks that this one has not: %s. Their state is lost.",
+            ", ".join(missing),
+        )
+
+
+def numbered(arrays: Mapping[str, np.ndarray], prefix: str) -> list[np.ndarray]:
+    """Returns the arrays at `prefix/0`, `prefix/1` and so on."""
+    numbers = sorted(
+        int(path.removeprefix(f"{prefix}/")) for path in arrays if path.startswith(f"{prefix}/")
+    )
+    return [arrays[f"{prefix}/{number}"] for number in numbers]
+
+
+def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[tuple[str, int], Any]:
+    """Returns values by name and by how many of the same name come before."""
+    counts = Counter[str]()
+    found = {}
+    for name, value in pairs:
+        found[name, counts[name]] = value
+        counts[name] += 1
+    return found
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    if isinstance(callback, Callback):
+        return callback.state()
+    return {
+        name: float(value) if isinstance(value, np.floating) else value
+        for name in _keras_attributes(callback)
+        if (value := getattr(callback, name, None)) is not None
+    }
+
+
+def _set_state(callback: Any, state: dict[str, Any]) -> None:
+    if isinstance(callback, Callback):
+        callback.set_state(state)
+        return
+    for name in _keras_attributes(callback):
+        if name in state:
+            setattr(callback, name, state[name])
+
+
+def _keras_attributes(callback: Any) -> tuple[str, ...]:
+    return next(
+        (
+            _KERAS_ATTRIBUTES[cls.__name__]
+            for cls in type(callback).__mro__
+            if cls.__name__ in _KERAS_ATTRIBUTES and cls.__module__.startswith("keras.")
+        ),
+        (),
+    )
+
+
+def _restored(value: Any, path: str, arrays: Mapping[str, np.ndarray]) -> Any:
+    is_kept_apart = isinstance(value, dict) and set(value) == {"num_arrays"}
+    return numbered(arrays, path) if is_kept_apart else value
+
+
+def _is_arrays(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, np.ndarray) for item in value)
+    )
+
 
 BACKUP_PREFIX = "tnt_jax_backup"
 """What the names of the folders of backups begin with."""

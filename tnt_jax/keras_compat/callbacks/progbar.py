@@ -1,16 +1,159 @@
 """Progress output: a bar on a terminal or in a notebook, lines elsewhere; only the master shows."""
 
+import importlib.util
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from tnt_jax.keras_compat.callbacks.bars import close, new_bar, show_items
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.keras_compat.callbacks.logs import LazyLogs
-from tnt_jax.log import beside_bars
+from tnt_jax.log import beside_bars, logger
+
+# Methods of dict that read its contents.
+_READERS = (
+    "__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__",
+    "__ne__", "__or__", "__repr__",
+    "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop",
+    "popitem", "setdefault", "update",
+    "values",
+)  # fmt: skip
+
+
+class LazyLogs(dict[str, float]):
+    """The logs of a step: a dict that computes its contents on first access.
+
+    Only then does it wait for the devices.
+
+    Args:
+        read: Computes the logs.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        # json.dumps reads the size in C before it calls a method: an empty dict would be written as
+        # {}.
+        super().__init__(loss=0.0)
+        self._read: Callable[[], dict[str, float]] | None = read
+
+    def __bool__(self) -> bool:
+        """Returns True: every step has a loss, so `logs or {}` need not wait."""
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies as a plain dict."""
+        return dict, (dict(self),)
+
+    def _fill(self) -> None:
+        if self._read is not None:
+            read, self._read = self._read, None
+            dict.clear(self)
+            dict.update(self, read())
+
+
+def _filled_before(name: str) -> Callable:
+    method = getattr(dict, name)
+
+    def call(self: LazyLogs, *args: Any, **kwargs: Any) -> Any:
+        self._fill()
+        return method(self, *args, **kwargs)
+
+    call.__name__ = name
+    call.__doc__ = method.__doc__
+    return call
+
+
+for _name in _READERS:
+    setattr(LazyLogs, _name, _filled_before(_name))
+
+
+_LAYOUT = "{desc}: |{bar:WIDTH}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_OPEN_LAYOUT = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
+_NARROW_LAYOUT = "{desc}: {n_fmt}/{total_fmt}"
+_WIDEST_BAR, _NARROWEST_BAR = 20, 3
+
+
+def new_bar(title: str, total: int | None) -> Any:
+    """Returns a bar for the screen of this process, or None if it can show none.
+
+    Args:
+        title: What stands before the bar.
+        total: Steps until the end; None if nobody knows.
+    """
+    if _is_notebook():
+        return _notebook_bar(title, total)
+    if not sys.stdout.isatty():
+        return None
+    bar = tqdm(
+        total=total,
+        desc=title,
+        bar_format=_OPEN_LAYOUT if total is None else _NARROW_LAYOUT,
+        file=sys.stdout,
+        leave=False,
+        dynamic_ncols=True,
+    )
+    show_items(bar, 0, [])
+    return bar
+
+
+def show_items(bar: Any, step: int, items: Sequence[str]) -> None:
+    """Draws a bar at a step, with the first items for which the terminal has room.
+
+    An item is shown as a whole or not at all: half a number would be a wrong one.
+    """
+    bar.n = step
+    shown = bar.format_dict
+    if not bar.gui:
+        columns = shown["ncols"] or 10_000  # What is no device has no width.
+        bar.bar_format, items = _fitting(shown, items, columns - 1)
+    bar.set_postfix_str(", ".join(items), refresh=False)
+    bar.refresh()
+
+
+def close(bar: Any, step: int) -> None:
+    """Removes a bar from the screen, at the step at which it ends."""
+    bar.n = bar.total = step  # A bar of HTML that ends early would stay, in red.
+    bar.close()
+
+
+def _fitting(
+    shown: dict[str, Any], items: Sequence[str], columns: int
+) -> tuple[str, Sequence[str]]:
+    """Returns the layout and the items that fit into a number of columns."""
+    is_open = shown["total"] is None
+    layout = _OPEN_LAYOUT if is_open else _LAYOUT.replace("{bar:WIDTH}", "")
+    taken = len(tqdm.format_meter(**{**shown, "postfix": "", "bar_format": layout, "ncols": None}))
+    left = columns - taken - (0 if is_open else _NARROWEST_BAR)
+    if left < 0:
+        return (layout if is_open else _NARROW_LAYOUT), []
+    fitting = []
+    for item in items:
+        if len(item) + 2 > left:
+            break
+        fitting.append(item)
+        left -= len(item) + 2
+    width = min(_WIDEST_BAR, _NARROWEST_BAR + left)
+    return (layout if is_open else _LAYOUT.replace("WIDTH", str(width))), fitting
+
+
+def _is_notebook() -> bool:
+    """Returns whether this process is the kernel of a notebook, which shows HTML."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _notebook_bar(title: str, total: int | None) -> Any:
+    if importlib.util.find_spec("ipywidgets") is None:
+        logger.info("`pip install ipywidgets` shows a bar here instead of lines.")
+        return None
+    from tqdm.notebook import tqdm as html_bar
+
+    layout = _OPEN_LAYOUT if total is None else _LAYOUT.replace("{bar:WIDTH}", "{bar}")
+    return html_bar(total=total, desc=title, bar_format=layout, file=sys.stdout, leave=False)
+
 
 # Seconds between two refreshes of a bar, and between two progress lines without a terminal.
 _BAR_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 10.0

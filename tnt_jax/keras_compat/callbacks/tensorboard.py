@@ -7,16 +7,259 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
-from tnt_jax.distributed.runtime import get_rank
+from tnt_jax.distributed.joining.runtime import get_rank
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.keras_compat.callbacks.tensorboard_weights import (
-    embedding_tables,
-    finite_values,
-    write_embeddings,
-    write_images,
-    write_keras_graph,
-)
+from tnt_jax.keras_compat.keras_objects import is_keras
+from tnt_jax.log import logger
+
+
+class RuntimeProfiler(Callback):
+    """Times steps and epochs, on the master.
+
+    Every `logging_freq` batches it waits for the step and records the logs with `epoch`,
+    `iteration` (from 1) and `iter_runtime_s`, the mean time of the steps since the last record.
+    Every `print_freq` batches it writes the last record as a line `Iteration {...}`, and at the end
+    of an epoch a line `Epoch {...}` with `epoch`, `size` (examples), `niterations` and
+    `epoch_runtime_s`, from the start of the epoch to the end of its last training step, without
+    validation.
+
+    Args:
+        batch_size: Rows of the global batch, for `size`; if None, rows are counted.
+        log_file_path: File to which the lines are appended; standard output by default.
+        logging_freq: Number of batches between two records.
+        print_freq: Number of batches between two lines.
+
+    Attributes:
+        records: Records of steps so far.
+        epochs: Records of epochs so far.
+
+    Raises:
+        ValueError: If a frequency is below 1.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        log_file_path: str | os.PathLike[str] | None = None,
+        logging_freq: int = 10,
+        print_freq: int = 30,
+    ) -> None:
+        super().__init__()
+        if min(logging_freq, print_freq) < 1:
+            raise ValueError(
+                f"logging_freq ({logging_freq}) and print_freq ({print_freq}) must be at least 1."
+            )
+        self.batch_size = batch_size
+        self.log_file_path = log_file_path
+        self.logging_freq = logging_freq
+        self.print_freq = print_freq
+        self.records: list[dict[str, Any]] = []
+        self.epochs: list[dict[str, Any]] = []
+        self._epoch = self._iteration = self._rows = self._recorded_at = 0
+        self._epoch_start = self._last_record = self._train_end = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Starts the clock of an epoch."""
+        self._epoch = epoch
+        self._iteration = self._rows = self._recorded_at = 0
+        self._epoch_start = self._last_record = time.perf_counter()
+        self._train_end = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Records and writes a step when it is due."""
+        # Batch numbers jump if several steps run in one program, at last beyond the epoch.
+        before = self._iteration
+        self._iteration = min(batch + 1, self.params["steps"] or batch + 1)
+        self._rows += self.model.rows_in_batch
+        if _passes(before, self._iteration, self.logging_freq):
+            # Reading the logs waits for the step, so the time is that of the devices.
+            values = dict(logs or {})
+            now = time.perf_counter()
+            mean_s = (now - self._last_record) / (self._iteration - self._recorded_at)
+            self.records.append(
+                {
+                    **values,
+                    "epoch": self._epoch,
+                    "iteration": self._iteration,
+                    "iter_runtime_s": mean_s,
+                }
+            )
+            self._last_record = now
+            self._recorded_at = self._iteration
+        if _passes(before, self._iteration, self.print_freq) and self.records:
+            self._write(f"Iteration {self.records[-1]}")
+
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Marks the end of the training steps, whose logs have been read."""
+        self._train_end = self._train_end or time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Records and writes the epoch."""
+        runtime_s = (self._train_end or time.perf_counter()) - self._epoch_start
+        size = self._rows if self.batch_size is None else self.batch_size * self._iteration
+        record = {
+            "epoch": epoch,
+            "size": size,
+            "niterations": self._iteration,
+            "epoch_runtime_s": runtime_s,
+        }
+        self.epochs.append({**(logs or {}), **record})
+        self._write(f"Epoch {self.epochs[-1]}")
+
+    def _write(self, line: str) -> None:
+        if not self.writes:
+            return
+        if self.log_file_path is None:
+            print(line, flush=True)
+        else:
+            with open(self.log_file_path, "a") as file:
+                file.write(line + "\n")
+
+
+def _passes(before: int, after: int, frequency: int) -> bool:
+    """Returns whether there is a multiple of `frequency` after `before`, up to `after`."""
+    return after // frequency > before // frequency
+
+
+# Last parts of the paths of embedding tables: Flax's and Keras's.
+_TABLES = ("embedding", "embeddings")
+
+
+def finite_values(path: str, weight: np.ndarray) -> np.ndarray:
+    """Returns the finite values of a weight in one dimension; warns if there are others."""
+    values = np.asarray(weight, np.float32).ravel()
+    is_finite = np.isfinite(values)
+    if not is_finite.all():
+        logger.warning(
+            "%s: %d of %d values are NaN or infinite. TensorBoard shows the others.",
+            path,
+            np.sum(~is_finite),
+            values.size,
+        )
+    return values[is_finite]
+
+
+def as_images(weight: np.ndarray) -> np.ndarray | None:
+    """Returns a weight as grey or colour images `[images, height, width, channels]` of bytes.
+
+    The shapes are those of Keras. A vector becomes a column, and a matrix lies on its long side;
+    each channel of a kernel `[height, width, channels]` is an image. Values are scaled from their
+    minimum to their maximum; NaN becomes the minimum. The result is None for other shapes.
+    """
+    image = np.squeeze(weight)
+    if image.ndim == 1:
+        image = image[None, :, None, None]
+    elif image.ndim == 2:
+        image = (image.T if image.shape[0] > image.shape[1] else image)[None, :, :, None]
+    elif image.ndim == 3:
+        image = image.transpose(2, 0, 1)[..., None]
+    if image.ndim != 4 or image.shape[-1] not in (1, 3, 4):
+        return None
+    image = np.asarray(image, np.float32)
+    finite = image[np.isfinite(image)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    image = np.nan_to_num(image, nan=low, posinf=high, neginf=low)
+    return ((image - low) / ((high - low) or 1) * 255).astype(np.uint8)
+
+
+def write_images(writer: Any, weights: Mapping[str, np.ndarray], epoch: int) -> None:
+    """Writes weights by path as images, `<path>/image`."""
+    for path, weight in weights.items():
+        images = as_images(weight)
+        if images is not None:
+            writer.add_images(f"{path}/image", images, epoch, dataformats="NHWC")
+
+
+def embedding_tables(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the embedding tables `[entries, features]` among weights, by layer path."""
+    tables = {
+        path: weight
+        for path, weight in weights.items()
+        if path.split("/")[-1] in _TABLES and weight.ndim == 2
+    }
+    return {
+        path.rpartition("/")[0] or path: np.asarray(weight, np.float32)
+        for path, weight in tables.items()
+    }
+
+
+def write_embeddings(
+    log_dir: str | os.PathLike[str],
+    tables: Mapping[str, np.ndarray],
+    metadata: str | Mapping[str, str] | None,
+    epoch: int,
+) -> None:
+    """Writes embedding tables for TensorBoard's projector, which shows the last ones written.
+
+    Args:
+        log_dir: Folder of the run.
+        tables: `[entries, features]` by layer.
+        metadata: File with one label per line, relative to `log_dir`: one for all layers, or a dict
+            by the path of a layer or its last part.
+        epoch: Number of the epoch, for the names of the files.
+
+    Raises:
+        ValueError: If `metadata` names a layer without a table.
+    """
+    names = {name for layer in tables for name in (layer, layer.rpartition("/")[2])}
+    unknown = [] if metadata is None or isinstance(metadata, str) else sorted(set(metadata) - names)
+    if unknown:
+        raise ValueError(
+            f"embeddings_metadata names {', '.join(unknown)}, but the layers with embeddings are: "
+            f"{', '.join(tables) or 'none'}."
+        )
+    entries = []
+    for layer, table in tables.items():
+        file = Path("train") / f"{layer.replace('/', '.')}.embeddings-{epoch}.tsv"
+        (Path(log_dir) / file).parent.mkdir(parents=True, exist_ok=True)
+        np.savetxt(Path(log_dir) / file, table, delimiter="\t", fmt="%.6g")
+        by_layer = {} if metadata is None or isinstance(metadata, str) else metadata
+        labels = (
+            metadata
+            if isinstance(metadata, str)
+            else by_layer.get(layer, by_layer.get(layer.rpartition("/")[2]))
+        )
+        lines = [
+            f'tensor_name: "{layer}"',
+            f'tensor_path: "{file}"',
+            *([f'metadata_path: "{labels}"'] if labels else []),
+        ]
+        entries.append("embeddings {\n" + "".join(f"  {line}\n" for line in lines) + "}\n")
+    if entries:
+        (Path(log_dir) / "projector_config.pbtxt").write_text("".join(entries))
+
+
+def write_keras_graph(writer: Any, module: Any) -> None:
+    """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph.
+
+    As in Keras, other models are ignored.
+    """
+    if not (
+        is_keras(module, "models.Model") and type(module).__name__ in ("Functional", "Sequential")
+    ):
+        return
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+    from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore
+
+    try:
+        text = module.to_json()
+    # A custom layer may not be describable; as in Keras, only the graph is lost.
+    except Exception as error:
+        logger.warning(
+            "TensorBoard shows no graph of %r, which cannot be written as JSON: %s",
+            module.name,
+            error,
+        )
+        return
+    plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
+    value = Summary.Value(
+        tag="keras",
+        metadata=SummaryMetadata(plugin_data=plugin),
+        tensor=TensorProto(dtype="DT_STRING", string_val=[text.encode()]),
+    )
+    writer.file_writer.add_summary(Summary(value=[value]), 0)
 
 
 class TensorBoard(Callback):

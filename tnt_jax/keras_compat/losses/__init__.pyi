@@ -2,9 +2,9 @@ from .alignment import CTC as CTC
 from .alignment import Circle as Circle
 from .alignment import circle as circle
 from .alignment import ctc as ctc
-from .arrays import divide_no_nan as divide_no_nan
 from .base import Loss as Loss
 from .base import LossFunctionWrapper as LossFunctionWrapper
+from .base import divide_no_nan as divide_no_nan
 from .checks import check_labels as check_labels
 from .checks import check_outputs as check_outputs
 from .crossentropy import binary_crossentropy as binary_crossentropy

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-from tnt_jax.keras_compat import configuration, keras_objects, names
+from tnt_jax.keras_compat import configuration, keras_objects
+from tnt_jax.keras_compat import keras_objects as names
 from tnt_jax.keras_compat.losses import (
     alignment,
     crossentropy,
@@ -16,8 +17,7 @@ from tnt_jax.keras_compat.losses import (
     segmentation,
 )
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
-from tnt_jax.keras_compat.losses.from_functions import check_order, optax_loss
-from tnt_jax.keras_compat.losses.from_keras import KerasLoss
+from tnt_jax.keras_compat.losses.from_functions import KerasLoss, check_order, optax_loss
 
 _CLASSES: Mapping[str, Callable[..., Loss]] = names.classes_of(
     (crossentropy_classes, regression, margin, segmentation, alignment), Loss

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import of_one_dtype
-from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
+from tnt_jax.keras_compat.losses.base import LossFunctionWrapper, of_one_dtype
 
 
 def hinge(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import EPSILON, of_one_dtype
-from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
-from tnt_jax.train.row_weights import match_ranks
+from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, of_one_dtype
+from tnt_jax.train.steps.row_weights import match_ranks
 
 
 def mean_squared_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import EPSILON, of_one_dtype
-from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
+from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, of_one_dtype
 
 Axis = int | Sequence[int] | None
 

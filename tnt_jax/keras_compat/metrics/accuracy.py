@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import of_one_dtype
+from tnt_jax.keras_compat.losses.base import of_one_dtype
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
-from tnt_jax.train.row_weights import match_ranks
+from tnt_jax.train.steps.row_weights import match_ranks
 
 
 def accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import EPSILON, in_dtype
+from tnt_jax.keras_compat.losses.base import EPSILON, in_dtype
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.reduction import weigh
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.configuration import config_of
-from tnt_jax.keras_compat.losses.arrays import EPSILON
+from tnt_jax.keras_compat.losses.base import EPSILON
 from tnt_jax.keras_compat.metrics.base import Metric
 
 

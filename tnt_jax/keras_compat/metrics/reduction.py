@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.keras_objects import mask_of_outputs
-from tnt_jax.keras_compat.losses.arrays import divide_no_nan, in_dtype, standardized
-from tnt_jax.keras_compat.losses.base import Loss
+from tnt_jax.keras_compat.losses.base import Loss, divide_no_nan, in_dtype, standardized
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.train.loops.context import weight_of_real_rows
-from tnt_jax.train.row_weights import match_ranks
+from tnt_jax.train.steps.row_weights import match_ranks
 
 _TOTAL_AND_COUNT: dict[str, tuple[int, ...]] = {"total": (), "count": ()}
 

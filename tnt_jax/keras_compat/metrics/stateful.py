@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.arrays import at_least_float32
+from tnt_jax.keras_compat.losses.base import at_least_float32
 from tnt_jax.keras_compat.metrics.base import Metric
 
 _PROBE_ROWS = 6

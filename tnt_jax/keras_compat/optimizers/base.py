@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tnt_jax.keras_compat import names
-from tnt_jax.keras_compat.configuration import config_of, plain
+from tnt_jax.keras_compat import keras_objects as names
+from tnt_jax.keras_compat.configuration import Recorded, config_of, plain
 from tnt_jax.keras_compat.optimizers import clipping
-from tnt_jax.keras_compat.recorded import Recorded
-from tnt_jax.train.loss_scale import with_fixed_scale
+from tnt_jax.train.finite import with_fixed_scale
 
 Slots = dict[str, jax.Array]
 LearningRate = float | Callable[[jax.Array], jax.Array]

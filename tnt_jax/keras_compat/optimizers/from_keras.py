@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.optimizers.base import Optimizer
-from tnt_jax.train.loss_scale import with_fixed_scale
+from tnt_jax.train.finite import with_fixed_scale
 
 
 class KerasOptimizerState(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 
 import optax
 
-from tnt_jax.keras_compat import configuration, keras_objects, names
+from tnt_jax.keras_compat import configuration, keras_objects
+from tnt_jax.keras_compat import keras_objects as names
 from tnt_jax.keras_compat.optimizers import adam, averaging, elementwise, layerwise
 from tnt_jax.keras_compat.optimizers.base import Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer

@@ -8,7 +8,7 @@ import optax
 
 from tnt_jax.keras_compat.configuration import plain
 from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer
-from tnt_jax.train.loss_scale import with_dynamic_scale
+from tnt_jax.train.finite import with_dynamic_scale
 
 # Keras writes these into configurations, with values that have no effect.
 _SAYING_NOTHING = {
@@ -90,7 +90,7 @@ class LossScaleOptimizer(Optimizer):
     def transformation(self) -> optax.GradientTransformation:
         """Returns a transformation of scaled gradients.
 
-        Its state is a `tnt_jax.train.loss_scale.LossScaleState`.
+        Its state is a `tnt_jax.train.finite.LossScaleState`.
         """
         return self.scaled(self.inner_optimizer.transformation())
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat import configuration
-from tnt_jax.keras_compat.recorded import Recorded
+from tnt_jax.keras_compat.configuration import Recorded
 
 
 class LearningRateSchedule(Recorded):

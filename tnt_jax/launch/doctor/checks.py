@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tnt_jax.launch.doctor.examine import Examination
-from tnt_jax.launch.facts import Facts
-from tnt_jax.launch.preflight import find_obstacles, find_unreachable
+from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.preflight import find_obstacles, find_unreachable
 
 OK, WARNING, FAILURE = "ok", "warning", "FAILURE"
 _MOST_SKEW_S = 2.0

@@ -14,15 +14,15 @@ from typing import Any
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
 from tnt_jax.launch.doctor.examine import Examination
 from tnt_jax.launch.doctor.links import measure_links
-from tnt_jax.launch.environment import carried_environment
-from tnt_jax.launch.facts import Facts, Request
-from tnt_jax.launch.hostfile import HostEntry
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import Host
-from tnt_jax.launch.preflight import find_remedy, share_machine
-from tnt_jax.launch.ray_nodes import RayNodes
+from tnt_jax.launch.planning.environment import carried_environment
+from tnt_jax.launch.planning.facts import Facts, Request
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.plan import Host
+from tnt_jax.launch.planning.preflight import find_remedy, share_machine
+from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import ASK_TIMEOUT_S, job_hosts, open_session, working_directory
-from tnt_jax.launch.session import HostError, Session
 
 _CONNECT_TIMEOUT_S = 30.0
 
@@ -34,7 +34,7 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """
     given = _parser().parse_args(argv)
     options = Options(
-        script="tnt_jax.distributed.link_probe",
+        script="tnt_jax.distributed.host.link_probe",
         interpreter=(sys.executable, "-m"),
         use_gpus=not given.no_gpu,
         exports=(("TNT_INIT_TIMEOUT_S", "60"),),
@@ -177,7 +177,7 @@ def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[floa
 def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[str, Examination]]:
     """Returns what was written to the working directory, and the examination of each host."""
     cwd = working_directory(environ)
-    probe = Path(__file__).parents[2] / "distributed" / "link_probe.py"
+    probe = Path(__file__).parents[2] / "distributed" / "host" / "link_probe.py"
     request = Request(
         cwd=cwd,
         script=str(probe),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.facts import inspect_host, package_version
+from tnt_jax.launch.planning.facts import inspect_host, package_version
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

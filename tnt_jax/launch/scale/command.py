@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.hostfile import HostEntry
-from tnt_jax.launch.messages import Lines
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.ray_nodes import RayNodes
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options, Scale
+from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.screen import Screen, say
+from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.run import Attempt, job_hosts, new_job_id, run_attempt
 from tnt_jax.launch.scale.curve import continue_curve
 from tnt_jax.launch.scale.hosts import Layout, choose_layouts
@@ -20,9 +22,6 @@ from tnt_jax.launch.scale.projection import why_not_projected
 from tnt_jax.launch.scale.report import check_folder, write_report
 from tnt_jax.launch.scale.runs import MARK, Run, read_line
 from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.scale_arguments import Scale
-from tnt_jax.launch.screen import Screen, say
-from tnt_jax.launch.session import HostError
 
 _LONGEST_LINE_BYTES = 1 << 20
 _TRIALS = re.compile(rb"\d+ rank\(s\) on \w+, \d+ rounds of \d+ steps each$")

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tnt_jax.launch.hostfile import HostEntry
-from tnt_jax.launch.options import Options
-from tnt_jax.launch.plan import Devices, Host, choose_devices
-from tnt_jax.launch.preflight import find_obstacles
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options, Scale
+from tnt_jax.launch.planning.plan import Devices, Host, choose_devices
+from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.run import ask_facts, check, open_session
-from tnt_jax.launch.scale_arguments import Scale
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A global batch on the devices, as a loop of one's own gets it."""
+"""A global batch on the devices, as a custom training loop gets it."""
 
 from dataclasses import dataclass
 from typing import Any

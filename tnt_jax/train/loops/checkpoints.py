@@ -1,4 +1,4 @@
-"""Checkpoints of loops of one's own: the state, and the position in the data."""
+"""Checkpoints of custom training loops: the state, and the position in the data."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.train.checkpoint import Checkpoints, OnSaveError
+from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError
 from tnt_jax.train.loops.dataset import DistributedDataset
 from tnt_jax.train.state_arrays import by_path, check_match
 
@@ -18,7 +18,7 @@ _PREFIX = "tnt_jax_loop"
 
 
 class LoopCheckpoints:
-    """Checkpoints of a loop of one's own, so that it goes on where it was interrupted.
+    """Checkpoints of a custom training loop, so that it goes on where it was interrupted.
 
     ```python
     checkpoints = tnt.LoopCheckpoints("runs/loop")

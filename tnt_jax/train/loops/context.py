@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax import _jax
-from tnt_jax.distributed.fused_psum import psum
-from tnt_jax.distributed.reduction import Reduction
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.row_weights import where_rows
+from tnt_jax.train.steps.row_weights import where_rows
 
 
 class SummedMetric(Protocol):

@@ -7,21 +7,19 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from tnt_jax.data.argument_checks import check_arguments
+from tnt_jax.data.arguments import check_arguments, is_taken_apart
 from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.feed import Feed, make_put, rank_slice_of
-from tnt_jax.data.kinds import is_taken_apart
-from tnt_jax.data.lockstep import read_in_lockstep
+from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.opening import open_stream
-from tnt_jax.data.read_options import ReadOptions
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.data.stream import EpochStream
-from tnt_jax.distributed.runtime import init
-from tnt_jax.distributed.stall import called, in_phase
+from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.distributed.joining.runtime import init
+from tnt_jax.distributed.liveness.phases import called, in_phase
 from tnt_jax.seeding import seed_or_default
-from tnt_jax.train.checkpoint import Position
-from tnt_jax.train.data_position import batches_done, describe_position
+from tnt_jax.train.checkpoints.checkpoint import Position
+from tnt_jax.train.checkpoints.data_position import batches_done, describe_position
 from tnt_jax.train.execution import in_groups, signature, stack
 from tnt_jax.train.loops.batch import DistributedBatch
 
@@ -62,7 +60,7 @@ class DistributedDataset:
         self._mesh = mesh
         self._position = _Position()
         self._is_within = False
-        self._is_sought = False
+        self._is_resumed = False
         # Rows of the epoch before the position.
         self._num_rows = 0
 
@@ -113,7 +111,7 @@ class DistributedDataset:
         self._position = _Position(**{name: int(value) for name, value in position.items()})
         self._num_rows = self._rows_of(self._position.batch)
         self._is_within = False
-        self._is_sought = True
+        self._is_resumed = True
 
     def describe_position(self) -> dict[str, Any]:
         """Returns the position in rows as well, and what their order depends on, as JSON values."""
@@ -165,9 +163,9 @@ class DistributedDataset:
             self._end_epoch()
         start = self._position
         self._is_within = True
-        if self._is_sought or start.epoch:
+        if self._is_resumed or start.epoch:
             self._stream.seek(start.epoch, start.batch, first_epoch=0)
-            self._is_sought = False
+            self._is_resumed = False
         items = read_in_lockstep(
             self._stream.epoch(start.epoch),
             self._stream.source,

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tnt_jax.distributed import stall, timeline
-from tnt_jax.distributed.reduction import Reduction, choose_reduction
-from tnt_jax.distributed.runtime import Runtime
+from tnt_jax.distributed import timeline
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.train.execution import InFlight
-from tnt_jax.train.global_step import RealRows, divided, global_mesh, log_choice
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
-from tnt_jax.train.step import compiled
+from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice
+from tnt_jax.train.steps.step import compiled
 
 
 class Engine:

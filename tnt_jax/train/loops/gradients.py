@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.loops import with_varying_loops
-from tnt_jax.adapters.nnx_objects import OpenModule, is_nnx_module
-from tnt_jax.distributed.backward_order import trace_grads
-from tnt_jax.distributed.gradients import sum_gradients
-from tnt_jax.train.kept_inputs import keep_inputs
+from tnt_jax.adapters.nnx import OpenModule, is_nnx_module
+from tnt_jax.distributed.sums.gradients import sum_gradients, trace_grads
 from tnt_jax.train.loops.context import StepContext, SummedMetric, require_step
+from tnt_jax.train.steps.kept_inputs import keep_inputs
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:

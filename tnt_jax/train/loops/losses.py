@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax import _jax
-from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.train.contracts import LossTerm
-from tnt_jax.train.epoch_sums import divide
 from tnt_jax.train.loops.context import StepContext, require_step
-from tnt_jax.train.row_dependence import marked
-from tnt_jax.train.row_weights import weighted, where_rows
+from tnt_jax.train.steps.epoch_sums import divide
+from tnt_jax.train.steps.row_dependence import marked
+from tnt_jax.train.steps.row_weights import weighted, where_rows
 
 
 def compute_average_loss(per_row: Any, sample_weight: ArrayLike | None = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The state of a loop of one's own on the devices: the same on every rank of every process."""
+"""The state of a custom training loop on the devices: the same on every rank of every process."""
 
 import zlib
 from typing import Any
@@ -9,8 +9,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.adapters.nnx_objects import check_unshared
-from tnt_jax.distributed import collectives
+from tnt_jax.adapters.nnx import check_unshared
+from tnt_jax.distributed.host import collectives
 
 
 class Placement:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.distributed.fused_psum import psum
+from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.train.loops.context import StepContext, require_step
-from tnt_jax.train.row_dependence import marked
-from tnt_jax.train.row_weights import where_rows
+from tnt_jax.train.steps.row_dependence import marked
+from tnt_jax.train.steps.row_weights import where_rows
 
 Op = Literal["sum", "mean", "max", "min", "concat"]
 _OPS = ("sum", "mean", "max", "min", "concat")

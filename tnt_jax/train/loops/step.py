@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from tnt_jax.distributed.runtime import init
+from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.engine import Engine
 

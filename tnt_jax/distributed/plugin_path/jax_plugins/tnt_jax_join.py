@@ -8,7 +8,7 @@ script has set its options, before it is too late to join.
 import os
 import sys
 
-from tnt_jax.distributed.joining import join_job
+from tnt_jax.distributed.joining.join import join_job
 
 
 def initialize() -> None:

@@ -1,0 +1,1 @@
+"""Sources that are read by the index of a row."""

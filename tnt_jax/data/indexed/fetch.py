@@ -1,0 +1,432 @@
+"""Fetches examples of a random-access dataset, a bounded number of batches ahead.
+
+Examples are fetched by the caller, in threads or in processes.
+
+Stacks examples, trees with arrays at the leaves, into a batch.
+
+Trees consist of tuples, named tuples and dictionaries. This module needs only NumPy, so that worker
+processes start fast.
+
+Memory that a process shares with its workers, for arrays on their way from them.
+
+A block is a file without a name: it belongs to the process that made it, and is gone with it,
+whatever ends it. Workers open it below `/proc`; where that is impossible (on other systems than
+Linux, or where processes may not see one another's files), arrays travel through pipes.
+"""
+
+import mmap
+import multiprocessing
+import os
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tnt_jax.data.elements import as_tuple
+from tnt_jax.log import logger
+
+_ALIGNMENT = 64
+
+
+class Written(NamedTuple):
+    """A value whose arrays lie in a block.
+
+    Attributes:
+        head: The pickled value without the bytes of its arrays.
+        spans: First byte and length of each array in the block.
+    """
+
+    head: bytes
+    spans: list[tuple[int, int]]
+
+
+class Block:
+    """Memory into which a worker writes one value at a time.
+
+    Attributes:
+        path: Name by which a worker opens it, or "" if there is no such memory on this system.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._file: Any = None
+        self._memory: mmap.mmap | None = None
+        if hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create("tnt_jax-fetch"), "r+b", buffering=0)
+            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def read(self, found: Any, *, copy: bool) -> Any:
+        """Returns what `write` has returned in a worker, or the value that it stands for.
+
+        Args:
+            found: What came from the worker.
+            copy: Whether the arrays are the value's own. Without it they are those of the block,
+                and change with the next value.
+        """
+        if not isinstance(found, Written):
+            return found
+        size = os.fstat(self._file.fileno()).st_size
+        if self._memory is None or len(self._memory) < size:
+            # Arrays that are still in use keep the old mapping.
+            self._memory = mmap.mmap(self._file.fileno(), size)
+        views = _views(self._memory, found.spans)
+        return pickle.loads(found.head, buffers=map(bytearray, views) if copy else views)
+
+
+def write(path: str, value: Any) -> Any:
+    """Writes the arrays of a value into a block of another process, from a worker.
+
+    Returns:
+        A `Written`, or `value` itself if it has no arrays or the block cannot be used.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    if not buffers or not path:
+        return value
+    spans, end = [], 0
+    try:
+        file = os.open(path, os.O_WRONLY)
+        try:
+            for buffer in buffers:
+                with buffer.raw() as raw:
+                    _write_at(file, raw, end)
+                    spans.append((end, raw.nbytes))
+                    end += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
+        finally:
+            os.close(file)
+    except OSError:
+        return value
+    return Written(head, spans)
+
+
+def _write_at(file: int, raw: memoryview, first: int) -> None:
+    done = 0
+    # A call writes 2 GB at most.
+    while done < raw.nbytes:
+        done += os.pwrite(file, raw[done:], first + done)
+
+
+def _views(memory: mmap.mmap, spans: list[tuple[int, int]]) -> list[memoryview]:
+    whole = memoryview(memory)
+    return [whole[first : first + length] for first, length in spans]
+
+
+def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Applies `function` to the leaves of `tree` and the leaves at the same positions of `others`.
+
+    Tuples, named tuples and mappings are structure; everything else is a leaf. Unlike in JAX's
+    pytrees, that includes lists: a list of token ids is one array.
+    """
+    if isinstance(tree, Mapping):
+        return {
+            key: map_arrays(function, tree[key], *(other[key] for other in others)) for key in tree
+        }
+    if isinstance(tree, tuple):
+        parts = [map_arrays(function, *leaves) for leaves in zip(tree, *others, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return function(tree, *others)
+
+
+def stack_examples(examples: Sequence[Any]) -> Any:
+    """Returns one batch `[len(examples), ...]` with the structure of an example.
+
+    Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can
+    read); a Python float becomes float32 and a Python int int32 where it fits, as they would in
+    JAX.
+
+    Args:
+        examples: At least one example; all with the same structure and, leaf by leaf, the same
+            shape.
+
+    Raises:
+        ValueError: If the examples differ in structure or shape; the message names both.
+    """
+    try:
+        return map_arrays(lambda *values: _stack(values), *examples)
+    except (KeyError, TypeError, ValueError) as error:
+        shapes = dict.fromkeys(
+            str(map_arrays(lambda value: np.shape(value), example)) for example in examples
+        )
+        raise ValueError(
+            "The examples of a batch must have the same structure and shapes, but there are "
+            f"{' and '.join(list(shapes)[:3])}. Pad or crop them to one shape in the dataset, or "
+            "filter them."
+        ) from error
+
+
+def concatenate_batches(batches: Sequence[Any]) -> Any:
+    """Returns the rows of `batches`, one after another, as one batch.
+
+    A single batch is returned as it is.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    return map_arrays(lambda *parts: np.concatenate(parts), *batches)
+
+
+def take_rows(batch: Any, indices: np.ndarray) -> Any:
+    """Returns the rows of `batch` at `indices`, in that order.
+
+    Consecutive rows are a view, without a copy.
+
+    Args:
+        batch: Tree of arrays `[rows, ...]`.
+        indices: int64 `[local_rows]`, repetitions allowed.
+    """
+    first = int(indices[0])
+    count = len(indices)
+    if np.array_equal(indices, np.arange(first, first + count)):
+        return map_arrays(lambda array: array[first : first + count], batch)
+    return map_arrays(lambda array: np.take(array, indices, axis=0), batch)
+
+
+def _stack(values: tuple[Any, ...]) -> np.ndarray:
+    if all(value is None for value in values):
+        raise ValueError("None is not an array")
+    array = np.stack([np.asarray(value) for value in values])
+    if isinstance(values[0], bool | np.ndarray | np.generic) or hasattr(values[0], "dtype"):
+        return array
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    if array.dtype == np.int64 and (not array.size or (abs(array) < 1 << 31).all()):
+        return array.astype(np.int32)
+    return array
+
+
+Worker = Literal["threads", "processes"]
+OnError = Literal["raise", "skip"]
+
+
+class Dataset(Protocol):
+    """The interface of lists, NumPy arrays, TFDS and Grain data sources and PyTorch datasets."""
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Returns the example at `index`, a tree of arrays."""
+        ...
+
+
+class Chunk(NamedTuple):
+    """Some rows of a batch.
+
+    Attributes:
+        data: Tree of arrays `[rows, ...]`, or None if no example could be fetched.
+        is_good: bool `[rows]`; False where the example failed and another one stands in.
+        failures: Text of each failure.
+    """
+
+    data: Any
+    is_good: np.ndarray
+    failures: list[str]
+
+
+class AnyRecipe(Protocol):
+    """How indices become rows.
+
+    Worker processes receive it once, so it must be picklable for them.
+    """
+
+    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+        """Returns the rows of `indices`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an index becomes an example.
+
+    Attributes:
+        dataset: The random-access dataset.
+        transform: Called with each example and its own generator, or None.
+        seed: Seed of the generators.
+        on_error: Whether a failing example ends the run or is skipped.
+    """
+
+    dataset: Dataset
+    transform: Callable[[Any, np.random.Generator], Any] | None
+    seed: int
+    on_error: OnError
+
+    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+        """Returns the examples at `indices` as one chunk."""
+        if (
+            self.on_error == "raise"
+            and self.transform is None
+            and hasattr(self.dataset, "__getitems__")
+        ):
+            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            examples = [as_tuple(example) for example in fetched]
+            return Chunk(stack_examples(examples), np.ones(len(indices), bool), [])
+        examples, failures = [], []
+        is_good = np.ones(len(indices), bool)
+        for row, index in enumerate(indices):
+            try:
+                examples.append(self._example(epoch, index))
+            except Exception as error:
+                error.add_note(
+                    f"This happened in example {index} of {type(self.dataset).__name__} (epoch "
+                    f"{epoch})."
+                )
+                if self.on_error == "raise":
+                    raise
+                is_good[row] = False
+                failures.append(f"example {index}: {type(error).__name__}: {error}")
+        return Chunk(_fill(examples, is_good), is_good, failures)
+
+    def _example(self, epoch: int, index: int) -> Any:
+        example = as_tuple(self.dataset[index])
+        if self.transform is None:
+            return example
+        return self.transform(example, example_generator(self.seed, epoch, index))
+
+
+def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Returns the random generator of one example in one epoch.
+
+    It is the same on any process, worker and number of devices.
+    """
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, epoch], np.uint64)
+    return np.random.Generator(
+        np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64))
+    )
+
+
+class _Part(NamedTuple):
+    """Rows that a worker fetches, and the memory through which a process sends them."""
+
+    future: Future[Any]
+    block: Block | None
+
+
+class Fetcher:
+    """Runs a recipe over batches of indices, ahead of the consumer.
+
+    Attributes:
+        num_workers: Threads or processes; with 0 the caller fetches.
+        num_batches_ahead: Batches in preparation or waiting, apart from the one that the consumer
+            holds.
+    """
+
+    def __init__(
+        self, recipe: AnyRecipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2
+    ) -> None:
+        self.num_workers = num_workers
+        self.num_batches_ahead = num_batches_ahead
+        self._recipe = recipe
+        self._worker = worker
+        self._pool: Executor | None = None
+        self._free: list[Block] = []
+
+    def batches(self, epoch: int, index_batches: Iterator[np.ndarray]) -> Iterator[Chunk]:
+        """Yields one chunk for each array of distinct indices, in order."""
+        if self.num_workers == 0:
+            for indices in index_batches:
+                yield self._recipe.fetch(epoch, indices.tolist())
+            return
+        waiting: deque[list[_Part]] = deque()
+        try:
+            for indices in index_batches:
+                waiting.append(self._submit(epoch, indices))
+                if len(waiting) > self.num_batches_ahead:
+                    yield self._receive(waiting.popleft())
+            while waiting:
+                yield self._receive(waiting.popleft())
+        finally:
+            for part in (part for parts in waiting for part in parts):
+                part.future.cancel()
+                self._give_back(part)
+
+    def _submit(self, epoch: int, indices: np.ndarray) -> list[_Part]:
+        if self._pool is None:
+            self._pool = self._start()
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+        parts = np.array_split(indices, min(self.num_workers, len(indices)))
+        return [self._submit_part(self._pool, epoch, part.tolist()) for part in parts]
+
+    def _submit_part(self, pool: Executor, epoch: int, indices: list[int]) -> _Part:
+        if self._worker == "threads":
+            return _Part(pool.submit(self._recipe.fetch, epoch, indices), None)
+        block = self._free.pop() if self._free else Block()
+        return _Part(pool.submit(_fetch_in_worker, epoch, indices, block.path), block)
+
+    def _receive(self, parts: list[_Part]) -> Chunk:
+        """Waits for the parts of a batch, and joins them."""
+        try:
+            # Several are copied as they are joined.
+            return _join([_result(part, copy=len(parts) == 1) for part in parts])
+        finally:
+            for part in parts:
+                self._give_back(part)
+
+    def _give_back(self, part: _Part) -> None:
+        """Takes the memory of a part for later ones, once no worker writes into it any more."""
+        if part.block is not None:
+            block = part.block
+            part.future.add_done_callback(lambda _: self._free.append(block))
+
+    def _start(self) -> Executor:
+        if self._worker == "threads":
+            return ThreadPoolExecutor(self.num_workers, thread_name_prefix="tnt_jax-fetch")
+        # A forked copy of a process with JAX's threads can deadlock.
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(
+            self.num_workers, mp_context=spawn, initializer=_set_recipe, initargs=(self._recipe,)
+        )
+
+
+# Of a process that does nothing but fetch for one job, and ends with it.
+_recipe_of_worker: AnyRecipe | None = None
+
+
+def _set_recipe(recipe: AnyRecipe) -> None:
+    global _recipe_of_worker
+    _recipe_of_worker = recipe
+
+
+def _fetch_in_worker(epoch: int, indices: list[int], path: str) -> Any:
+    assert _recipe_of_worker is not None
+    return write(path, _recipe_of_worker.fetch(epoch, indices))
+
+
+def _result(part: _Part, *, copy: bool) -> Chunk:
+    found = part.future.result()
+    return found if part.block is None else part.block.read(found, copy=copy)
+
+
+def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
+    """Returns the batch of all rows; a failed row repeats a neighbouring example."""
+    if not examples:
+        return None
+    batch = stack_examples(examples)
+    if is_good.all():
+        return batch
+    return take_rows(batch, np.maximum(np.cumsum(is_good) - 1, 0))
+
+
+def _join(chunks: list[Chunk]) -> Chunk:
+    is_good = np.concatenate([chunk.is_good for chunk in chunks])
+    failures = [text for chunk in chunks for text in chunk.failures]
+    stand_in = next((chunk.data for chunk in chunks if chunk.data is not None), None)
+    if stand_in is None:
+        return Chunk(None, is_good, failures)
+    parts = [
+        take_rows(stand_in, np.zeros(len(chunk.is_good), np.int64))
+        if chunk.data is None
+        else chunk.data
+        for chunk in chunks
+    ]
+    return Chunk(concatenate_batches(parts), is_good, failures)
+
+
+def report_failures(failures: list[str], total: int) -> None:
+    """Warns of each skipped example, with the number skipped by this process so far."""
+    for text in failures:
+        logger.warning("Skipped %s (%d skipped on this process so far).", text, total)

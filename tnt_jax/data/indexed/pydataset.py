@@ -1,0 +1,138 @@
+"""Keras `PyDataset` and other objects that give whole batches by index.
+
+Keras itself is not imported.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from tnt_jax.data.elements import as_batch
+from tnt_jax.data.indexed.fetch import Chunk, Fetcher, Worker
+from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
+from tnt_jax.data.permutation import Permutation, RowOrder
+from tnt_jax.data.sources import HostBatch, batch_length, checksums_of, select_rows
+
+
+@dataclass(frozen=True)
+class _WholeBatches:
+    """The recipe of a batch: the item with that index."""
+
+    sequence: Any
+
+    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+        del epoch
+        try:
+            batch = self.sequence[indices[0]]
+        except Exception as error:
+            error.add_note(
+                f"This happened in batch {indices[0]} of {type(self.sequence).__name__}."
+            )
+            raise
+        return Chunk(as_batch(batch), np.ones(1, bool), [])
+
+
+class PyDatasetSource:
+    """The rows of one process of a Keras `PyDataset`, whose items are whole global batches.
+
+    Every process makes every batch of the dataset and keeps its own rows. A dataset that draws
+    random numbers must seed them, so that all processes make the same batches.
+
+    Args:
+        dataset: The `PyDataset`. Its `workers`, `use_multiprocessing`, `max_queue_size`,
+            `on_epoch_begin` and `on_epoch_end` are followed.
+        rank_slice: This process's part of the data axis.
+        micro_batch_size: Rows of one rank that the first batch must amount to, if given.
+        shuffle: Whether each epoch visits the batches in an order of its own, drawn from `(seed,
+            epoch)`.
+        seed: Seed of the order.
+
+    Attributes:
+        global_batch_size: Rows of the first batch; None until it was made.
+        num_batches: Batches of an epoch, None when infinite.
+        is_infinite: Whether the dataset says so by having no number of batches.
+        num_examples: None: a `PyDataset` does not tell.
+        in_memory: False: a thread reads ahead.
+        row_order: What the order of the batches depends on.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        rank_slice: RankSlice,
+        *,
+        micro_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 42,
+    ) -> None:
+        self._dataset = dataset
+        self._rank_slice = rank_slice
+        self._micro = micro_batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self.row_order = RowOrder([seed] if shuffle else [])
+        self.first_checksums: tuple[int, int | None] | None = None
+        self.global_batch_size: int | None = None
+        self.num_examples: int | None = None
+        self.num_batches: int | None = dataset.num_batches
+        self.is_infinite = dataset.num_batches is None
+        in_processes = dataset.use_multiprocessing
+        worker: Worker = "processes" if in_processes else "threads"
+        # As in Keras, one worker without multiprocessing is the caller itself.
+        workers = dataset.workers if dataset.workers > 1 or in_processes else 0
+        self._fetcher = Fetcher(
+            _WholeBatches(dataset),
+            num_workers=workers,
+            worker=worker,
+            num_batches_ahead=max(1, dataset.max_queue_size),
+        )
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which batches come when, by name; the same on every process."""
+        return {
+            "shuffle": self._shuffle,
+            "seed of the order": self._seed if self._shuffle else None,
+        }
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
+
+        Earlier batches are not computed.
+        """
+        self._dataset.on_epoch_begin()
+        for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
+            batch = chunk.data
+            num_rows = batch_length(batch)
+            if self.first_checksums is None:
+                self.first_checksums = checksums_of(batch)
+            if self.global_batch_size is None:
+                self.global_batch_size = resolve_batch_size(
+                    self._rank_slice, batch_size=num_rows, micro=self._micro
+                )
+            yield select_rows(batch, local_rows(num_rows, self._rank_slice), num_rows)
+        self._dataset.on_epoch_end()
+
+    def _order(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
+        numbers = (
+            count(start_batch) if self.num_batches is None else range(start_batch, self.num_batches)
+        )
+        order = (
+            Permutation(self.num_batches, seed=self._seed, epoch=epoch)
+            if self._shuffle and self.num_batches
+            else np.asarray
+        )
+        return (order([number]) for number in numbers)
+
+
+def is_py_dataset(x: Any) -> bool:
+    """Returns whether `x` is a Keras `PyDataset` (or `Sequence`), without importing Keras."""
+    return any(
+        cls.__name__ == "PyDataset" and cls.__module__.startswith("keras.")
+        for cls in type(x).__mro__
+    )

@@ -1,0 +1,1 @@
+"""Images, text and token batches, made ready for training."""

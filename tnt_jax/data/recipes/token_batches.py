@@ -1,0 +1,243 @@
+"""Batches with about equally many tokens, from sequences of different lengths.
+
+There are few shapes, and they are the same on every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tnt_jax.data.layout import RankSlice, micro_batch_size
+from tnt_jax.data.permutation import Permutation, RowOrder
+from tnt_jax.data.recipes.text import PAD_ID, TokenPairs
+from tnt_jax.data.sources import HostBatch, checksum_of
+from tnt_jax.log import logger
+
+
+def inputs_and_targets(sources: np.ndarray, targets: np.ndarray) -> Any:
+    """Returns `((sources, targets), targets)` for a translation model.
+
+    The model reads both and predicts the targets.
+    """
+    return (sources, targets), targets
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Pairs of sequences, batched by tokens.
+
+    A pair goes to the shortest bucket that holds its longer side. A batch of the bucket of length L
+    has `tokens_per_batch // L` pairs, whatever the number of ranks, and every pair of an epoch is
+    in exactly one batch. Incomplete batches are padded to the shape of the full ones and masked, so
+    that there are as many compiled shapes as buckets.
+
+    Attributes:
+        pairs: Encoded pairs.
+        tokens_per_batch: Tokens of the global batch per side, padding included.
+        buckets: Increasing lengths of the buckets; None for `bucket_lengths` up to the longest
+            pair.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seed of the order.
+        structure: Maps sources and targets, int32 `[rows, L]`, to the model's inputs and targets.
+    """
+
+    pairs: TokenPairs
+    tokens_per_batch: int
+    buckets: tuple[int, ...] | None = None
+    shuffle: bool = True
+    seed: int = 42
+    structure: Callable[[np.ndarray, np.ndarray], Any] = inputs_and_targets
+
+
+def bucket_lengths(longest: int, *, shortest: int = 8, growth: float = 1.4) -> tuple[int, ...]:
+    """Returns increasing multiples of 8 from `shortest` to at least `longest`.
+
+    Each is about `growth` times the previous one. With a growth of 1.4, less than a third of a
+    batch is padding, and lengths up to 256 need 11 buckets.
+    """
+    lengths = [shortest]
+    while lengths[-1] < longest:
+        lengths.append(max(lengths[-1] + 8, round(lengths[-1] * growth / 8) * 8))
+    return tuple(lengths)
+
+
+class _Batch(NamedTuple):
+    """Pairs of one batch: the number of its bucket and the pairs' indices."""
+
+    bucket: int
+    indices: np.ndarray
+
+
+class TokenBatchSource:
+    """The rows of one process of `TokenBatches`.
+
+    Attributes:
+        global_batch_size: None: batches differ in rows.
+        num_batches: Batches of an epoch.
+        num_examples: Pairs of an epoch.
+        in_memory: False: a thread reads ahead.
+        row_order: What the order of the pairs depends on.
+
+    Raises:
+        ValueError: If the buckets do not increase or do not hold the longest pair, or if a batch
+            has fewer pairs than there are ranks.
+    """
+
+    in_memory = False
+
+    def __init__(self, spec: TokenBatches, rank_slice: RankSlice) -> None:
+        lengths = np.array(
+            [
+                max(len(s), len(t))
+                for s, t in zip(spec.pairs.sources, spec.pairs.targets, strict=True)
+            ],
+            np.int64,
+        )
+        if not len(lengths):
+            raise ValueError("There are no pairs to batch.")
+        self.buckets = np.array(
+            spec.buckets if spec.buckets is not None else bucket_lengths(int(lengths.max()))
+        )
+        if (np.diff(self.buckets) <= 0).any() or self.buckets[-1] < lengths.max():
+            raise ValueError(
+                f"The buckets must rise and hold the longest pair ({lengths.max()} tokens), but "
+                f"are {self.buckets.tolist()}."
+            )
+        self._rows = spec.tokens_per_batch // self.buckets
+        self._bucket_of = np.searchsorted(self.buckets, lengths)
+        used = np.unique(self._bucket_of)
+        if self._rows[used[-1]] < rank_slice.num_ranks:
+            raise ValueError(
+                f"tokens_per_batch ({spec.tokens_per_batch}) gives {self._rows[used[-1]]} pairs of "
+                f"{self.buckets[used[-1]]} tokens, fewer than the {rank_slice.num_ranks} ranks. "
+                f"Use at least {self.buckets[used[-1]] * rank_slice.num_ranks} tokens, or shorter "
+                "pairs."
+            )
+        self._spec = spec
+        self._rank_slice = rank_slice
+        self.row_order = RowOrder(
+            [spec.seed] if spec.shuffle else [],
+            {
+                "number of pairs": len(lengths),
+                "tokens_per_batch": spec.tokens_per_batch,
+                "list of buckets": self.buckets.tolist(),
+            },
+        )
+        counts = np.bincount(self._bucket_of, minlength=len(self.buckets))
+        self.global_batch_size: int | None = None
+        self.num_examples: int | None = len(lengths)
+        self.num_batches: int | None = int(sum(-(-counts[b] // self._rows[b]) for b in used))
+        self._report(lengths, used)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which pairs come when, by name; the same on every process."""
+        return {
+            "seed of the order": self._spec.seed,
+            "tokens_per_batch": self._spec.tokens_per_batch,
+            "buckets": self.buckets.tolist(),
+            "lengths of the pairs (checksum)": f"{checksum_of(self._bucket_of):08x}",
+        }
+
+    def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
+
+        Earlier batches cost nothing.
+        """
+        for batch in self._plan(epoch)[start_batch:]:
+            yield self._host_batch(batch)
+
+    def _plan(self, epoch: int) -> list[_Batch]:
+        """Returns the batches of an epoch in the order in which the shuffled pairs complete them.
+
+        Incomplete batches come last.
+        """
+        size = len(self._bucket_of)
+        order = np.arange(size)
+        if self._spec.shuffle:
+            order = Permutation(size, seed=self._spec.seed, epoch=epoch)(order)
+        buckets = self._bucket_of[order]
+        planned = []
+        for bucket in np.unique(buckets):
+            positions = np.flatnonzero(buckets == bucket)
+            rows = int(self._rows[bucket])
+            for start in range(0, len(positions), rows):
+                part = positions[start : start + rows]
+                planned.append(
+                    (part[-1] if len(part) == rows else size, _Batch(int(bucket), order[part]))
+                )
+        return [batch for _, batch in sorted(planned, key=lambda entry: entry[0])]
+
+    def _host_batch(self, batch: _Batch) -> HostBatch:
+        length = int(self.buckets[batch.bucket])
+        num_rows = len(batch.indices)
+        micro = micro_batch_size(int(self._rows[batch.bucket]), self._rank_slice.num_ranks)
+        rows = self._rank_slice.first_rank * micro + np.arange(self._rank_slice.local_ranks * micro)
+        own = batch.indices[np.minimum(rows, num_rows - 1)]
+        sources, targets = (
+            _padded([side[i] for i in own], length)
+            for side in (self._spec.pairs.sources, self._spec.pairs.targets)
+        )
+        # Full batches have a mask, too: otherwise each bucket would need two programs.
+        return HostBatch(
+            self._spec.structure(sources, targets), (rows < num_rows).astype(np.float32), num_rows
+        )
+
+    def _report(self, lengths: np.ndarray, used: np.ndarray) -> None:
+        padding = 1 - lengths.sum() / self.buckets[self._bucket_of].sum()
+        logger.info(
+            "Text: %d pairs in %d buckets of %s tokens, %d steps per epoch, at most %d tokens a "
+            "side in a global batch, %.0f %% padding.",
+            len(lengths), len(used), self.buckets[used].tolist(), self.num_batches,
+            self._spec.tokens_per_batch, 100 * padding,
+        )  # fmt: skip
+
+
+def _padded(sequences: list[np.ndarray], length: int) -> np.ndarray:
+    result = np.full((len(sequences), length), PAD_ID, np.int32)
+    for row, tokens in zip(result, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    return result
+
+
+class PaddedPairs:
+    """Pairs padded to one length, as a random-access dataset: the simplest batches, in one shape.
+
+    Args:
+        pairs: Encoded pairs.
+        length: Tokens of each padded sequence.
+        structure: Maps source and target, int32 `[length]`, to an example.
+
+    Raises:
+        ValueError: If a sequence is longer than `length`.
+    """
+
+    def __init__(
+        self,
+        pairs: TokenPairs,
+        length: int,
+        *,
+        structure: Callable[[np.ndarray, np.ndarray], Any] = inputs_and_targets,
+    ) -> None:
+        longest = max((len(tokens) for tokens in (*pairs.sources, *pairs.targets)), default=0)
+        if longest > length:
+            raise ValueError(
+                f"The longest sequence has {longest} tokens, more than length={length}. Pass "
+                "max_length to encode_pairs."
+            )
+        self._pairs = pairs
+        self._length = length
+        self._structure = structure
+
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns an example."""
+        source, target = self._pairs[index]
+        return self._structure(
+            _padded([source], self._length)[0], _padded([target], self._length)[0]
+        )

@@ -1,0 +1,343 @@
+"""Epochs of a source: one pass each, or a given number of steps.
+
+Checks that all processes have the same batches; if not, all raise the same error.
+
+A program that sums over ranks completes only if every process runs it. The threads that read
+therefore report, ahead of the steps, which batches they have; a step runs once all processes have
+its batch. If the data of one process ends or fails sooner, or if its batches differ, all processes
+raise the same error after the same step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, count, islice
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.distributed.leaving.departures import PeerError
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+
+# At most so many batches wait until all processes have reported them.
+_MOST_BATCHES, _MOST_BYTES = 32, 32 * 2**20
+# Of the time between two messages; more batches for each message make it smaller.
+_MESSAGE_SHARE = 0.05
+_names = Slot(count)
+
+
+def read_in_lockstep(
+    items: Iterator[HostBatch], source: Source, *, where: str, first_step: int = 1
+) -> Iterator[HostBatch]:
+    """Returns batches that are checked by `in_lockstep`, unless they agree anyway.
+
+    All processes must call it equally often.
+
+    Args:
+        items: Batches of this process.
+        source: Their source. Arrays of equal length give equal batches, and shards have their own
+            agreement.
+        where: Which pass over the data this is, for messages.
+        first_step: Number of the first batch, for messages.
+    """
+    if jax.process_count() == 1 or source.in_memory or getattr(source, "is_in_lockstep", False):
+        return items
+    return in_lockstep(
+        items,
+        Exchange(CoordinationBoard(), f"batches/{next(_names.get())}"),
+        where=where,
+        first_step=first_step,
+    )
+
+
+def in_lockstep(
+    items: Iterator[HostBatch], exchange: Exchange, *, where: str, first_step: int = 1
+) -> Iterator[HostBatch]:
+    """Yields batches as long as all processes have the same ones.
+
+    Args:
+        items: Batches of this process.
+        exchange: Messages to all processes, used for nothing else.
+        where: Which pass over the data this is, for messages.
+        first_step: Number of the first batch, for messages.
+
+    Raises:
+        RuntimeError: On every process, if the data of one ended or failed before that of the
+            others; the failing one raises its error.
+        ValueError: On every process, if a batch has another size, shape or dtype on one of them.
+    """
+    reader = _Reader(items)
+    size = 1
+    step = first_step
+    posted_at = time.perf_counter()
+    while True:
+        reader.read(1)
+        start = time.perf_counter()
+        exchange.post(reader.report())
+        reports = exchange.read_all()
+        end = time.perf_counter()
+        if end - start > _MESSAGE_SHARE * (end - posted_at):
+            size = min(2 * size, _MOST_BATCHES)
+        posted_at = start
+        num_alike = _num_alike(reports)
+        for _ in range(num_alike):
+            yield reader.take()
+            step += 1
+            reader.read(2, at_most=size)
+        _check_next(reports, num_alike, where, step, reader.error)
+        if all(report.has_ended and len(report.batches) == num_alike for report in reports):
+            return
+
+
+class _Reader:
+    """Reads batches ahead and describes them."""
+
+    def __init__(self, items: Iterator[HostBatch]) -> None:
+        self._items = items
+        self._ahead: list[tuple[HostBatch, str]] = []
+        self._num_bytes = 0
+        self._has_ended = False
+        self.error: Exception | None = None
+
+    def read(self, num_batches: int, *, at_most: int = 1) -> None:
+        """Reads up to `num_batches` more, until `at_most` wait or they are large."""
+        for _ in range(num_batches):
+            is_full = len(self._ahead) >= at_most or (
+                self._ahead and self._num_bytes >= _MOST_BYTES
+            )
+            if self._has_ended or is_full:
+                return
+            try:
+                item = next(self._items)
+                self._ahead.append((item, describe(item)))
+                self._num_bytes += _num_bytes(item)
+            except StopIteration:
+                self._has_ended = True
+            except Exception as error:  # Raised by the caller, after the preceding steps.
+                self._has_ended = True
+                self.error = error
+
+    def report(self) -> Report:
+        """Returns a report on the waiting batches."""
+        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        rows = [item.num_rows for item, _ in self._ahead]
+        return Report(
+            rows, self._has_ended, 0, text, [description for _, description in self._ahead]
+        )
+
+    def take(self) -> HostBatch:
+        """Returns the next batch."""
+        item, _ = self._ahead.pop(0)
+        self._num_bytes -= _num_bytes(item)
+        return item
+
+
+def describe(item: HostBatch) -> str:
+    """Describes what must be the same in a batch on all processes.
+
+    This is the number of rows, and the shapes and dtypes of a row's arrays.
+    """
+    shapes = [f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for x in jax.tree.leaves(item.data)]
+    return f"{item.num_rows} rows of {', '.join(shapes)}"
+
+
+def _num_bytes(item: HostBatch) -> int:
+    return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(item.data))
+
+
+def _num_alike(reports: list[Report]) -> int:
+    """Returns how many of the next batches agree on all processes."""
+    columns = zip(*(report.batches for report in reports), strict=False)
+    return next(
+        (number for number, column in enumerate(columns) if len(set(column)) > 1),
+        min(len(r.batches) for r in reports),
+    )
+
+
+def _check_next(
+    reports: list[Report], num_alike: int, where: str, step: int, error: Exception | None
+) -> None:
+    """Raises on all processes unless all can continue after the batches that agree.
+
+    A process that has reported neither a further batch nor the end is not known yet.
+    """
+    next_of: dict[int, Any] = {
+        p: r.batches[num_alike] for p, r in enumerate(reports) if len(r.batches) > num_alike
+    }
+    ended = [
+        process
+        for process, report in enumerate(reports)
+        if report.has_ended and len(report.batches) == num_alike
+    ]
+    failed = [process for process in ended if reports[process].error]
+    if failed and error is not None:
+        raise error
+    if failed:
+        raise PeerError(
+            failed[0], f"The data of process {failed[0]} failed: {reports[failed[0]].error}"
+        )
+    advice = (
+        "Every process must read the same batches, of which each trains on its rows. Where each "
+        "process reads data of its own, pass tnt_distribute_dataset=False."
+    )
+    if ended and next_of:
+        have = next(iter(next_of))
+        raise RuntimeError(
+            f"The data of process {ended[0]} has ended after {step - 1} batch(es) of {where}, but "
+            f"process {have} has more. {advice}"
+        )
+    if len(set(next_of.values())) > 1:
+        one = next(iter(next_of))
+        other = next(process for process in next_of if next_of[process] != next_of[one])
+        raise ValueError(
+            f"Batch {step} of {where} has {next_of[one]} on process {one}, but {next_of[other]} on "
+            f"process {other}. {advice}"
+        )
+
+
+class EpochStream:
+    """The batches of successive epochs.
+
+    Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many
+    steps, and the next epoch continues where this one stopped; a pass that ends early ends the
+    epoch, with a warning, as in Keras.
+
+    Args:
+        source: Where batches come from.
+        steps_per_epoch: Steps of an epoch.
+
+    Attributes:
+        steps_per_epoch: See above.
+        num_steps: Steps of an epoch, None when unknown.
+    """
+
+    def __init__(self, source: Source, *, steps_per_epoch: int | None = None) -> None:
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, but is {steps_per_epoch}.")
+        self.source = source
+        self.steps_per_epoch = steps_per_epoch
+        self._pass: Iterator[HostBatch] | None = None
+        self._num_passes = 0
+        self._steps_in_pass = 0
+        self._peeked: tuple[int, HostBatch, Iterator[HostBatch]] | None = None
+        self._resumed: tuple[int, Iterator[HostBatch]] | None = None
+
+    def require_end(self, steps: int | None = None) -> "EpochStream":
+        """Returns itself if its epochs end.
+
+        Args:
+            steps: Steps after which the caller stops by itself.
+
+        Raises:
+            ValueError: If the source is known to be infinite (its `is_infinite` is true) and
+                nothing else ends an epoch.
+        """
+        if (
+            steps is None
+            and self.steps_per_epoch is None
+            and getattr(self.source, "is_infinite", False)
+        ):
+            raise ValueError(
+                "The dataset is infinite, so an epoch would never end. Pass steps_per_epoch to "
+                "fit, or steps to evaluate or predict."
+            )
+        return self
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of an epoch, None when unknown."""
+        return self.steps_per_epoch if self.steps_per_epoch is not None else self.source.num_batches
+
+    def peek(self, epoch: int) -> HostBatch:
+        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self._peeked is None or self._peeked[0] != epoch:
+            batches = self._begin(epoch)
+            first = next(batches, None)
+            if first is None:
+                raise ValueError(
+                    "The dataset is empty: it gave no batch. At least one example is needed."
+                )
+            self._peeked = (epoch, first, batches)
+        return self._peeked[1]
+
+    def epoch(self, epoch: int) -> Iterator[HostBatch]:
+        """Returns the batches of `epoch`."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed[0] == epoch:
+            return resumed[1]
+        peeked, self._peeked = self._peeked, None
+        if peeked is not None and peeked[0] == epoch:
+            return chain([peeked[1]], peeked[2])
+        return self._begin(epoch)
+
+    def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
+        """Continues the next `epoch(epoch)` after `batch` batches.
+
+        It is as if everything from `first_epoch` on had been read.
+
+        Args:
+            epoch: Epoch that is read next.
+            batch: Batches of it that are done.
+            first_epoch: Epoch that the stream begins with.
+        """
+        if (epoch, batch) != (first_epoch, 0):
+            self._resumed = (epoch, self._from(epoch, batch, first_epoch))
+
+    def _from(self, epoch: int, batch: int, first_epoch: int) -> Iterator[HostBatch]:
+        steps = self.steps_per_epoch
+        size = self.source.num_batches
+        if steps is None and (size is not None or self._peeked is None or self._peeked[0] != epoch):
+            self._peeked = None
+            return self.source.batches(epoch, batch)
+        if steps is not None and size is not None:
+            # A pass that ends early ends its last epoch, so a pass is a whole number of epochs.
+            passes, epochs_in_pass = divmod(epoch - first_epoch, -(-size // steps))
+            self._peeked = None
+            self._num_passes = passes
+            self._steps_in_pass = epochs_in_pass * steps + batch
+            self._pass = self.source.batches(passes, self._steps_in_pass)
+            return self._next_steps(steps - batch)
+        # The end of a pass is known only once it is read, and a generator can be read only once.
+        if steps is not None:
+            for number in range(first_epoch, epoch):
+                deque(self.epoch(number), maxlen=0)
+        return islice(self.epoch(epoch), batch, None)
+
+    def _begin(self, epoch: int) -> Iterator[HostBatch]:
+        return (
+            self.source.batches(epoch)
+            if self.steps_per_epoch is None
+            else self._next_steps(self.steps_per_epoch)
+        )
+
+    def _next_steps(self, steps: int) -> Iterator[HostBatch]:
+        for step in range(steps):
+            if self._pass is None:
+                self._pass = self.source.batches(self._num_passes)
+                self._steps_in_pass = 0
+            batch = next(self._pass, None)
+            if batch is None:
+                logger.warning(
+                    "The dataset ended after %d of %d steps of the epoch. Repeat the dataset or "
+                    "give fewer steps_per_epoch.",
+                    step,
+                    steps,
+                )
+                self._end_pass()
+                return
+            self._steps_in_pass += 1
+            yield batch
+        if self._steps_in_pass == self.source.num_batches:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._pass = None
+        self._num_passes += 1

@@ -1,0 +1,1 @@
+"""Values that processes exchange outside of steps."""

@@ -1,0 +1,290 @@
+"""Collectives on host values between processes, and the description of a step's collectives.
+
+`broadcast`, `all_gather` and `all_reduce` take pytrees. `reduction.py` sums gradients.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+
+from tnt_jax.distributed.host.comparison import describe_differences
+from tnt_jax.distributed.host.exchange import (
+    bring,
+    collected,
+    connect_devices,
+    exclusive,
+    raise_first,
+    reduced,
+    sent_from,
+    typed,
+)
+from tnt_jax.distributed.host.reduction import OPS, Op, is_number, reduce_rows
+from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of
+from tnt_jax.distributed.joining.runtime import get_process_count
+from tnt_jax.distributed.liveness.phases import called, here
+from tnt_jax.distributed.liveness.rendezvous import meet
+from tnt_jax.distributed.sums.hlo import Collective, read_collectives, read_planned, split_programs
+
+_MESSAGE_CHARACTERS = 2048
+_T = TypeVar("_T")
+
+
+class Description(NamedTuple):
+    """The collectives of a training step; print it for a summary.
+
+    Attributes:
+        planned: Kind and bytes of each collective that the step asks for, in order: gradient
+            buckets and other sums.
+        compiled: What the compiler made of them, in the order in which devices run them.
+        reason: Why the compiler alone chooses the collectives; None if the step asks for them.
+    """
+
+    planned: list[tuple[str, int]]
+    compiled: list[Collective]
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """Returns one line for each kind, planned and compiled."""
+        lines = [] if self.reason is None else [f"chosen by the compiler: {self.reason}"]
+        for title, entries in (("planned", self.planned), ("compiled", self.compiled)):
+            for kind in sorted({entry[0] for entry in entries}):
+                sizes = [entry[1] for entry in entries if entry[0] == kind]
+                lines.append(
+                    f"{title:8} {len(sizes):4} {kind:14} {sum(sizes):13,} bytes, largest "
+                    f"{max(sizes):,}"
+                )
+        return "\n".join(
+            [
+                *lines,
+                f"asynchronous: {sum(x.is_asynchronous for x in self.compiled)} of "
+                f"{len(self.compiled)}",
+            ]
+        )
+
+
+class Lowering(Protocol):
+    """A trainer, as far as its programs are concerned."""
+
+    def lower_train_step(self, batch: Any) -> Any:
+        """Returns the lowered program of a training step for host batches like `batch`."""
+        ...
+
+
+def describe(trainer: Lowering, batch: Any) -> Description:
+    """Returns the collectives of a training step, as planned and as compiled.
+
+    Args:
+        trainer: A compiled trainer; `Model.describe_collectives` passes that of a model.
+        batch: Host batch of this process's rows.
+    """
+    lowered = trainer.lower_train_step(batch)
+    compiled = split_programs(lowered.compile().as_text() or "")
+    return Description(
+        read_planned(lowered.as_text()),
+        [collective for text in compiled for collective in read_collectives(text)[0]],
+    )
+
+
+def broadcast(tree: Any, *, root: int = 0, process_set: ProcessSet | None = None) -> Any:
+    """Returns the host values of process `root` on every process.
+
+    Dtypes and bits are kept.
+
+    Args:
+        tree: Pytree of numbers and NumPy or JAX arrays, of the same structure, shapes and dtypes on
+            every process.
+        root: Process whose values are returned.
+        process_set: The ranks whose processes take part; all by default.
+
+    Returns:
+        The same structure with NumPy arrays.
+
+    Raises:
+        ValueError: On every process, if structures, shapes or dtypes differ; the text names the
+            leaf.
+    """
+    members = members_of(process_set)
+    problem = (
+        None
+        if root in members
+        else ValueError(
+            f"root must be a process from 0 to {len(members) - 1}, but is {root}."
+            if process_set is None
+            else f"root must be one of the processes {members} of the set, but is {root}."
+        )
+    )
+    with exclusive("broadcast"):
+        brought = bring(f"broadcast (root={root})", tree, members, problem=problem)
+        return brought.structure.unflatten(sent_from(brought, root))
+
+
+def all_gather(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
+    """Returns each leaf of all processes, stacked along a new dimension `[num_processes, ...]`.
+
+    Every process gets the result.
+
+    Args:
+        tree: Pytree of numbers and arrays, of the same structure, shapes and dtypes on every
+            process; for rows of which processes have different numbers see `all_gather_rows`.
+        process_set: The ranks whose processes take part; all by default.
+
+    Raises:
+        ValueError: On every process, if structures, shapes or dtypes differ; the text names the
+            leaf.
+    """
+    members = members_of(process_set)
+    with exclusive("all_gather"):
+        brought = bring("all_gather", tree, members)
+        return brought.structure.unflatten(
+            typed(data, leaf.dtype, (len(members), *leaf.shape))
+            for data, leaf in zip(collected(brought), brought.leaves, strict=True)
+        )
+
+
+def all_reduce(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = None) -> Any:
+    """Returns the sum, or another reduction, of each leaf over all processes.
+
+    Every process gets the result, which is that of NumPy for the stacked arrays, `np.sum(stacked,
+    axis=0)`. Shapes and most dtypes stay the same. Sums and products of booleans and integers are
+    64 bits wide, because small integers would soon overflow; means of them are float64. Integers
+    never wrap. Values are added in the order of the processes, so that all get the same bits.
+    Processes that have called `join` do not count, not even in the divisor of a mean.
+
+    Args:
+        tree: Pytree of numbers and arrays, of the same structure, shapes and dtypes on every
+            process.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"prod"`.
+        process_set: The ranks whose processes take part; all by default.
+
+    Raises:
+        TypeError: If a leaf is not numeric.
+        ValueError: On every process, if structures, shapes or dtypes differ (the text names the
+            leaf), or `op` is unknown.
+        OverflowError: On every process, if a sum or product of integers has more than 64 bits.
+    """
+    members = members_of(process_set)
+    with exclusive("all_reduce"):
+        call = f"all_reduce (op={op})"
+        brought = bring(
+            call,
+            tree,
+            members,
+            check_numbers("all_reduce"),
+            problem=problem_of(op),
+            is_joinable=True,
+        )
+        return brought.structure.unflatten(reduced(brought, lambda rows: reduce_rows(rows, op)))
+
+
+@called("barrier")
+def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> None:
+    """Waits until every process has called it.
+
+    Args:
+        timeout_s: Seconds to wait.
+        process_set: The ranks whose processes take part; all by default.
+
+    Raises:
+        RuntimeError: If a process has not arrived in time, or came to another call; the text names
+            it.
+        ValueError: If this process is no member of the set.
+    """
+    meet("barrier", members=members_of(process_set), timeout_s=timeout_s)
+
+
+def problem_of(op: Any) -> ValueError | None:
+    """Returns what is wrong with the name of a reduction, or None."""
+    if op in OPS:
+        return None
+    return ValueError(f"op must be one of {', '.join(OPS)}, but is {op!r}.")
+
+
+def check_numbers(call: str) -> Callable[[str, np.ndarray], None]:
+    """Returns what raises a TypeError for an array that is not of numbers, given its path."""
+
+    def check(name: str, array: np.ndarray) -> None:
+        if not is_number(array.dtype):
+            raise TypeError(
+                f"{call} takes numbers and arrays of numbers, but {name} is {array.dtype}: "
+                f"{repr(array)[:200]}."
+            )
+
+    return check
+
+
+def agree(
+    call: str, values: Mapping[str, Any], error: Exception | None = None, *, note: Any = None
+) -> list[Any]:
+    """Waits for all processes to reach a call, and raises on all of them if they differ.
+
+    It also raises if one of them has failed: a process with an error raises its own, and the others
+    raise a `RuntimeError` that quotes the first error. Returns the notes of all processes.
+
+    Args:
+        call: Name of the call, as a user writes it.
+        values: What must be the same on every process, by the names that users know.
+        error: What went wrong on this process, or None.
+        note: What may differ, a JSON value.
+
+    Raises:
+        ValueError: If a value differs; the text names it and two processes.
+    """
+    get_process_count()
+    failure = "" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]
+    texts = meet(
+        call, json.dumps([failure, {name: str(value) for name, value in values.items()}, note])
+    )
+    failures, told, notes = zip(*map(json.loads, texts), strict=True)
+    raise_first(error, list(failures))
+    if differences := describe_differences(told):
+        raise ValueError(
+            f"{call} needs the same data and arguments on every process, but {differences}."
+        )
+    connect_devices()
+    return list(notes)
+
+
+def any_process(flag: bool, *, where: str) -> bool:
+    """Returns, on every process, whether a flag is set on any process.
+
+    Args:
+        flag: The flag of this process.
+        where: Where in the program this is, as a user would say.
+    """
+    get_process_count()
+    return "True" in meet(where, str(bool(flag)))
+
+
+def call_on_all_processes(function: Callable[[], _T]) -> _T:
+    """Returns the result of a function; if it fails on any process, all raise.
+
+    See `raise_on_all_processes`.
+
+    Args:
+        function: The function that every process calls.
+    """
+    error = None
+    result = cast(_T, None)
+    try:
+        result = function()
+    except Exception as raised:  # Raised below, on every process.
+        if get_process_count() == 1:
+            raise
+        error = raised
+    raise_on_all_processes(error)
+    return result
+
+
+def raise_on_all_processes(error: Exception | None) -> None:
+    """Raises an error on all processes if one occurred on any.
+
+    No process is left waiting in a collective. A process with an error raises its own; the others
+    raise a `RuntimeError` that quotes the first error.
+
+    Args:
+        error: What went wrong on this process, or None.
+    """
+    calls = here().calls
+    agree(calls[-1] if calls else "check for errors", {}, error)

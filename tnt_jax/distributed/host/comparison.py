@@ -1,0 +1,115 @@
+"""Compares settings of the processes: where they differ, all raise one error with both values."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tnt_jax.distributed.joining.runtime import get_process_count, get_process_index
+from tnt_jax.distributed.liveness.rendezvous import meet
+
+# An error names so many settings, processes and groups of processes, and quotes so much of a value.
+_MOST_SETTINGS, _MOST_PROCESSES, _MOST_GROUPS, _QUOTED = 6, 8, 4, 120
+_NOTHING = "nothing"
+
+
+def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
+    """Raises the same error on all processes unless all of them bring the same values.
+
+    The processes meet once and exchange a digest; where digests differ, they meet once more, for
+    the values. No device takes part.
+
+    Args:
+        call: The public call, as a user writes it.
+        values: What must be the same on every process, by the names that users know.
+        advice: What to do where something differs.
+
+    Raises:
+        ValueError: If a value differs; the text names it, the processes and what each has.
+    """
+    if get_process_count() == 1:
+        return
+    own = json.dumps({name: str(value) for name, value in values.items()}, sort_keys=True)
+    digests = meet(call, hashlib.sha256(own.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    # One process speaks for all with the same values: a large job would exchange megabytes.
+    speakers = sorted({digest: digests.index(digest) for digest in digests}.values())
+    speakers = speakers[: 2 * _MOST_GROUPS]
+    texts = meet(call, own if get_process_index() in speakers else "")
+    groups = [
+        [process for process, digest in enumerate(digests) if digest == digests[speaker]]
+        for speaker in speakers
+    ]
+    told = [json.loads(texts[speaker]) for speaker in speakers]
+    raise ValueError(
+        f"{call} needs the same on every process, but {describe_differences(told, groups)}. "
+        f"{advice} See docs/survival.md#processes-that-disagree."
+    )
+
+
+def describe_differences(
+    told: Sequence[Mapping[str, str]],
+    groups: Sequence[Sequence[int]] | None = None,
+    *,
+    whose: Sequence[str] | None = None,
+) -> str:
+    """Returns each value that differs, with the processes that have it; empty if none does.
+
+    Args:
+        told: The values of each group of processes, by name.
+        groups: The processes of each group; by default, one group for each process from 0 on.
+        whose: What follows the value of each group instead of its processes, such as `"now"`.
+    """
+    members = [[process] for process in range(len(told))] if groups is None else groups
+    names = dict.fromkeys(name for values in told for name in values)
+    differing = [name for name in names if len({values.get(name, _NOTHING) for values in told}) > 1]
+    listed = [
+        f"{name}: {_by_value([values.get(name, _NOTHING) for values in told], members, whose)}"
+        for name in differing[:_MOST_SETTINGS]
+    ]
+    if len(differing) > _MOST_SETTINGS:
+        listed.append(f"and {len(differing) - _MOST_SETTINGS} more")
+    return "; ".join(listed)
+
+
+def _by_value(
+    values: Sequence[str], members: Sequence[Sequence[int]], whose: Sequence[str] | None
+) -> str:
+    """Returns each value and the processes that have it, the lowest process first."""
+    processes: dict[str, list[int]] = {}
+    for value, group in zip(values, members, strict=True):
+        processes.setdefault(value, []).extend(group)
+    start = _common_length(list(processes))
+    parts = [
+        f"{_excerpt(value, start)} "
+        + (f"on {name_processes(sorted(group))}" if whose is None else whose[group[0]])
+        for value, group in list(processes.items())[:_MOST_GROUPS]
+    ]
+    more = len(processes) - _MOST_GROUPS
+    return ", ".join(parts) + (f", and {more} more values" if more > 0 else "")
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """Returns how many characters all texts have in common at their beginning."""
+    return next(
+        (number for number, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1),
+        min(map(len, texts)),
+    )
+
+
+def _excerpt(text: str, difference: int) -> str:
+    """Returns a text, or the part of a long one in which it differs from others."""
+    if len(text) <= _QUOTED:
+        return text
+    first = max(0, min(difference - _QUOTED // 4, len(text) - _QUOTED))
+    end = first + _QUOTED
+    return ("..." if first else "") + text[first:end] + ("..." if end < len(text) else "")
+
+
+def name_processes(processes: Sequence[int]) -> str:
+    """Returns process numbers in words, such as `"process 1"` or `"processes 0, 2"`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    more = f" and {len(processes) - _MOST_PROCESSES} more" * (len(processes) > _MOST_PROCESSES)
+    return f"processes {', '.join(map(str, processes[:_MOST_PROCESSES]))}{more}"

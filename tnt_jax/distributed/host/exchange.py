@@ -1,0 +1,525 @@
+"""Host values of several processes, byte for byte: as JAX arrays, 64-bit ones would be narrowed.
+
+Processes first compare what they bring, without a device. Small values travel with that; larger
+ones by XLA's collectives between one device of each process, in chunks, which bounds the memory, of
+few sizes, as each size is a program.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness.rendezvous import Role, meet
+from tnt_jax.job import Slot, once_per_job
+
+
+def as_arrays(
+    call: str, tree: Any, check: Callable[[str, np.ndarray], None] | None
+) -> tuple[list[str], list[np.ndarray]]:
+    """Returns the paths of the leaves of a tree, in words, and the leaves as arrays.
+
+    Args:
+        call: Name of the public call, for errors.
+        tree: Pytree of numbers and arrays.
+        check: Called with the path and the array; raises if the array cannot be used.
+
+    Raises:
+        TypeError: If a leaf is no number or array that this process holds.
+    """
+    paths, leaves = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path) or "the value"
+        _check_leaf(call, name, leaf)
+        # In C order, and not by ascontiguousarray, which gives a scalar a dimension.
+        array = np.asarray(leaf, order="C")
+        if array.dtype.hasobject:
+            raise TypeError(
+                f"{call} takes numbers and arrays, but {name} is {type(leaf).__name__}: "
+                f"{repr(leaf)[:200]}. tnt.all_gather_object and tnt.broadcast_object take objects."
+            )
+        if check is not None:
+            check(name, array)
+        paths.append(name)
+        leaves.append(array)
+    return paths, leaves
+
+
+def _check_leaf(call: str, name: str, leaf: Any) -> None:
+    if not isinstance(leaf, jax.Array):
+        return
+    if isinstance(leaf, core.Tracer):
+        raise TypeError(
+            f"{call} exchanges values between processes, outside of jit, but {name} is traced. In "
+            f"a step use jax.lax.psum and its like over the axis {_jax.DATA_AXIS!r}."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{call} takes numbers and arrays, but {name} is a PRNG key. Pass "
+            f"jax.random.key_data of it."
+        )
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise TypeError(
+            f"{call} takes values that this process holds, but {name} lies in parts on several "
+            f"processes ({leaf.sharding}). It is one array of the whole job already."
+        )
+
+
+def check_rows(call: str, paths: list[str], leaves: list[np.ndarray]) -> None:
+    """Raises a ValueError if a leaf has no rows, being without a dimension."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{call} takes arrays of rows, but {path} is {leaf.dtype}[], without a dimension. "
+                "Give it one, for instance by numpy.atleast_1d."
+            )
+
+
+def type_of(leaf: np.ndarray, is_ragged: bool) -> str:
+    """Returns dtype and shape in words; of a ragged leaf without its number of rows."""
+    order = " (big endian)" if leaf.dtype.str.startswith(">") else ""
+    shape = ["rows", *leaf.shape[1:]] if is_ragged else leaf.shape
+    return f"{leaf.dtype}{order}[{', '.join(map(str, shape))}]"
+
+
+def raise_difference(call: str, told: dict[int, list[str]]) -> None:
+    """Raises a ValueError that names two processes, which differ, and in what.
+
+    Args:
+        call: Name of the public call.
+        told: By process the structure of its tree, and its leaves.
+    """
+    reference = next(iter(told))
+    process = next(number for number in told if told[number] != told[reference])
+    first, other = told[reference], told[process]
+    pairs = [(a, b) for a, b in zip(first[1:], other[1:], strict=False) if a != b]
+    if first[0] == other[0] and pairs:
+        found = f"{pairs[0][0]} on process {reference}, {pairs[0][1]} on process {process}"
+    else:
+        found = (
+            f"{len(first) - 1} leaves in {first[0]} on process {reference}, {len(other) - 1} "
+            f"leaves in {other[0]} on process {process}"
+        )
+    raise ValueError(
+        f"{call} needs the same structure, shapes and dtypes on every process, but got {found}."
+    )
+
+
+def text_of(structure: Any) -> str:
+    """Returns the structure of a tree in words that are the same on every process."""
+    # Functions and objects in it print where they lie in the memory of a process.
+    return re.sub(r" at 0x[0-9a-f]+", "", str(structure))
+
+
+ALIGNMENT = 32
+"""In bytes, of each array among others; the itemsize of any number divides it."""
+
+# What a process receives of all others at once.
+_CHUNK_BYTES = 64 * 2**20
+
+
+def starts(nbytes: Sequence[int], alignment: int) -> list[int]:
+    """Returns where each array begins when they follow one another, and where the last one ends."""
+    positions = [0]
+    for size in nbytes:
+        positions.append(-(-(positions[-1] + size) // alignment) * alignment)
+    return positions
+
+
+def gather_chunks(
+    leaves: Sequence[np.ndarray], members: tuple[int, ...], total: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields positions, and the bytes of all processes from there on, `[num_members, size]`.
+
+    Args:
+        leaves: This process's arrays.
+        members: The processes, this one among them.
+        total: Bytes of the process that has most of them.
+    """
+    for first, chunk in _chunks(leaves, len(members), total):
+        if len(members) == 1:
+            yield first, chunk[None]
+        else:
+            yield first, _exchanged(chunk, members, _gather)
+
+
+def broadcast_bytes(
+    leaves: Sequence[np.ndarray], members: tuple[int, ...], root: int, total: int
+) -> np.ndarray:
+    """Returns the bytes of the process `root`.
+
+    Args:
+        leaves: This process's arrays.
+        members: The processes, this one among them.
+        root: One of them.
+        total: Bytes of each process.
+    """
+    received = []
+    for _, chunk in _chunks(leaves, len(members), total):
+        if jax.process_index() != root:
+            chunk[:] = 0
+        received.append(chunk if len(members) == 1 else _exchanged(chunk, members, _sum))
+    return np.concatenate(received) if received else np.zeros(0, np.uint8)
+
+
+def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.ndarray:
+    mesh = _mesh(members)
+    sharding = NamedSharding(mesh, PartitionSpec("processes"))
+    own = mesh.devices.flat[members.index(jax.process_index())]
+    part = jax.device_put(chunk[None], own)
+    rows = jax.make_array_from_single_device_arrays((len(members), chunk.size), sharding, [part])
+    with stall.waiting("values of other processes"):
+        return np.asarray(program(mesh)(rows).addressable_data(0))
+
+
+@once_per_job
+def _mesh(members: tuple[int, ...]) -> Mesh:
+    """Returns a mesh of the first device of each process."""
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    return Mesh(np.asarray([firsts[process] for process in members]), ("processes",))
+
+
+@once_per_job
+def _gather(mesh: Mesh) -> Any:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@once_per_job
+def _sum(mesh: Mesh) -> Any:
+    return jax.jit(
+        lambda rows: jnp.sum(rows, axis=0, dtype=jnp.uint8),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def _chunks(
+    leaves: Sequence[np.ndarray], num_members: int, total: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields positions and bytes of arrays that follow one another, filled up to a power of two."""
+    positions = starts([leaf.nbytes for leaf in leaves], ALIGNMENT)
+    largest = max(_CHUNK_BYTES >> (num_members - 1).bit_length(), 2**20)
+    for first in range(0, total, largest):
+        size = min(largest, 1 << max(total - first - 1, 1).bit_length())
+        chunk = np.zeros(size, np.uint8)
+        for leaf, start in zip(leaves, positions, strict=False):
+            begin, end = max(start, first), min(start + leaf.nbytes, first + size)
+            if begin < end:
+                flat = leaf.reshape(-1).view(np.uint8)
+                chunk[begin - first : end - first] = flat[begin - start : end - start]
+        yield first, chunk
+
+
+# With the comparison; more would burden the coordinator of a large job.
+_SMALL_BYTES = 1024
+# Processes cannot tell which of two calls of a process at the same time is which of another's.
+_turn = Slot(threading.Lock)
+
+
+@contextmanager
+def exclusive(call: str) -> Iterator[None]:
+    """Notes that a public call runs within the block, which no other thread may make meanwhile.
+
+    Args:
+        call: Its name.
+
+    Raises:
+        RuntimeError: If another thread is in such a call.
+    """
+    turn = _turn.get()
+    if not turn.acquire(blocking=False):
+        raise RuntimeError(
+            f"{call} was called in the thread {threading.current_thread().name!r} while another "
+            "thread of this process exchanges values with other processes. They could not tell "
+            "the calls apart: make all of them in one thread, or one after the other."
+        )
+    try:
+        with stall.calling(call):
+            yield
+    finally:
+        turn.release()
+
+
+class Brought(NamedTuple):
+    """A pytree in pieces, the same on every process but for the values and the leading dimensions.
+
+    Attributes:
+        leaves: The arrays of this process.
+        structure: The structure of the tree.
+        members: The processes that exchange.
+        present: Positions among the members of those that have brought values.
+        shapes: Shapes of the arrays, by process in `present`.
+        total: Bytes of the process that brings most, aligned.
+        small: The concatenated bytes of the arrays, by process in `present`, if these are few; else
+            None.
+    """
+
+    leaves: list[np.ndarray]
+    structure: Any
+    members: tuple[int, ...]
+    present: list[int]
+    shapes: list[list[tuple[int, ...]]]
+    total: int
+    small: list[bytes] | None
+
+    @property
+    def own(self) -> int:
+        """Position of this process among those in `present`."""
+        return [self.members[position] for position in self.present].index(jax.process_index())
+
+    def nbytes(self, position: int) -> list[int]:
+        """Returns the size of each array of a process, in bytes."""
+        return [
+            math.prod(shape) * leaf.itemsize
+            for shape, leaf in zip(self.shapes[position], self.leaves, strict=True)
+        ]
+
+
+def bring(
+    call: str,
+    tree: Any,
+    members: tuple[int, ...],
+    check: Callable[[str, np.ndarray], None] | None = None,
+    *,
+    problem: Exception | None = None,
+    is_ragged: bool = False,
+    is_joinable: bool = False,
+) -> Brought:
+    """Returns a pytree of host values as arrays, once all processes have brought theirs.
+
+    Structure, shapes and dtypes must be the same on all of them.
+
+    Args:
+        call: Name of the public call.
+        tree: Pytree of numbers and arrays.
+        members: The processes that exchange.
+        check: Raises if an array, of which it gets the path, cannot be used.
+        problem: What is wrong with the call on this process, if anything; raised once the others
+            have heard of it.
+        is_ragged: Whether leading dimensions may differ between processes.
+        is_joinable: Whether processes that have joined may be without values.
+
+    Raises:
+        ValueError: On every process, if structure, shapes or dtypes differ; the text names
+            processes, path and both.
+        TypeError: If a leaf is no array; the other processes raise a RuntimeError that quotes it.
+    """
+    error = problem
+    paths = []
+    leaves = []
+    try:
+        if error is None:
+            paths, leaves = as_arrays(call, tree, check)
+            if is_ragged:
+                check_rows(call, paths, leaves)
+    except Exception as raised:  # Raised below, so that the other processes do not wait.
+        error = raised
+        paths, leaves = [], []
+    structure = jax.tree.structure(tree)
+    types = [type_of(leaf, is_ragged) for leaf in leaves]
+    description = [
+        text_of(structure),
+        *(f"{path} is {kind}" for path, kind in zip(paths, types, strict=True)),
+    ]
+    is_small = sum(leaf.nbytes for leaf in leaves) <= _small_bytes(len(members))
+    told = {
+        "error": "" if error is None else f"{type(error).__name__}: {error}",
+        "digest": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
+        "total": starts([leaf.nbytes for leaf in leaves], ALIGNMENT)[-1],
+        "rows": [len(leaf) for leaf in leaves] if is_ragged else None,
+        "values": base64.b64encode(b"".join(leaf.tobytes() for leaf in leaves)).decode()
+        if is_small
+        else None,
+    }
+    role: Role = "joinable" if is_joinable else "alone"
+    entries = [
+        json.loads(text) for text in meet(call, json.dumps(told), members=members, role=role)
+    ]
+    present = agree_on_exchange(call, entries, members, error=error, description=description)
+    brought = [entries[position] for position in present]
+    return Brought(
+        leaves,
+        structure,
+        members,
+        present,
+        [_shapes_of(leaves, entry["rows"]) for entry in brought],
+        max(entry["total"] for entry in brought),
+        [base64.b64decode(entry["values"]) for entry in brought] if are_small(entries) else None,
+    )
+
+
+def _small_bytes(num_members: int) -> int:
+    """Returns up to how many bytes of a process go along with the comparison."""
+    # Each process receives those of all from the coordinator.
+    return max(_SMALL_BYTES, min(16 * _SMALL_BYTES, 2**20 // num_members**2))
+
+
+def agree_on_exchange(
+    call: str,
+    entries: list[dict[str, Any]],
+    members: tuple[int, ...],
+    *,
+    error: Exception | None = None,
+    description: Sequence[str] = (),
+) -> list[int]:
+    """Returns the positions of the processes that have brought values, once all can exchange them.
+
+    Args:
+        call: Name of the public call.
+        entries: What each process told; of one that has joined, `{"joined": ...}`.
+        members: The processes.
+        error: What went wrong on this process, or None.
+        description: What this process has brought, if anything.
+    """
+    present = [position for position, entry in enumerate(entries) if "joined" not in entry]
+    raise_first(error, [entry.get("error", "") for entry in entries], members)
+    if len({entries[position]["digest"] for position in present}) > 1:
+        texts = meet(call, json.dumps(description), members=members, role="joins")
+        told = {members[position]: json.loads(texts[position]) for position in present}
+        raise_difference(call, told)
+    if len(members) == jax.process_count():
+        connect_devices()
+    return present
+
+
+def are_small(entries: list[dict[str, Any]]) -> bool:
+    """Returns whether what all processes brought came with what they told."""
+    return all("joined" in entry or entry["values"] is not None for entry in entries)
+
+
+def _shapes_of(leaves: list[np.ndarray], num_rows: list[int] | None) -> list[tuple[int, ...]]:
+    if num_rows is None:
+        return [leaf.shape for leaf in leaves]
+    return [(rows, *leaf.shape[1:]) for rows, leaf in zip(num_rows, leaves, strict=True)]
+
+
+def raise_first(
+    error: Exception | None, texts: list[str], members: Sequence[int] | None = None
+) -> None:
+    """Raises this process's error, or a RuntimeError that quotes the first of the others.
+
+    It does nothing if there is none.
+
+    Args:
+        error: What went wrong on this process, or None.
+        texts: What went wrong, by process; empty where nothing did.
+        members: The processes; those from 0 on by default.
+    """
+    if error is not None:
+        raise error
+    for process, text in zip(members or range(len(texts)), texts, strict=True):
+        if text:
+            raise RuntimeError(f"Process {process} failed: {text}")
+
+
+@once_per_job
+def connect_devices() -> None:
+    """Runs a first collective on all processes, to be called when they have just met."""
+    # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s
+    # after another.
+    if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
+        with stall.waiting("the first collective"):
+            mesh = _jax.make_data_mesh(jax.devices())
+            ones = _jax.shard_rows(np.ones(mesh.size, np.int32), mesh)
+            total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)
+            jax.block_until_ready(total)
+
+
+def collected(
+    brought: Brought, part: Callable[[int, int], tuple[int, int]] | None = None
+) -> list[np.ndarray]:
+    """Returns for each array the concatenated bytes that the processes have brought of it.
+
+    Args:
+        brought: Arrays.
+        part: From the position of a process and the index of an array to the first byte that this
+            process needs, and the end; all by default.
+    """
+    alignment = 1 if brought.small is not None else ALIGNMENT
+    layouts = [brought.nbytes(position) for position in range(len(brought.present))]
+    wanted = [
+        [(0, size) if part is None else part(position, index) for index, size in enumerate(sizes)]
+        for position, sizes in enumerate(layouts)
+    ]
+    lengths = [[end - begin for begin, end in ranges] for ranges in wanted]
+    ends = np.cumsum(lengths, axis=0, dtype=np.int64)
+    results = [np.empty(total, np.uint8) for total in (ends[-1] if len(ends) else [])]
+    for first, rows in _all_rows(brought):
+        for position, row in enumerate(rows):
+            positions = starts(layouts[position], alignment)
+            for index, (begin, end) in enumerate(wanted[position]):
+                begin, end = positions[index] + begin, positions[index] + end
+                low, high = max(begin, first), min(end, first + len(row))
+                if low < high:
+                    place = ends[position][index] - lengths[position][index] + low - begin
+                    results[index][place : place + high - low] = row[low - first : high - first]
+    return results
+
+
+def typed(data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns bytes as an array of a dtype and a shape."""
+    return data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
+
+
+def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays that `reduce` makes of those of all processes.
+
+    Args:
+        brought: Arrays of numbers.
+        reduce: From `[num_processes, size]` to `[size]`, element by element.
+    """
+    num_present = len(brought.present)
+    parts = [
+        [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in brought.leaves
+    ]  # Gives arrays without elements their dtype.
+    begins = starts(brought.nbytes(0), 1 if brought.small is not None else ALIGNMENT)
+    for first, rows in _all_rows(brought):
+        stacked = np.stack(rows)
+        for index, leaf in enumerate(brought.leaves):
+            begin = max(begins[index], first)
+            end = min(begins[index] + leaf.nbytes, first + stacked.shape[1])
+            if begin < end:
+                piece = stacked[:, begin - first : end - first]
+                parts[index].append(reduce(np.ascontiguousarray(piece).view(leaf.dtype)))
+    return [
+        np.concatenate(pieces).reshape(leaf.shape)
+        for leaf, pieces in zip(brought.leaves, parts, strict=True)
+    ]
+
+
+def sent_from(brought: Brought, root: int) -> list[np.ndarray]:
+    """Returns the arrays of process `root`."""
+    if brought.small is not None:
+        data = brought.small[brought.members.index(root)]
+        alignment = 1
+    else:
+        data = broadcast_bytes(brought.leaves, brought.members, root, brought.total)
+        alignment = ALIGNMENT
+    positions = starts(brought.nbytes(0), alignment)
+    return [
+        np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape).copy()
+        if leaf.nbytes
+        else leaf.copy()
+        for leaf, start in zip(brought.leaves, positions, strict=False)
+    ]
+
+
+def _all_rows(brought: Brought) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+    """Yields positions, and the bytes of each process in `present` from there on."""
+    if brought.small is not None:
+        yield 0, [np.frombuffer(data, np.uint8) for data in brought.small]
+        return
+    for first, rows in gather_chunks(brought.leaves, brought.members, brought.total):
+        yield first, [rows[position] for position in brought.present]

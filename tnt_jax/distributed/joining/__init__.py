@@ -1,0 +1,1 @@
+"""How a process finds its job, its devices and its ranks."""

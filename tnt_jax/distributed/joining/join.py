@@ -1,0 +1,303 @@
+"""Joins the job that the environment names.
+
+It also checks that the job's hosts can reach one another. It opens no device.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.cluster.devices import cpu_kind
+from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
+from tnt_jax.cluster.ray import train_secret
+from tnt_jax.distributed.leaving import exits
+from tnt_jax.job import secret
+from tnt_jax.log import logger
+from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
+
+# glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_LARGEST = 2**31 - 1
+_GROWTH_BYTES = 64 * 2**20
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Makes the C library keep freed memory for later allocations; returns whether it does.
+
+    XLA allocates the intermediate results of every step on CPUs anew. By default glibc returns such
+    large blocks to the system, which clears them page by page for the next step. For a small
+    Transformer that is a third of the step time (benchmarks/README.md). Kept memory belongs to the
+    process until it ends.
+
+    Does nothing if the C library is not glibc, or if the user has configured it.
+
+    Args:
+        environ: Variables of the environment. `MALLOC_*` counts as configured by the user.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name.startswith("MALLOC_") for name in environ):
+        return False
+    chosen = (
+        (_M_MMAP_THRESHOLD, _LARGEST),
+        (_M_TRIM_THRESHOLD, _LARGEST),
+        (_M_TOP_PAD, _GROWTH_BYTES),
+    )
+    return [mallopt(name, value) for name, value in chosen] == [1, 1, 1]
+
+
+_HOST_KEY = "tnt_jax/host"
+# Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
+_GRACE_S = 30
+# A process may read and prepare its data for long before it needs the others.
+_FIRST_MEETING_S = 3600
+# The longest time in which a process asks often whether the coordinator listens. After it, the
+# second that JAX's client waits between two questions is short.
+_ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
+
+
+def join_job() -> Settings:
+    """Joins the job named by the environment, if any, and opens no device; `init` does so first.
+
+    Returns the settings.
+
+    Raises:
+        ValueError: If a variable is invalid.
+        RuntimeError: As `init`.
+    """
+    settings = read_settings()
+    _make_threads_for_virtual_devices()
+    job = detect_job(os.environ)
+    is_worker = job is not None and job.source == RAY_TRAIN
+    secret.set(train_secret() if is_worker else settings.job_secret.encode())
+    turns = None
+    if job is not None and job.num_processes > 1:
+        turns = _join(job, settings)
+    if _jax.is_distributed():
+        _jax.keep_programs_of_each_process(cpu_kind(), turns=turns)
+    return settings
+
+
+def _make_threads_for_virtual_devices() -> None:
+    """Gives XLA's thread pool enough threads for the virtual CPU devices of `XLA_FLAGS`."""
+    counts = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    if not counts or "PJRT_NPROC" in os.environ or "NPROC" in os.environ:
+        return
+    # The pool has as many threads as cores; below twice the number of devices their collectives
+    # deadlocked.
+    threads = max(os.cpu_count() or 1, 4 * int(counts[-1]))
+    if not _jax.backends_are_initialized():
+        os.environ["PJRT_NPROC"] = str(threads)
+    elif (os.cpu_count() or 1) < 2 * int(counts[-1]):
+        logger.warning(
+            "%s virtual CPU devices share %s threads, and their collectives may deadlock. Set "
+            "PJRT_NPROC=%d before JAX starts, or call "
+            "tnt_jax.init() before JAX is used.", counts[-1], os.cpu_count(), threads,
+        )  # fmt: skip
+
+
+def _join(job: Job, settings: Settings) -> str | None:
+    """Connects to the job's coordinator and checks that its hosts can reach one another.
+
+    Returns a name that the job's processes on this machine share; None if there is only one.
+    """
+    if _jax.is_distributed():
+        if job.source == RAY_TRAIN:
+            # Ray has connected this process, and disconnects it.
+            return _take_part(job, settings, disconnects=False)
+        return None
+    member = f"{job.coordinator_address} {job.process_id}"
+    _check_that_it_can_join(job, member)
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # JAX's service catches SIGTERM and then waits to be polled: a process that nobody polls
+        # could not be ended.
+        jax.config.update("jax_enable_preemption_service", False)
+    timeout_s = _first_meeting_s(job, settings)
+    with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
+        if job.process_id > 0:
+            await_listener(job.coordinator_address)
+        jax.distributed.initialize(
+            coordinator_address=job.coordinator_address,
+            num_processes=job.num_processes,
+            process_id=job.process_id,
+            local_device_ids=job.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=timeout_s + _GRACE_S,
+            heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
+            # Each process disconnects for itself; `membership` lets the coordinator be the last.
+            shutdown_timeout_seconds=0,
+        )
+    os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
+    return _take_part(job, settings)
+
+
+def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
+    """Waits while `host:port` refuses connections, as long as `most_s` seconds.
+
+    A coordinator does so until its process has come so far. JAX's client, once it was refused, asks
+    again after a second. What is wrong with an address is left to JAX.
+    """
+    host, _, port = address.rpartition(":")
+    began_at = time.monotonic()
+    while (waited_s := time.monotonic() - began_at) < most_s:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(max(_SHORTEST_TICK_S, _LATER * waited_s))
+        except (OSError, ValueError):
+            return
+
+
+def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str | None:
+    """Makes this process, which JAX has connected, one that the others know and that knows them.
+
+    Returns what `_join` returns.
+    """
+    exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
+    here = machine_id("net")
+    hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
+    _check_host_names(set(hosts))
+    exits.watch()
+    if job.source == RAY_TRAIN:
+        exits.leave_after(threading.current_thread(), "the end of its training function")
+    num_here = sum(machine == here for machine, _, _ in hosts)
+    name = hashlib.sha256(f"{here} {job.coordinator_address}".encode()).hexdigest()[:16]
+    return name if num_here > 1 else None
+
+
+def _first_meeting_s(job: Job, settings: Settings) -> int:
+    """Returns the seconds that the processes have to come together."""
+    # The launcher has seen that the hosts reach one another, and sees processes that fail; the
+    # others may be reading their data.
+    is_launched = "TNT_JOB_ID" in os.environ
+    default_s = _FIRST_MEETING_S if is_launched else default_init_timeout_s(job.num_processes)
+    return settings.init_timeout_s or default_s
+
+
+def _check_that_it_can_join(job: Job, member: str) -> None:
+    """Raises a RuntimeError if the process cannot join.
+
+    It cannot if it, or the process that started it, has been in the job, or if JAX was used before.
+    """
+    if os.environ.get("TNT_JOINED") == f"{member} {os.getpid()}":
+        raise RuntimeError(
+            f"This process has left the job of {job.num_processes} processes by "
+            f"tnt_jax.shutdown(), and cannot join it again, because JAX's devices stay open. Call "
+            f"shutdown() after the last use of tnt_jax, or leave it out."
+        )
+    if os.environ.get("TNT_JOINED", "").startswith(f"{member} "):
+        raise RuntimeError(
+            f"This process was started by process {job.process_id} of the job, which has joined "
+            f"it already, and cannot join again. Where "
+            "multiprocessing starts processes by 'spawn', they run the script anew: put what it "
+            "does under if __name__ == '__main__':."
+        )
+    if _jax.backends_are_initialized():
+        raise RuntimeError(
+            f"{job.source} names a job of {job.num_processes} processes, but JAX was used before "
+            f"tnt_jax could join it, so this "
+            "process would train alone. Call tnt_jax.init() at the top of the script, before "
+            "jax.devices(), jax.random or any array. See docs/faq.md#a-process-cannot-join-the-job."
+        )
+
+
+@contextmanager
+def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
+    """Ends the process with an explanation if the block takes longer than `timeout_s`."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        print(f"[tnt_jax] ERROR: {explain()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # JAX's own timeout aborts the process with a stack trace of C++ and raises nothing that could
+    # be caught.
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _missing_processes(job: Job, timeout_s: int) -> str:
+    proxies = sorted(
+        name
+        for name in os.environ
+        if name.lower().endswith("_proxy") and name.lower() != "no_proxy"
+    )
+    hint = (
+        f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to "
+        f"no_proxy."
+        if proxies
+        else ""
+    )
+    return (
+        f"Process {job.process_id} of {job.num_processes} could not start with the others within "
+        f"{timeout_s} s "
+        f"(coordinator {job.coordinator_address}, from {job.source}). Check that all "
+        f"{job.num_processes} processes were started, "
+        f"that the coordinator's host and port can be reached from here, and that nothing else "
+        f"listens there; a job that starts more "
+        f"slowly needs a larger TNT_INIT_TIMEOUT_S.{hint}"
+    )
+
+
+def _hosts_of_processes(job: Job, here: str, *, timeout_s: int) -> list[tuple[str, str, str]]:
+    """Returns, for each process of the job, its machine, and the machine's name and address."""
+    client = _jax.coordination_client()
+    client.key_value_set(
+        f"{_HOST_KEY}/{job.process_id}",
+        f"{here} {socket.gethostname()} {own_address() or 'unresolved'}",
+    )
+    keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
+    found = [client.blocking_key_value_get(key, timeout_s * 1000).split(" ") for key in keys]
+    return [(machine, name, address) for machine, name, address in found]
+
+
+def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
+    """Raises the same error on every process if host names resolve to loopback addresses."""
+    # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x
+    # is out of the others' reach.
+    looped = [
+        f"{name} ({address})"
+        for _, name, address in sorted(hosts)
+        if address.startswith("127.") or address == "::1"
+    ]
+    if len({machine for machine, _, _ in hosts}) > 1 and looped and _cpu_collectives_are_needed():
+        raise RuntimeError(
+            f"Host(s) {', '.join(looped)} resolve their own name to a loopback address, so the "
+            f"other hosts of the job cannot reach "
+            "them. Give each host name its network address in /etc/hosts (Debian writes "
+            "'127.0.1.1 NAME' there) or in DNS."
+        )
+
+
+def own_address() -> str | None:
+    """Returns the address of the machine's own name, or None if it has none.
+
+    The other hosts of a job reach the machine at this address.
+    """
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _cpu_collectives_are_needed() -> bool:
+    return (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu"  # type: ignore[attr-defined]

@@ -1,0 +1,229 @@
+"""The process's place in the job: which devices, which rank, who is master.
+
+`init()` joins the job that the environment names and builds the mesh; everything that needs it
+calls it lazily, so a script that never mentions it works.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tnt_jax import _jax
+from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
+from tnt_jax.distributed.leaving import exits
+from tnt_jax.distributed.liveness.watch import Patience, start_watching
+from tnt_jax.distributed.shared_sums import joining as shared_sums
+from tnt_jax.job import Slot, end_job
+from tnt_jax.log import configure_logging, logger
+from tnt_jax.settings import Settings
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The mesh and this process's place on it.
+
+    Attributes:
+        mesh: One axis, `data`, over all ranks; the ranks of one process are neighbours. A model
+            that is sharded has a mesh of its own over the same devices.
+        settings: What the environment said at `init`.
+    """
+
+    mesh: Mesh
+    settings: Settings
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of parts that a global batch is split into, over all processes."""
+        return _jax.num_ranks(self.mesh)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Ranks of which this process has a device, in order."""
+        return _jax.local_ranks(self.mesh)
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether several processes have devices of the same rank, and need the same rows."""
+        return self.mesh.size // self.num_ranks > len(self.mesh.local_devices)
+
+    @property
+    def platform(self) -> str:
+        """Kind of the devices: `cpu`, `gpu` or `tpu`."""
+        return self.mesh.devices.flat[0].platform
+
+
+_runtime = Slot[Runtime | None](lambda: None)
+
+
+def init(devices: Sequence[int] | None = None) -> Runtime:
+    """Joins the job named by the environment, if any, and builds the mesh over the chosen devices.
+
+    A job is named by `TNT_COORDINATOR_ADDRESS`, `TNT_NUM_PROCESSES` and `TNT_PROCESS_ID`, by
+    `TF_CONFIG`, or by SLURM, Open MPI or Kubernetes. Without one, the process trains alone on its
+    own devices. Calling it again returns the same runtime.
+
+    Args:
+        devices: Indices into this process's local devices; all of them by default.
+
+    Returns:
+        The runtime of this process.
+
+    Raises:
+        ValueError: If a variable is invalid, if `devices` names a device that is not there, or
+            differs from an earlier call.
+        RuntimeError: If the environment names a job of several processes but JAX was used before,
+            or if hosts of the job resolve their own name to a loopback address.
+    """
+    runtime = _runtime.get()
+    if runtime is None:
+        return _start(devices)
+    if devices is not None and _chosen_ids(devices) != _own_device_ids(runtime):
+        raise ValueError(
+            f"init(devices={list(devices)}) came after an init with the devices "
+            f"{_own_device_ids(runtime)}. "
+            "Choose the devices in the first call, or call shutdown() before."
+        )
+    return runtime
+
+
+def _start(devices: Sequence[int] | None) -> Runtime:
+    settings = join_job()
+    configure_logging(settings, rank=jax.process_index(), is_master=jax.process_index() == 0)
+    runtime = Runtime(_jax.make_data_mesh(_choose_devices(devices)), settings)
+    _runtime.set(runtime)
+    configure_logging(settings, rank=runtime.local_ranks[0], is_master=jax.process_index() == 0)
+    if settings.timeline is not None:
+        timeline.start(settings.timeline, jax.process_index())
+    goodput.open_account(
+        path=settings.goodput,
+        launched_at=settings.launched_at,
+        is_master=jax.process_index() == 0,
+    )
+    if jax.process_count() > 1:
+        patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
+        start_watching(patience, exits.end_job, shared_sums.is_waiting)
+    if runtime.platform == "cpu":
+        keep_freed_memory(os.environ)
+        if jax.process_count() > 1:
+            shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
+    logger.info(
+        "%d rank(s) on %s in %d process(es) on %s.",
+        runtime.num_ranks, runtime.platform, jax.process_count(), socket.gethostname(),
+    )  # fmt: skip
+    log_start_phase("devices open")
+    return runtime
+
+
+def shutdown() -> None:
+    """Leaves the job and forgets all that belongs to it.
+
+    That is the mesh, the seed of `set_seed`, and which warnings were given. It waits until open
+    checkpoints are written.
+
+    A later `init` begins a new job, which may have other devices; models that were trained before
+    stay with the old ones, so make new models. In a job of several processes every process must
+    call it; it waits for the others. JAX's devices stay open, so a process that has left a job of
+    several processes cannot join another.
+    """
+    try:
+        end_job()
+    finally:
+        if _jax.is_distributed():
+            jax.distributed.shutdown()
+
+
+def get_rank() -> int:
+    """Returns the rank of this process's first device, from 0 to `get_size() - 1`."""
+    return init().local_ranks[0]
+
+
+def get_size() -> int:
+    """Returns the number of ranks: devices on the data axis, over all processes."""
+    return init().num_ranks
+
+
+def get_master_rank() -> int:
+    """Returns the master's rank, which is 0 (Tarantella's master is its last rank)."""
+    return 0
+
+
+def is_master_rank() -> bool:
+    """Returns whether this process is the master: the one that prints, logs and writes files."""
+    return get_process_index() == 0
+
+
+def get_process_index() -> int:
+    """Returns the number of this process in the job, from 0 to `get_process_count() - 1`."""
+    init()
+    return jax.process_index()
+
+
+def get_process_count() -> int:
+    """Returns the number of processes in the job."""
+    init()
+    return jax.process_count()
+
+
+def log_start_phase(phase: str) -> None:
+    """Logs at DEBUG the time from this process's launch by `tnt-jax` to a phase of its start."""
+    launched_at = init().settings.launched_at
+    if launched_at is not None:
+        logger.debug("Start-up: %s %.2f s after the launch.", phase, time.time() - launched_at)
+
+
+def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
+    """Returns the devices of the job, process by process; of this process's, those at `indices`."""
+    own = jax.local_devices()
+    if indices is None:
+        chosen = [device.id for device in own]
+    else:
+        chosen = [own[index].id for index in _checked_indices(indices, len(own))]
+    wanted = set(_gather_ids(chosen))
+    # Sorted by process and then by id, so that the ranks of a process are neighbours on the mesh.
+    return [
+        d for d in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if d.id in wanted
+    ]
+
+
+def _checked_indices(indices: Sequence[int], available: int) -> Sequence[int]:
+    if (
+        not indices
+        or len(set(indices)) != len(indices)
+        or not all(0 <= index < available for index in indices)
+    ):
+        raise ValueError(
+            f"devices must be distinct indices from 0 to {available - 1} into this process's "
+            f"{available} local device(s), "
+            f"but is {list(indices)}."
+        )
+    return indices
+
+
+def _gather_ids(own: list[int]) -> list[int]:
+    """Returns the device ids that all processes chose."""
+    if jax.process_count() == 1:
+        return own
+    client = _jax.coordination_client()
+    client.key_value_set(f"tnt_jax/devices/{jax.process_index()}", ",".join(map(str, own)))
+    lists = [
+        client.blocking_key_value_get(f"tnt_jax/devices/{process}", 300_000)
+        for process in range(jax.process_count())
+    ]
+    return [int(part) for text in lists for part in text.split(",")]
+
+
+def _own_device_ids(runtime: Runtime) -> list[int]:
+    devices = list(runtime.mesh.devices.flat)
+    return [devices[rank].id for rank in runtime.local_ranks]
+
+
+def _chosen_ids(indices: Sequence[int]) -> list[int]:
+    own = jax.local_devices()
+    return sorted(own[index].id for index in _checked_indices(indices, len(own)))

@@ -1,0 +1,1 @@
+"""How processes end: notices of exit, signals, and what the others make of them."""

@@ -1,0 +1,1 @@
+"""Which processes of a job are there, where each of them is, and which are stuck or slow."""

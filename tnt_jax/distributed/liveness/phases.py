@@ -1,0 +1,300 @@
+"""Where this process is in its script: which call, which step, and what it does there.
+
+Data-parallel calls complete only when every process makes them. Each process records its position
+in plain attributes, which cost a step next to nothing:
+
+    with stall.calling("Model.fit"):
+        stall.here().epoch, stall.here().step = 1, 5
+        with stall.waiting("sum of gradients"):
+            ...
+
+`watch` shows it to the other processes, which name the one that they wait for.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Literal, ParamSpec, TypeVar
+
+from tnt_jax.distributed import goodput, timeline
+from tnt_jax.job import Slot
+
+Phase = Literal["", "data", "compile", "step", "steps", "callback", "loop", "save"]
+_WORDS: dict[Phase, str] = {
+    "data": "reading data",
+    "compile": "compiling",
+    "step": "running the step",
+    "steps": "running a program of several steps",
+    "callback": "in a callback",
+    "loop": "in the body of its loop",
+    "save": "saving or restoring",
+}
+# Phases that end only if every process takes part.
+_OF_ALL: tuple[Phase, ...] = ("compile", "step", "steps")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Note:
+    """The position of a process in its script.
+
+    Attributes:
+        meetings: Number of calls so far in which all processes take part.
+        calls: Running public calls, the outermost first.
+        epoch: Epoch of the training loop, from 1 on; 0 outside of one.
+        step: Step of the loop, from 1 on; 0 before the first.
+        phase: What the process does there; `"loop"` is the user's code between the steps of a
+            custom training loop, and `""` all that has no name.
+        what: The same in the user's words, such as the name of a callback; empty for none.
+        limit_s: Seconds that it may take without progress; None for the limit of the phase.
+        num_waits: Number of waits so far for other processes.
+        waits: What the process waits for; empty if it knows of no wait for other processes.
+        members: The processes among which it waits; empty for all.
+        reads_device: Whether its main thread is in JAX, in which it may wait for other processes.
+        has_left: Whether the script has ended.
+        stuck_s: Seconds since the last change of the above.
+    """
+
+    meetings: int = 0
+    calls: tuple[str, ...] = ()
+    epoch: int = 0
+    step: int = 0
+    phase: Phase = ""
+    what: str = ""
+    limit_s: float | None = None
+    num_waits: int = 0
+    waits: str = ""
+    members: tuple[int, ...] = ()
+    reads_device: bool = False
+    has_left: bool = False
+    stuck_s: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """How far the process has got."""
+        return self.meetings, self.epoch, self.step
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waits for other processes, or is where it may do so."""
+        in_program = self.phase in ("step", "steps")
+        return bool(self.waits) or in_program or self.reads_device
+
+    @property
+    def place(self) -> str:
+        """Where the process is in its script, in words."""
+        if self.has_left:
+            return "at the end of its script"
+        if not self.calls and not self.phase:
+            return f"in {self.waits}" if self.waits else "in no such call"
+        *outer, last = self.calls or ("its own loop",)
+        inner = f" (called in {outer[0]})" if outer else ""
+        epoch = f", epoch {self.epoch}" if self.epoch else ""
+        step = f", step {self.step}" if self.step else ""
+        return f"in {last}{inner}{epoch}{step}"
+
+    def __str__(self) -> str:
+        """Returns where the process is and what it does there, in words."""
+        doing = f"in {self.what}" if self.what else _WORDS.get(self.phase, "")
+        return f"{self.place}, {doing}" if doing and not self.has_left else self.place
+
+
+class Here:
+    """The position of this process; see `Note`.
+
+    It is written between steps, so it reads no clock and takes no lock: each attribute is replaced
+    whole, and a reader in another thread sees it before or after.
+
+    Attributes:
+        doing: The phase, and the same in the user's words, such as the name of a callback.
+        waits: What each thread waits for, one of which may read data ahead.
+        readers: Threads that read data ahead, whose waits concern the process only where it needs
+            data.
+        left_alone: A sentence saying that it waits for a process that has left; empty if none is
+            known.
+    """
+
+    def __init__(self) -> None:
+        self.meetings = self.epoch = self.step = self.num_waits = 0
+        self.calls: tuple[str, ...] = ()
+        self.doing: tuple[Phase, str] = ("", "")
+        self.limit_s: float | None = None
+        self.has_left = False
+        self.left_alone = ""
+        self.waits: dict[int, str] = {}
+        self.readers: set[int] = set()
+        self.members: tuple[int, ...] = ()
+
+    @property
+    def awaits(self) -> str:
+        """What this process waits for, or nothing: a thread that reads ahead delays nobody."""
+        readers = () if self.doing[0] in ("", "data") else self.readers
+        waits = list(self.waits.items())
+        return next((what for thread, what in waits if thread not in readers), "")
+
+    def note(self) -> Note:
+        """A copy that can be sent."""
+        phase, what = self.doing
+        return Note(
+            self.meetings, self.calls, self.epoch, self.step, phase, what, self.limit_s,
+            self.num_waits, self.awaits, self.members, has_left=self.has_left,
+        )  # fmt: skip
+
+
+_here = Slot(Here)
+
+
+def here() -> Here:
+    """Returns where this process is in its job."""
+    return _here.get()
+
+
+def describe_wait() -> str | None:
+    """Returns where the main thread waits for other processes, in words; None if it does not.
+
+    It waits where it says so (`waiting`), where it runs a program of all processes, which it may
+    have to compile first, or reads its result (`in_phase`), and where it takes data for which a
+    thread waits.
+    """
+    own, main = here(), threading.main_thread().ident
+    phase = own.doing[0]
+    waits = main in own.waits or phase in _OF_ALL or (phase == "data" and bool(own.waits))
+    return str(own.note()) if waits else None
+
+
+class waiting:
+    """Records that this thread waits for other processes within the block.
+
+    Args:
+        what: The call that waits, as a user writes it, or what it waits for.
+    """
+
+    __slots__ = ("_before", "_here", "_start_ns", "_thread", "_timeline", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Begins the wait."""
+        self._here, self._thread = own, thread = here(), threading.get_ident()
+        self._before = own.waits.get(thread)
+        own.waits[thread] = self._what
+        own.num_waits += 1
+        self._timeline = timeline.current()
+        self._start_ns = 0 if self._timeline is None else time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the wait; the thread waits on for what it waited for before."""
+        if self._before is None:
+            del self._here.waits[self._thread]
+        else:
+            self._here.waits[self._thread] = self._before
+        if self._timeline is not None:
+            end_ns = time.perf_counter_ns()
+            self._timeline.add(self._what, "wait", self._start_ns, end_ns, {})
+
+
+@contextmanager
+def in_phase(
+    phase: Phase,
+    what: str = "",
+    *,
+    limit_s: float | None = None,
+    spent: goodput.Phase | None = None,
+) -> Iterator[None]:
+    """Records that the main thread is in a phase within the block.
+
+    Args:
+        phase: The phase.
+        what: What it does, in the user's words.
+        limit_s: Seconds that it may take; by default the limit of the phase.
+        spent: The phase under which its time counts in `goodput`; None for that which runs.
+    """
+    own = here()
+    before, limit_before = own.doing, own.limit_s
+    own.doing, own.limit_s = (phase, what), limit_s
+    try:
+        with nullcontext() if spent is None else goodput.phase(spent):
+            yield
+    finally:
+        own.doing, own.limit_s = before, limit_before
+
+
+@contextmanager
+def busy(what: str, *, limit_s: float) -> Iterator[None]:
+    """Gives this process time within the block, during which the others may wait for it.
+
+    The job ends if a process makes no progress for `TNT_STALL_TIMEOUT` seconds. What takes longer
+    on purpose says so:
+
+    ```python
+    class Export(tnt.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with tnt.busy("the export", limit_s=1800):
+                export(self.model)
+    ```
+
+    Args:
+        what: What it does, for messages.
+        limit_s: Seconds without progress after which the job ends.
+
+    Raises:
+        ValueError: If `limit_s` is not above 0.
+    """
+    if not limit_s > 0:
+        raise ValueError(f"limit_s must be above 0 seconds, but is {limit_s!r}.")
+    with in_phase("callback", what, limit_s=limit_s):
+        yield
+
+
+@contextmanager
+def among(members: Sequence[int]) -> Iterator[None]:
+    """Notes that what this process waits for within the block is one of `members` alone.
+
+    Args:
+        members: Processes; empty for all.
+    """
+    own = here()
+    outer = own.members
+    own.members = tuple(members)
+    try:
+        yield
+    finally:
+        own.members = outer
+
+
+@contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Records that a public call, which every process must make, runs within the block.
+
+    Args:
+        name: Name of the call, as a user writes it.
+    """
+    own = here()
+    outer, before = (own.calls, own.epoch, own.step), own.doing
+    own.calls, own.epoch, own.step = (*own.calls, name), 0, 0
+    own.doing = ("", "")
+    try:
+        with timeline.span(name, "call"):
+            yield
+    finally:
+        own.calls, own.epoch, own.step = outer
+        own.doing = before
+
+
+def called(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Returns a decorator for public functions that every process must call; see `calling`."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with calling(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,359 @@
+"""A barrier of all processes, with a text from each, through the job's coordination service.
+
+It needs no device, and reports which processes are missing or came from another call.
+"""
+
+import atexit
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.job import Slot
+
+_KEY = "tnt_jax/meeting"
+# The interval at which a waiting process checks whether waiting has become pointless.
+_CHECK_S = 1.0
+# The longest interval between two questions, in a small job.
+_TICK_S = 0.25
+# The shortest, and by how much of the time so far it grows: so much later than it comes, at most,
+# is an answer seen.
+_SHORTEST_TICK_S, _LATER = 0.0005, 1 / 8
+# For each process of the job, as all of them ask the same service.
+_PER_PROCESS_S = 0.00005
+_alone: ContextVar[str] = ContextVar("tnt_jax_alone", default="")
+Role = Literal["alone", "joinable", "joins"]
+# How many meetings there were, by the processes that met.
+_numbers = Slot[Counter[tuple[int, ...]]](Counter)
+_checks = Slot[list[Callable[[], None]]](list)
+# Of the process, not of its job: the interpreter ends once, and waits for the threads of any job.
+_is_ending = threading.Event()
+_waiting_threads: set[int] = set()
+
+
+@contextmanager
+def acting_alone(who: str) -> Iterator[None]:
+    """Refuses meetings within the block, to which the other processes would not come.
+
+    Args:
+        who: What runs on this process alone, as a user knows it.
+    """
+    token = _alone.set(who)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def check_not_alone(call: str) -> None:
+    """Raises a RuntimeError if this process acts alone, while a call needs every process.
+
+    Args:
+        call: The public call, as a user writes it.
+    """
+    if who := _alone.get():
+        raise RuntimeError(
+            f"{call} needs every process, but {who} runs on process {jax.process_index()} alone. "
+            "Pass it to fit on every process, without OnMaster."
+        )
+
+
+def raise_while_waiting(check: Callable[[], None]) -> None:
+    """Registers `check`, which threads that wait for other processes call every second.
+
+    Args:
+        check: Raises an error once it is known that the others will not come.
+    """
+    _checks.get().append(check)
+
+
+def read_key(
+    key: str,
+    what: str,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+    check: Callable[[], None] = lambda: None,
+) -> str | None:
+    """Returns the value of a key of the job's coordination service once it exists.
+
+    Returns None once `is_over` is true.
+
+    Args:
+        key: The key.
+        what: What the process waits for, used in warnings.
+        is_over: Whether waiting has become pointless.
+        check: Called every second; raises if the others will not come.
+
+    Raises:
+        RuntimeError: If a process that has not come has ended its script.
+    """
+    checked_at = time.monotonic()
+
+    def is_pointless() -> bool:
+        nonlocal checked_at
+        if time.monotonic() - checked_at >= _CHECK_S:
+            if left_alone := stall.here().left_alone:
+                raise RuntimeError(f"{left_alone} Every process must make the same calls.")
+            for each in (*_checks.get(), check):
+                each()
+            checked_at = time.monotonic()
+        return is_over()
+
+    with stall.waiting(what):
+        return _ask_until(_jax.coordination_client(), is_pointless, key, _SHORTEST_TICK_S)
+
+
+def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
+    """Returns the value of a key once it exists, or None once `is_over` is true.
+
+    For threads that wait for what need not come: unlike `read_key`, the process does not count as
+    waiting, and asks seldom. If the service does not answer, it asks again: if the service has
+    gone, so has the job.
+    """
+    client = _jax.coordination_client()
+    while True:
+        try:
+            return _ask_until(client, is_over, key, _TICK_S)
+        except jax.errors.JaxRuntimeError:
+            _is_ending.wait(_CHECK_S)
+
+
+def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: float) -> str | None:
+    """Asks for a key again and again, until it exists or `is_over` is true.
+
+    Args:
+        client: Client of the coordination service.
+        is_over: Called before each question.
+        key: The key.
+        shortest_s: Seconds between the first two questions. The longer it waits, the rarer it asks.
+    """
+    shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
+    longest_s = max(_TICK_S, jax.process_count() / 200)
+    began_at = time.monotonic()
+    with _in_call():
+        while not (is_over() or _is_ending.is_set()):
+            if (value := _jax.value_of_key(client, key)) is not None:
+                return value
+            waited_s = time.monotonic() - began_at
+            _is_ending.wait(min(max(shortest_s, _LATER * waited_s), longest_s))
+    return None
+
+
+@contextmanager
+def _in_call() -> Iterator[None]:
+    """Records that a thread waits in the service; none may do so at the interpreter's exit."""
+    if threading.current_thread() is threading.main_thread():
+        yield
+        return
+    thread = threading.get_ident()
+    _waiting_threads.add(thread)
+    try:
+        yield
+    finally:
+        _waiting_threads.discard(thread)
+
+
+@atexit.register
+def _end_waiting() -> None:
+    """Ends the threads that wait for other processes when the script ends.
+
+    A call to the service that is cut short aborts the process.
+    """
+    _is_ending.set()
+    deadline = time.monotonic() + 3 * _CHECK_S
+    while _waiting_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def meet(
+    call: str,
+    text: str = "",
+    *,
+    members: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+    role: Role = "alone",
+) -> list[str]:
+    """Returns the texts of all processes, by process, once each of them has made the same call.
+
+    All processes must call it equally often, from one thread at a time.
+
+    Args:
+        call: The public call of this process, as a user writes it.
+        text: What this process tells the others.
+        members: The processes that meet, in rising order, this one among them; all by default.
+        timeout_s: Seconds to wait. By default there is no limit, because warnings report who waits
+            for whom.
+        role: `"joins"` if this process follows whatever call the others make, which must be
+            `"joinable"`.
+
+    Raises:
+        RuntimeError: On all processes, if their calls differ; on this process, if not all came in
+            time, or if it is known to act alone. The text names them.
+    """
+    process = jax.process_index()
+    together = tuple(range(jax.process_count()) if members is None else members)
+    if len(together) == 1:
+        return [text]
+    check_not_alone(call)
+    number = _next_meeting(together)
+    with stall.among(() if members is None else together):
+        found = _exchange(
+            together, number, call, json.dumps([call, stall.here().calls, text, role]), timeout_s
+        )
+    if not found:
+        raise RuntimeError(
+            f"Process {process} waited {timeout_s:g} s in {call} for process(es) "
+            f"{_list(_missing(together, number))} of {len(together)}. Every "
+            "process must call it; look for a process that failed or took another branch."
+        )
+    meant = dict(zip(together, map(json.loads, json.loads(found)), strict=True))
+    came = {member: entry for member, entry in meant.items() if entry[3] != "joins"}
+    _check_calls({member: _in_words(call, calls) for member, (call, calls, *_) in came.items()})
+    if any(entry[3] == "alone" for entry in came.values()) and len(came) < len(meant):
+        raise RuntimeError(
+            f"Process(es) {_list([member for member in meant if member not in came])} have called "
+            f"join, and process(es) {_list(list(came))} came to {next(iter(came.values()))[0]}, "
+            "which needs all of them. Those that have joined take part in all_reduce and "
+            "all_gather_rows alone."
+        )
+    return [text for _, _, text, _ in meant.values()]
+
+
+def _next_meeting(together: tuple[int, ...]) -> int:
+    """Returns the number of this process's next meeting with these processes, from 0 on."""
+    _numbers.get()[together] += 1
+    if len(together) == jax.process_count():
+        stall.here().meetings = _numbers.get()[together]
+    return _numbers.get()[together] - 1
+
+
+def _exchange(
+    together: tuple[int, ...], number: int, call: str, own: str, timeout_s: float | None
+) -> str | None:
+    """Returns the list of what all have said, in JSON; None if they have not come in time."""
+    first = together[0]
+    process = jax.process_index()
+    folder = _folder(together, number)
+    client = _jax.coordination_client()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    has_said: list[bool] = []
+
+    def is_over() -> bool:
+        return deadline is not None and time.monotonic() > deadline
+
+    def check() -> None:
+        # Where the first process is, nobody needs to know as long as all come soon.
+        if process == first and not has_said:
+            has_said.append(True)
+            client.key_value_set(f"{folder}/{first}", own)
+        _raise_if_elsewhere(together, number, call)
+
+    if process != first:
+        client.key_value_set(f"{folder}/{process}", own)
+        found = read_key(f"{folder}/all", call, is_over=is_over, check=check)
+        if found:
+            client.key_value_delete(f"{folder}/{process}")
+        return found
+    # One process collects for all, so that the messages are as many as the processes, not as
+    # their square.
+    others = [
+        read_key(f"{folder}/{other}", call, is_over=is_over, check=check)
+        for other in together
+        if other != first
+    ]
+    found = None if None in others else json.dumps([own, *others])
+    client.key_value_set(f"{folder}/all", found or "")
+    if has_said:
+        client.key_value_delete(f"{folder}/{first}")
+    if number:
+        # Who has come to this meeting has read what was collected in the one before.
+        client.key_value_delete(f"{_folder(together, number - 1)}/all")
+    return found
+
+
+def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> None:
+    """Raises a RuntimeError, on all concerned, if another process waits for this one elsewhere.
+
+    Where process sets differ, two processes can wait for each other in different meetings. The one
+    in the smaller meeting then goes to the other, where calls are compared.
+
+    Args:
+        together: The processes that this one waits among.
+        number: Number of their meeting.
+        call: What it came for.
+    """
+    process = jax.process_index()
+    everybody = tuple(range(jax.process_count()))
+    for key, _ in _jax.coordination_client().key_value_dir_get(_KEY):
+        name, next_number, other = key.removeprefix(f"{_KEY}/").split("/")
+        elsewhere = everybody if name == "all" else tuple(map(int, name.split("-")))
+        waits_here = (
+            other != "all"
+            and int(other) in together
+            and process in elsewhere
+            and int(other) != process
+            and int(next_number) == _numbers.get()[elsewhere]
+        )
+        if waits_here and (len(elsewhere), elsewhere) > (len(together), together):
+            # As if it had not come: it may come again.
+            _jax.coordination_client().key_value_delete(f"{_folder(together, number)}/{process}")
+            _numbers.get()[together] = number
+            meet(f"{call} among processes {_list(list(together))}", members=elsewhere)
+
+
+def _folder(together: tuple[int, ...], number: int) -> str:
+    is_everybody = len(together) == jax.process_count()
+    return f"{_KEY}/{'all' if is_everybody else '-'.join(map(str, together))}/{number}"
+
+
+def _missing(together: tuple[int, ...], number: int) -> list[int]:
+    """Returns the processes that have not come to a meeting.
+
+    The first process leaves no entry, and is missing if nobody else is.
+    """
+    client = _jax.coordination_client()
+    entries = client.key_value_dir_get(_folder(together, number))
+    came = {key.rsplit("/", 1)[1] for key, _ in entries}
+    missing = [process for process in together[1:] if str(process) not in came]
+    return missing or [together[0]]
+
+
+def _in_words(call: str, calls: list[str]) -> str:
+    """Returns a call and the public calls that enclose it, the outermost last."""
+    outer = calls[:-1] if calls and call.startswith(calls[-1]) else calls
+    return " in ".join([call, *reversed(outer)])
+
+
+def _check_calls(names: Mapping[int, str]) -> None:
+    """Raises a RuntimeError unless all processes made the same call, within the same calls.
+
+    Args:
+        names: The call of each process.
+    """
+    if len(set(names.values())) <= 1:
+        return
+    groups: dict[str, list[int]] = {}
+    for process, name in names.items():
+        groups.setdefault(name, []).append(process)
+    told = "; ".join(
+        f"process(es) {_list(processes)}: {name}" for name, processes in groups.items()
+    )
+    raise RuntimeError(
+        f"The processes came to different calls: {told}. Every process must make the same calls in "
+        "the same order, not under `if tnt.is_master_rank():`, and pass the same callbacks: those "
+        "that write files do so on the master only. See "
+        "docs/launching.md#calls-that-all-processes-must-make."
+    )
+
+
+def _list(processes: list[int]) -> str:
+    more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
+    return ", ".join(map(str, processes[:8])) + more

@@ -1,0 +1,324 @@
+"""Shows the other processes where this one is, and ends the job if one makes no progress.
+
+A thread posts a note to the job's coordination service every few seconds. If a process has not
+moved for `TNT_STALL_WARNING_S` seconds, the thread reads the notes of all processes and warns. If
+one has not moved for `TNT_STALL_TIMEOUT` seconds, or no longer posts, the job ends.
+"""
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.liveness import causes as stacks
+from tnt_jax.distributed.liveness.causes import (
+    ADVICE,
+    SAME_CALLS,
+    Cause,
+    Seen,
+    describe_stall,
+    find_cause,
+    limit_s,
+)
+from tnt_jax.distributed.liveness.phases import Note, here
+from tnt_jax.distributed.liveness.slow_ranks import OwnTimes, SlowRanks
+from tnt_jax.distributed.liveness.threads import say_lost, start_thread
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+
+_NOTES, _STACKS = "tnt_jax/stall/note", "tnt_jax/stall/stack"
+_LONGEST_TICK_S = 5.0
+_TICKS = 12
+# A process that waits for one whose script has ended would wait forever, so it learns of this
+# sooner.
+_LEFT_S = 5.0
+# The time limit for calls to the service that do not wait.
+_LONGEST_CALL_S = 2.0
+# How much later than process 0 another one says who holds up the job, in ticks.
+_TURN_TICKS = 3
+_NO_POSTS = (
+    "Process {} failed to say where it is, or to look where the others are. If that goes on, the "
+    "others take it for one that is stopped, and it finds none that is:"
+)
+_NO_SILENCE = "Process {} does not notice any more if process 0 is stopped or cut off:"
+_NO_TIMES = "How long process {} takes is not measured any more, so that it is never named as slow:"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a process may be without progress.
+
+    Attributes:
+        warning_s: Seconds before the first warning.
+        timeout_s: Seconds before the job ends; 0 for never.
+    """
+
+    warning_s: float
+    timeout_s: float
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two looks."""
+        shortest = min(self.warning_s, self.timeout_s or self.warning_s)
+        return min(shortest / _TICKS, _LONGEST_TICK_S)
+
+
+class _Clock:
+    """Counts seconds in which this process ran: while it is stopped, the others cannot be judged.
+
+    Args:
+        tick_s: Seconds between two readings, normally.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self._longest_s = 2 * tick_s + _LONGEST_CALL_S
+        self._read_at, self._now_s = time.monotonic(), 0.0
+
+    def now_s(self) -> float:
+        """Returns the seconds so far."""
+        moment = time.monotonic()
+        self._now_s += min(moment - self._read_at, self._longest_s)
+        self._read_at = moment
+        return self._now_s
+
+
+class _Watch:
+    """The threads that post this process's note and look at those of the others.
+
+    Attributes:
+        pid: The process that it belongs to.
+    """
+
+    def __init__(
+        self,
+        patience: Patience,
+        end_job: Callable[[Cause, bool], None],
+        is_waiting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.pid = os.getpid()
+        self._here = here()
+        self._patience, self._end_job = patience, end_job
+        self._clock = _Clock(patience.tick_s)
+        self._client, self._process = _jax.coordination_client(), jax.process_index()
+        self._changed_s, self._last = 0.0, Note()
+        self._num_posts = 0
+        self._stack = ""
+        # The last post of each process, and when it was first seen.
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._answered_at = time.monotonic()
+        # When the next warning is due, in seconds without progress, by process.
+        self._due: dict[int, float] = {}
+        self._slow_ranks = SlowRanks(patience.warning_s)
+        self._own_times = OwnTimes(self._here, patience.warning_s, is_waiting)
+        self._stopped = threading.Event()
+        self._has_failed = False
+        process = self._process
+        # The first, whose end the second sees.
+        self._threads = [start_thread(self._run, name="stall", lost=_NO_POSTS.format(process))]
+        self._threads += [
+            start_thread(self._run_silence, name="silence", lost=_NO_SILENCE.format(process)),
+            start_thread(
+                self._own_times.run, self._stopped, name="samples", lost=_NO_TIMES.format(process)
+            ),
+        ]
+
+    def stop(self) -> None:
+        """Ends the threads: none must be in a call to the service at the interpreter's exit."""
+        self._stopped.set()
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(_LONGEST_CALL_S)
+
+    def leave(self) -> None:
+        """Tells the other processes that this process's script has ended."""
+        self._here.has_left = True
+        self._post(self._here.note())
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._patience.tick_s):
+            try:
+                self._look()
+            except jax.errors.JaxRuntimeError as error:
+                # The service has gone, and the job with it.
+                logger.debug("No notes of other processes: %s", error)
+                return
+            except Exception:
+                # The next look may succeed. A process that no longer posts counts as silent.
+                if not self._has_failed:
+                    say_lost(_NO_POSTS.format(self._process))
+                self._has_failed = True
+            self._answered_at = time.monotonic()
+
+    def _run_silence(self) -> None:
+        """Ends this process if the service, which runs in process 0, does not answer."""
+        clock = _Clock(self._patience.tick_s)
+        answered_at, answered_s = self._answered_at, 0.0
+        while self._patience.timeout_s and not self._stopped.wait(self._patience.tick_s):
+            now_s = clock.now_s()
+            if not self._threads[0].is_alive():
+                return
+            if answered_at != self._answered_at:
+                answered_at, answered_s = self._answered_at, now_s
+            if now_s - answered_s > self._patience.timeout_s:
+                text = (
+                    f"Process 0, which coordinates the job, has not answered process "
+                    f"{self._process} for {now_s - answered_s:.0f} s: it is stopped or swapped "
+                    "out, or its host or the network is down."
+                )
+                self._end_job(Cause(0, f"{text} {ADVICE}", is_silent=True), False)
+
+    def _look(self) -> None:
+        now_s = self._clock.now_s()
+        note = replace(self._here.note(), reads_device=stacks.reads_device())
+        if stacks.compiles():
+            note = replace(note, phase="compile", what="")
+        if note != self._last:
+            self._last, self._changed_s = note, now_s
+        stuck_s = now_s - self._changed_s
+        if self._stopped.is_set():
+            return
+        self._post(replace(note, stuck_s=stuck_s))
+        self._post_stack(note, stuck_s)
+        is_stuck = stuck_s >= self._early_s and bool(note.calls or note.waits or note.phase)
+        # The master looks for all, because its output may be the only one that is shown.
+        if is_stuck or self._process == 0:
+            self._judge(self._read(), stuck_s)
+
+    @property
+    def _early_s(self) -> float:
+        return min(_LEFT_S, self._patience.warning_s)
+
+    def _post(self, note: Note) -> None:
+        self._num_posts += 1
+        own_s = {phase: round(seconds, 2) for phase, seconds in self._own_times.seconds.items()}
+        text = json.dumps({"posts": self._num_posts, "note": asdict(note), "own_s": own_s})
+        self._client.key_value_set(f"{_NOTES}/{self._process}", text, allow_overwrite=True)
+
+    def _post_stack(self, note: Note, stuck_s: float) -> None:
+        """Posts the stack once this process is likely to be asked for it."""
+        timeout_s = self._patience.timeout_s
+        stack = ""
+        if timeout_s and stuck_s >= limit_s(note, timeout_s) / 2:
+            stack = stacks.describe_stacks()
+        if stack != self._stack:
+            self._client.key_value_set(f"{_STACKS}/{self._process}", stack, allow_overwrite=True)
+            self._stack = stack
+
+    def _read(self) -> list[Seen]:
+        """Returns what is known of each process."""
+        texts = {
+            int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(_NOTES)
+        }
+        now_s = self._clock.now_s()
+        for process, text in texts.items():
+            if self._seen.get(process, ("", 0.0))[0] != text:
+                self._seen[process] = text, now_s
+        found = []
+        for process in range(jax.process_count()):
+            text, since_s = self._seen.get(process, ("", now_s))
+            found.append(Seen(_note(text), 0.0 if process == self._process else now_s - since_s))
+        return found
+
+    def _judge(self, seen: list[Seen], stuck_s: float) -> None:
+        timeout_s = self._patience.timeout_s
+        own_turn_s = timeout_s + _TURN_TICKS * self._patience.tick_s
+        if timeout_s and (self._process == 0 or stuck_s >= own_turn_s):
+            cause = find_cause(seen, timeout_s)
+            if cause is not None:
+                self._end_job(self._completed(cause), True)
+        self._warn([each.note for each in seen])
+        if self._process == 0:
+            self._name_slow(seen)
+
+    def _name_slow(self, seen: list[Seen]) -> None:
+        texts = [self._seen.get(process, ("", 0.0))[0] for process in range(len(seen))]
+        times = [json.loads(text)["own_s"] if text else {} for text in texts]
+        slow = self._slow_ranks.look(
+            self._clock.now_s(),
+            times,
+            calls=["".join(each.note.calls[:1]) for each in seen],
+            silent_s=max(each.silent_s for each in seen),
+        )
+        if slow is not None:
+            logger.warning("%s", slow)
+
+    def _completed(self, cause: Cause) -> Cause:
+        """Returns a cause with the stack of its process, if that runs."""
+        texts = {} if cause.is_silent else dict(self._client.key_value_dir_get(_STACKS))
+        stack = texts.get(f"{_STACKS}/{cause.process}", "")
+        return replace(cause, text="\n".join(filter(None, [cause.text, stack])))
+
+    def _warn(self, notes: list[Note]) -> None:
+        speaks_for = range(len(notes)) if self._process == 0 else [self._process]
+        told = []
+        for process in speaks_for:
+            note = notes[process]
+            if note.stuck_s < self._early_s or not (note.calls or note.waits or note.phase):
+                self._due.pop(process, None)
+                continue
+            members = note.members or range(len(notes))
+            is_hopeless = any(notes[number].has_left for number in members)
+            warning_s = self._patience.warning_s
+            due = self._due.get(process, self._early_s if is_hopeless else warning_s)
+            text = describe_stall(notes, process) if note.stuck_s >= due else None
+            if text is not None and process == self._process and is_hopeless:
+                self._here.left_alone = text
+            if text is not None:
+                told.append(text)
+                # The longer the stall, the rarer the warnings.
+                self._due[process] = 3 * max(note.stuck_s, warning_s)
+        if told:
+            logger.warning("%s %s", " ".join(told), SAME_CALLS, extra={"on_every_process": True})
+
+
+def _note(text: str) -> Note:
+    if not text:
+        return Note()
+    values: dict[str, Any] = json.loads(text)["note"]
+    values["calls"], values["members"] = tuple(values["calls"]), tuple(values["members"])
+    return Note(**values)
+
+
+def _end_watch(watch: _Watch | None) -> None:
+    if watch is not None:
+        watch.stop()
+        atexit.unregister(_leave)
+
+
+_watch = Slot[_Watch | None](lambda: None, close=_end_watch)
+
+
+def start_watching(
+    patience: Patience, end_job: Callable[[Cause, bool], None], is_waiting: Callable[[], bool]
+) -> None:
+    """Starts the threads that look for stalls; called once the process has joined its job.
+
+    They end with the job.
+
+    Args:
+        patience: How long a process may be without progress.
+        end_job: Ends all processes because of one that makes no progress; the second argument says
+            whether the coordination service answers.
+        is_waiting: Whether the devices of this process wait for others.
+    """
+    if _watch.get() is None:
+        watch = _Watch(patience, end_job, is_waiting)
+        _watch.set(watch)
+        atexit.register(_leave, watch)
+
+
+def _leave(watch: _Watch) -> None:
+    # A process made by os.fork shares the connection to the service and must not use it.
+    if os.getpid() == watch.pid:
+        try:
+            watch.leave()
+        except jax.errors.JaxRuntimeError as error:
+            logger.debug("The coordination service has gone: %s", error)

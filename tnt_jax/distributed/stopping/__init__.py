@@ -1,0 +1,1 @@
+"""Agreement of all processes on the step after which they stop."""

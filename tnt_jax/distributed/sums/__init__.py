@@ -1,0 +1,1 @@
+"""Sums over the ranks within a step, and random numbers that are drawn by row."""

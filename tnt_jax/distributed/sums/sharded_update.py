@@ -1,0 +1,133 @@
+"""Sharded updates: each rank updates and keeps one shard of the optimizer state (ZeRO-1).
+
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1: gradients are reduce-scattered, each rank
+updates its shard of the parameters, and the shards are gathered. Arrays keep their shapes and are
+sharded along one dimension. The update runs outside `shard_map`, where the compiler adds the
+communication that an optimizer needs, such as for the norm of a whole array. So all Optax
+transformations work, and a checkpoint does not depend on the number of ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
+
+
+def shard_dim(shape: Sequence[int], num_ranks: int) -> int | None:
+    """Returns the dimension along which to shard an array, or None.
+
+    It is the largest dimension that `num_ranks` divides.
+    """
+    fitting = [dim for dim, size in enumerate(shape) if size and size % num_ranks == 0]
+    return max(fitting, key=lambda dim: shape[dim], default=None)
+
+
+def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
+    """Returns how an array of the optimizer state is sharded over the ranks."""
+    dim = shard_dim(shape, num_ranks)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, _jax.DATA_AXIS)
+
+
+def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
+    """Returns the sharding of each array of `tree`.
+
+    Args:
+        tree: Arrays.
+        mesh: Devices, over all of whose axes arrays are cut.
+        before: Dimensions of the arrays before those that may be cut.
+    """
+
+    def sharding(x: Any) -> NamedSharding:
+        dim = shard_dim(jnp.shape(x)[before:], mesh.size)
+        spec = () if dim is None else (*[None] * (before + dim), mesh.axis_names)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(sharding, tree)
+
+
+def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
+    """Returns this rank's shard of the sums of gradients over the ranks, inside `shard_map`.
+
+    Arrays that cannot be sharded are summed whole.
+
+    Args:
+        grads: Gradients that vary over the ranks.
+        reduction: Buckets.
+        order: Indices of the leaves, in order of availability, earliest first.
+    """
+    num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
+
+    def parts_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
+        dims = [shard_dim(x.shape, num_ranks) for x in arrays]
+        results: dict[int, jax.Array] = {}
+        whole = [index for index, dim in enumerate(dims) if dim is None]
+        results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
+        cut = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
+        if cut:
+            rows = [
+                jnp.moveaxis(arrays[index], dim, 0).reshape(num_ranks, -1) for index, dim in cut
+            ]
+            own = jax.lax.psum_scatter(
+                jnp.concatenate(rows, axis=1), _jax.DATA_AXIS, scatter_dimension=0
+            )
+            results.update(
+                zip(
+                    [index for index, _ in cut],
+                    _split_parts(own, arrays, cut, num_ranks),
+                    strict=True,
+                )
+            )
+        return [results[index] for index in range(len(arrays))]
+
+    return in_buckets(parts_of_bucket, grads, reduction, order=order)
+
+
+def update_shards(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, mesh: Mesh
+) -> tuple[Any, Any]:
+    """Returns whole parameters and sharded optimizer state after an update.
+
+    It runs outside `shard_map`.
+
+    Args:
+        optimizer: Optax transformation.
+        grads: Gradients, one shard per rank.
+        params: Parameters, whole on every rank.
+        opt_state: Optimizer state, one shard per rank.
+        mesh: Ranks.
+    """
+
+    def in_parts(tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
+
+    parts = in_parts(params)
+    updates, opt_state = optimizer.update(grads, opt_state, parts)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.lax.with_sharding_constraint(
+        in_parts(optax.apply_updates(parts, updates)), whole
+    ), in_parts(opt_state)
+
+
+def _split_parts(
+    own: jax.Array, arrays: list[jax.Array], cut: list[tuple[int, int]], num_ranks: int
+) -> list[jax.Array]:
+    """Returns the shards in a bucket's row `own`, in the shapes of the shortened arrays."""
+    parts = []
+    start = 0
+    for index, dim in cut:
+        moved = (
+            arrays[index].shape[dim] // num_ranks,
+            *arrays[index].shape[:dim],
+            *arrays[index].shape[dim + 1 :],
+        )
+        size = arrays[index].size // num_ranks
+        parts.append(jnp.moveaxis(own[start : start + size].reshape(moved), 0, dim))
+        start += size
+    return parts

@@ -1,0 +1,294 @@
+"""The record of a training run."""
+
+import csv
+import http.client
+import json
+import os
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.curves import draw_curves
+from tnt_jax.log import logger
+
+
+class LambdaCallback(Callback):
+    """Calls a function for each given hook, on every process.
+
+    Args:
+        on_epoch_begin: `f(epoch, logs)`.
+        on_epoch_end: `f(epoch, logs)`.
+        on_train_begin: `f(logs)`.
+        on_train_end: `f(logs)`.
+        on_train_batch_begin: `f(batch, logs)`.
+        on_train_batch_end: `f(batch, logs)`.
+        hooks: Functions by the name of another hook, with the hook's arguments: `on_test_end=lambda
+            logs: ...`.
+
+    Raises:
+        TypeError: If a hook is unknown; the message lists the hooks.
+    """
+
+    def __init__(
+        self,
+        on_epoch_begin: Callable[..., Any] | None = None,
+        on_epoch_end: Callable[..., Any] | None = None,
+        on_train_begin: Callable[..., Any] | None = None,
+        on_train_end: Callable[..., Any] | None = None,
+        on_train_batch_begin: Callable[..., Any] | None = None,
+        on_train_batch_end: Callable[..., Any] | None = None,
+        **hooks: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__()
+        hooks |= {
+            "on_epoch_begin": on_epoch_begin, "on_epoch_end": on_epoch_end,
+            "on_train_begin": on_train_begin,
+            "on_train_end": on_train_end, "on_train_batch_begin": on_train_batch_begin,
+            "on_train_batch_end": on_train_batch_end,
+        }  # fmt: skip
+        known = sorted(name for name in dir(Callback) if name.startswith("on_"))
+        unknown = sorted(name for name in hooks if name.startswith("on_") and name not in known)
+        if unknown:
+            raise TypeError(
+                f"LambdaCallback has no hook {', '.join(unknown)}. The hooks are: "
+                f"{', '.join(known)}."
+            )
+        for name, function in hooks.items():
+            if function is not None:
+                setattr(self, name, function)
+
+
+_TIMEOUT_S = 10.0
+
+
+class RemoteMonitor(Callback):
+    """Posts the logs of each epoch to a server, from the master.
+
+    If the server does not answer, or answers with an error, a warning is logged and training
+    continues.
+
+    Args:
+        root: Address of the server.
+        path: Path under the address to which to post.
+        field: Form field that holds the logs as JSON.
+        headers: Further HTTP headers.
+        send_as_json: Whether to post the logs as JSON instead of in a form.
+
+    Raises:
+        ValueError: If the address does not begin with http:// or https://.
+    """
+
+    def __init__(
+        self,
+        root: str = "http://localhost:9000",
+        path: str = "/publish/epoch/end/",
+        field: str = "data",
+        headers: Mapping[str, str] | None = None,
+        send_as_json: bool = False,
+    ) -> None:
+        super().__init__()
+        if not root.lower().startswith(("http://", "https://")):
+            # Raised here, on all processes: posting fails on the master alone.
+            raise ValueError(
+                f"root must be an address that begins with http:// or https://, but is {root!r}."
+            )
+        self.root = root
+        self.path = path
+        self.field = field
+        self.headers = dict(headers or {})
+        self.send_as_json = send_as_json
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Posts the logs and the number of the epoch."""
+        if not self.writes:
+            return
+        # A metric of several thresholds or classes has a vector of results.
+        text = json.dumps(
+            {
+                "epoch": epoch,
+                **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
+            }
+        )
+        body = text if self.send_as_json else urllib.parse.urlencode({self.field: text})
+        kind = "application/json" if self.send_as_json else "application/x-www-form-urlencoded"
+        request = urllib.request.Request(
+            self.root + self.path, body.encode(), {"Content-Type": kind, **self.headers}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+                pass
+        except (OSError, http.client.HTTPException) as error:
+            logger.warning("RemoteMonitor could not post to %s: %s.", self.root + self.path, error)
+
+
+class CSVLogger(Callback):
+    """Writes the logs of each epoch to a CSV file, one row per epoch.
+
+    For the same logs the file is byte for byte that of Keras's callback.
+
+    The columns are those of the first epoch, sorted, and their `val_` forms; a missing value is
+    `NA`. A run that resumes from a backup goes on with the file of the interrupted run, and has
+    each epoch once.
+
+    Args:
+        filename: File to write.
+        separator: Separator between values.
+        append: Whether to append to an existing file.
+    """
+
+    def __init__(
+        self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
+    ) -> None:
+        super().__init__()
+        self.filename = os.fspath(filename)
+        self.separator = separator
+        self.append = append
+        self._file: IO[str] | None = None
+        self._writer: Any = None
+        self._written: set[str] = set()
+        self._replaced = b""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the file, and how far it is written."""
+        return (
+            {}
+            if self._file is None
+            else {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
+        )
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the rows that the interrupted run had written.
+
+        With `append`, rows that it wrote after the backup stay, and are not repeated.
+        """
+        if self._file is None or state["filename"] != os.path.abspath(self.filename):
+            return
+        if not self.append:
+            self._file.write(self._replaced[: state["size"]].decode())
+            self._file.flush()
+            return
+        with open(self.filename) as file:
+            file.seek(state["size"])
+            self._written = {row[0] for row in csv.reader(file, delimiter=self.separator) if row}
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Opens the file."""
+        if self.writes:
+            # A resumed run needs it, which is known only when all callbacks have begun.
+            is_replaced = not self.append and os.path.exists(self.filename)
+            self._replaced = Path(self.filename).read_bytes() if is_replaced else b""
+            # The csv module ends lines by itself; Keras leaves that to the text file as well.
+            self._file = open(self.filename, "a" if self.append else "w")  # noqa: SIM115
+            self._writer = None
+            self._written = set()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Writes a row."""
+        if self._file is None or str(epoch) in self._written:
+            return
+        logs = logs or {}
+        if self._writer is None:
+            self._writer = csv.DictWriter(
+                self._file, ["epoch", *_columns(logs)], delimiter=self.separator
+            )
+            if self._file.tell() == 0:
+                self._writer.writeheader()
+        values = {name: logs.get(name, "NA") for name in self._writer.fieldnames if name != "epoch"}
+        self._writer.writerow({"epoch": epoch, **values})
+        self._file.flush()
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = self._writer = None
+
+
+def _columns(logs: Mapping[str, float]) -> list[str]:
+    names = sorted(logs)
+    # The first epoch may come without validation.
+    return (
+        names
+        if any(name.startswith("val_") for name in names)
+        else [*names, *(f"val_{name}" for name in names)]
+    )
+
+
+class PlotHistory(Callback):
+    """Draws the curves of all logs after every epoch, on the master.
+
+    Args:
+        filepath: File to write; its extension determines the format, for instance `.png`.
+    """
+
+    def __init__(self, filepath: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.filepath = Path(filepath)
+        self._epochs: list[int] = []
+        self._history: dict[str, list[float]] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Returns the curves so far."""
+        return {"epochs": self._epochs, "history": self._history}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores the curves of an interrupted run."""
+        self._epochs = list(state["epochs"])
+        self._history = {name: list(values) for name, values in state["history"].items()}
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Clears the curves of an earlier run."""
+        self._epochs = []
+        self._history = {}
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Draws the curves."""
+        self._epochs.append(epoch)
+        for name, value in (logs or {}).items():
+            self._history.setdefault(name, []).append(value)
+        if self.writes and self._history:
+            self.filepath.parent.mkdir(parents=True, exist_ok=True)
+            draw_curves(self.filepath, self._history, self._epochs)
+
+
+class History(Callback):
+    """Records the logs of each epoch; `fit` returns one, the same on every process.
+
+    Attributes:
+        history: The values of each log by epoch.
+        epoch: Numbers of the epochs, from 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[float]] = {}
+        self.epoch: list[int] = []
+
+    def state(self) -> dict[str, Any]:
+        """Returns the record so far."""
+        return {"epoch": self.epoch, "history": self.history}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores the record of an interrupted run."""
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Clears the epoch numbers of an earlier run, as Keras does."""
+        self.epoch = []
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Records the logs of an epoch."""
+        self.epoch.append(epoch)
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(value)
+
+    def set_model(self, model: Any) -> None:
+        """Sets itself as the model's `history`."""
+        super().set_model(model)
+        model.history = self

@@ -1,0 +1,153 @@
+"""The choices of `compile`, and what was made from them since."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
+
+import jax
+import optax
+
+from tnt_jax.keras_compat.compiling.compiled import CompileArguments, Compiled
+from tnt_jax.keras_compat.compiling.keras_training import check_training_methods, choose_optimizer
+from tnt_jax.keras_compat.compiling.objective import CompiledObjective
+from tnt_jax.keras_compat.configuration import resolved
+from tnt_jax.keras_compat.optimizers import Optimizer
+from tnt_jax.log import logger
+from tnt_jax.train.finite import OnNaN
+
+
+@dataclass
+class Compilation:
+    """The choices of one call of `compile`; the next call creates a new one.
+
+    Attributes:
+        given: Arguments of `compile` by name, as the user passed them.
+        arguments: The arguments that decide what a step computes.
+        optimizer: Optimizer, made from the one that the user passed.
+        steps_per_execution: Steps per program; None until `"auto"` has timed them.
+        transformation: The Optax transformation; None until the optimizer is started.
+        functions: Losses and metrics for the model's outputs; None before the first batch.
+        announced_kind: The kind of data that `functions` were made for before any was read; None
+            once data of that kind was checked.
+        traced_rows: Modes, training (True) or evaluation, whose program was traced for whether
+            rows depend on one another.
+        checked_rows: Modes of which that is known.
+        dependence: How rows depend on one another, if they were found to do so.
+        known_kinds: Kinds of data that were checked against the losses.
+        compiled_kinds: Shapes of the batches that training has seen.
+    """
+
+    given: dict[str, Any]
+    arguments: CompileArguments
+    optimizer: Optimizer
+    steps_per_execution: int | None
+    transformation: optax.GradientTransformation | None = None
+    functions: Compiled | CompiledObjective | None = None
+    announced_kind: Any = None
+    traced_rows: set[bool] = field(default_factory=set)
+    checked_rows: set[bool] = field(default_factory=set)
+    dependence: str | None = None
+    known_kinds: set[Any] = field(default_factory=set)
+    compiled_kinds: set[Any] = field(default_factory=set)
+
+    def forget_data(self) -> None:
+        """Lets the next call check its data and compile its steps anew."""
+        self.functions = self.announced_kind = None
+        self.knows_rows = False
+        self.known_kinds, self.compiled_kinds = set(), set()
+
+    @property
+    def on_nan(self) -> OnNaN | None:
+        """What follows a step that is not finite; None to take it."""
+        return self.given["on_nan"]
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Steps whose mean gradient makes one update."""
+        return self.optimizer.gradient_accumulation_steps or 1
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether a loss or metric compares outputs with targets."""
+        arguments = self.arguments
+        return bool(
+            jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics))
+        )
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether an objective replaces the loss and the metrics."""
+        return self.arguments.objective is not None
+
+
+def new_compilation(
+    module: Any, *, run_eagerly: bool, jit_compile: Any, **given: Any
+) -> Compilation:
+    """Returns the compilation of a module with the arguments of `compile`.
+
+    Raises:
+        ValueError: If a name is unknown, an option is invalid, or a Keras
+            model overrides methods of a step.
+    """
+    arguments = CompileArguments(
+        **{field.name: given[field.name] for field in fields(CompileArguments)}
+    )
+    if arguments.objective is None:
+        check_training_methods(module)
+    _check_objective(arguments)
+    steps = given["steps_per_execution"]
+    _check_options(run_eagerly, steps, jit_compile, given["on_nan"])
+    optimizer = choose_optimizer(
+        given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
+    )
+    arguments.check_names()
+    return Compilation(given, arguments, optimizer, None if steps == "auto" else steps)
+
+
+def resolved_arguments(
+    config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the arguments of `compile` that a configuration describes.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
+    return {
+        name: resolved(value, modules.get(name, "losses"), custom_objects)
+        for name, value in config.items()
+    }
+
+
+def _check_objective(arguments: CompileArguments) -> None:
+    """Raises a ValueError if there is an objective beside arguments that it replaces."""
+    replaced = (
+        arguments.loss, arguments.loss_weights, arguments.metrics, arguments.weighted_metrics,
+    )  # fmt: skip
+    if arguments.objective is not None and any(value is not None for value in replaced):
+        raise ValueError(
+            "An objective takes the place of a loss and returns its own metrics: leave loss, "
+            "loss_weights, metrics and weighted_metrics out."
+        )
+
+
+def _check_options(
+    run_eagerly: Any, steps_per_execution: Any, jit_compile: Any, on_nan: Any
+) -> None:
+    """Raises a ValueError if an option of `compile` is not supported."""
+    if run_eagerly:
+        raise ValueError(
+            "run_eagerly=True is not possible: a step is one compiled program. Wrap fit in "
+            "jax.disable_jit() to debug."
+        )
+    is_number = isinstance(steps_per_execution, int) and steps_per_execution >= 1
+    if not is_number and steps_per_execution != "auto":
+        raise ValueError(
+            f"steps_per_execution must be at least 1 or 'auto', but is {steps_per_execution!r}."
+        )
+    if on_nan not in (None, *get_args(OnNaN)):
+        raise ValueError(f"on_nan must be None, 'raise', 'skip' or 'rollback', but is {on_nan!r}.")
+    if jit_compile not in (True, False, "auto"):
+        raise ValueError(f"jit_compile must be True, False or 'auto', but is {jit_compile!r}.")
+    if jit_compile is False:
+        logger.warning("jit_compile=False has no effect: steps are always compiled.")

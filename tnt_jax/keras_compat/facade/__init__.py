@@ -1,0 +1,1 @@
+"""`Model`, and the functions that save and load it."""

@@ -1,0 +1,388 @@
+"""Inspection of a model: its arrays, layers, metrics and compiled program."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.adapters.base import Variables
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.distributed.host.collectives import Description, describe
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.keras_compat.compiling.compiled import Compiled
+from tnt_jax.keras_compat.configuration import plain
+from tnt_jax.keras_compat.curves import draw_curves
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
+from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.saving import keras_files
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.keras_compat.state.state_variable import StateVariable, state_variables
+from tnt_jax.train.contracts import Batch
+
+
+def summary_table(name: str, params: Any, model_state: Any) -> str:
+    """Returns a table with path, shape, dtype, count and bytes of every array, and the totals.
+
+    Args:
+        name: Name of the model, for the headline.
+        params: Trained arrays.
+        model_state: Arrays that the model updates itself.
+    """
+    rows = [("Array", "Shape", "Type", "Count", "Bytes")]
+    totals = []
+    for title, tree in (("Trained", params), ("State", model_state)):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in leaves:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            rows.append(
+                (
+                    where,
+                    str(tuple(leaf.shape)),
+                    str(leaf.dtype),
+                    f"{math.prod(leaf.shape):,}",
+                    f"{_nbytes(leaf):,}",
+                )
+            )
+        count = sum(math.prod(leaf.shape) for _, leaf in leaves)
+        nbytes = sum(_nbytes(leaf) for _, leaf in leaves)
+        totals.append(
+            f"{title}: {count:,} values in {len(leaves)} arrays, {nbytes / 2**20:,.2f} MiB"
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    line = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    body = [
+        "  ".join(
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([f"Model: {name}", line, body[0], line, *body[1:], line, *totals])
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+class NamedWeight(np.ndarray):
+    """A weight with the attribute `path`, like Keras's variables."""
+
+    path: str
+
+
+class Layer:
+    """A layer of a model, with its weights.
+
+    Attributes:
+        name: First part of the paths of its weights.
+        weights: Copies of its weights.
+    """
+
+    def __init__(self, name: str, weights: list[NamedWeight]) -> None:
+        self.name = name
+        self.weights = weights
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns copies of its weights as plain arrays."""
+        return [np.array(weight) for weight in self.weights]
+
+
+class Inspection:
+    """What a `Model` tells of itself."""
+
+    _core: Core
+    _shared: Shared
+
+    def summary(self) -> None:
+        """Prints a table of all arrays with shapes, counts and bytes, on the master.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        variables = self._built_variables()
+        if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
+            print(summary_table(self._core.adapter.name, *variables), flush=True)
+
+    @property
+    def variables(self) -> Any:
+        """Copies of the variables in the form of the model's library.
+
+        This is a dict for `module.apply` for Linen, a state for `nnx.update` for NNX, and a list as
+        from `get_weights` for Keras.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        return self._core.adapter.export(self._built_variables())
+
+    @property
+    def name(self) -> str:
+        """Name of the wrapped module."""
+        return self._core.adapter.name
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of a Keras model itself; of a Flax module, copies of their weights.
+
+        A layer of a Flax module is the first part of its weights' paths; there is none before it is
+        built. A callback gets the layers of a Keras model with the weights of the last step.
+        """
+        if keras_files.is_keras(self._core.module):
+            return self._core.current_module.layers
+        if not self._shared.state.built:
+            return []
+        weights: dict[str, list[NamedWeight]] = {}
+        for path, leaf in self.weights_by_path().items():
+            weight = leaf.view(NamedWeight)
+            weight.path = path
+            weights.setdefault(path.split("/")[0], []).append(weight)
+        return [Layer(name, listed) for name, listed in weights.items()]
+
+    @property
+    def weights(self) -> list[StateVariable]:
+        """All arrays in the order of `get_weights`, as Keras-style variables.
+
+        They show the current values of the model, and can be assigned.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        state = self._shared.state.require_built()
+        params = state_variables(
+            self._core.trainer,
+            lambda s: s.params,
+            lambda s, new: replace(s, params=new),
+            trainable=True,
+            after=self._core.write_back_outside_fit,
+        )
+        others = state_variables(
+            self._core.trainer,
+            lambda s: s.model_state,
+            lambda s, new: replace(s, model_state=new),
+            after=self._core.write_back_outside_fit,
+        )
+        variables = [
+            (params + others)[index] for index in self._shared.state.order_of_weights(state)
+        ]
+        if held := self._core.adapter.held_variables():
+            # Layers may have been frozen since the state was made.
+            trained = {id(variable) for variable in self._core.module.trainable_variables}
+            for variable in variables:
+                variable.trainable = id(held.get(variable.path)) in trained
+        return variables
+
+    @property
+    def trainable_weights(self) -> list[StateVariable]:
+        """The arrays among `weights` that gradients train, without the frozen ones."""
+        return [variable for variable in self.weights if variable.trainable]
+
+    @property
+    def non_trainable_weights(self) -> list[StateVariable]:
+        """The arrays among `weights` that gradients do not train."""
+        return [variable for variable in self.weights if not variable.trainable]
+
+    @property
+    def trainable_variables(self) -> list[StateVariable]:
+        """The same as `trainable_weights`."""
+        return self.trainable_weights
+
+    @property
+    def non_trainable_variables(self) -> list[StateVariable]:
+        """The same as `non_trainable_weights`."""
+        return self.non_trainable_weights
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a Keras model is trained; setting it freezes or unfreezes all of its layers.
+
+        As in Keras, the layers of `layers` can be frozen one by one. It takes effect in the next
+        call: the optimizer then starts afresh. The parameters of a Flax module are chosen by
+        `Model(trainable=..., frozen=...)`.
+        """
+        return getattr(self._core.module, "trainable", True)
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        if not keras_files.is_keras(self._core.module):
+            raise ValueError(
+                "model.trainable is for Keras models. Pass tnt_jax.Model(module, frozen=[...]) or "
+                "trainable=[...], with the paths of parameters."
+            )
+        self._core.module.trainable = value
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._core.compilation is not None
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Returns the arguments of `compile` as plain values; empty before `compile`.
+
+        Raises:
+            TypeError: If one of them has no plain form, such as an Optax transformation.
+        """
+        if (compilation := self._core.compilation) is None:
+            return {}
+        given = dict(compilation.given)
+        if compilation.optimizer.name == "optax":
+            # Its error is clear, whereas the bare transformation is a tuple of functions.
+            given["optimizer"] = compilation.optimizer
+        return {name: plain(value) for name, value in given.items()}
+
+    def count_params(self) -> int:
+        """Returns the number of values in all arrays.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        return sum(math.prod(variable.shape) for variable in self.weights)
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
+        """Returns one of `layers`.
+
+        Args:
+            name: Name of the layer.
+            index: Or its index in `layers`.
+
+        Raises:
+            ValueError: If there is no such layer, or not exactly one argument was given.
+        """
+        if (name is None) == (index is None):
+            raise ValueError(
+                f"get_layer takes a name or an index, but got name={name!r} and index={index!r}."
+            )
+        layers = self.layers
+        known = {layer.name: layer for layer in layers}
+        if name is not None and name in known:
+            return known[name]
+        if index is not None and -len(known) <= index < len(known):
+            return layers[index]
+        wanted = f"number {index}" if name is None else repr(name)
+        raise ValueError(
+            f"There is no layer {wanted}: the layers with weights are "
+            f"{', '.join(known) or 'none (build the model)'}."
+        )
+
+    def weights_by_path(self) -> dict[str, np.ndarray]:
+        """Returns copies of the trained arrays by path, such as `Dense_0/kernel`.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(self._built_variables().params)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
+        }
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """Names of the logs in the order of `evaluate`; empty before data is known."""
+        functions = self._core.functions
+        return (
+            []
+            if functions is None
+            else functions.metrics_names() + list(self._core.adapter.held_metrics())
+        )
+
+    @property
+    def metrics_by_log(self) -> dict[str, Any]:
+        """The metrics by the names of their logs; empty before data is known.
+
+        Their results are those of the last epoch or call. Metrics of Keras layers are included.
+        """
+        functions = self._core.functions
+        if functions is None:
+            return {}
+        found = functions.metrics_by_log() if isinstance(functions, Compiled) else {}
+        if (sums := self._shared.progress.epoch_sums) is not None:
+            for metric, sums_of in found.values():
+                metric.show_sums(sums_of(sums))
+        metrics = {name: metric for name, (metric, _) in found.items()}
+        return metrics | self._core.adapter.held_metrics()
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics in the order of their logs; empty before data is known."""
+        return list(self.metrics_by_log.values())
+
+    def plot_history(
+        self, path: str | os.PathLike[str], history: Mapping[str, list[float]] | None = None
+    ) -> None:
+        """Draws the curves of the logs to a file, on the master.
+
+        The file extension determines the format, for instance `.png`.
+
+        Args:
+            path: File to write.
+            history: Values of each log by epoch; those of the last `fit` by default.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+            RuntimeError: If there is nothing to draw.
+        """
+        values = history
+        epochs = None
+        if values is None:
+            if (last := self._shared.progress.history) is None:
+                raise RuntimeError("There is no history to draw yet: call fit first.")
+            values, epochs = last.history, last.epoch
+        if runtime.is_master_rank():
+            draw_curves(path, values, epochs)
+
+    def lowered_text(
+        self, x: Any, y: Any = None, batch_size: int | None = None, *, optimized: bool = False
+    ) -> str:
+        """Returns the program of a training step for data like `x` and `y`, without running it.
+
+        With `reproducible=True` a step has several programs, each after a comment with its name.
+
+        Args:
+            x: Data as in `fit`.
+            y: Targets as in `fit`.
+            batch_size: As in `fit`.
+            optimized: Whether to compile it: the text is then the HLO that the devices run, with
+                the reductions that XLA made of the gradients' buckets; otherwise it is StableHLO.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+        """
+        batch = self._first_batch(x, y, batch_size)
+        lowered = self._core.trainer.lower_train_step(batch)
+        return lowered.compile().as_text() or "" if optimized else lowered.as_text()
+
+    def describe_collectives(
+        self, x: Any, y: Any = None, batch_size: int | None = None
+    ) -> Description:
+        """Returns the collectives of a training step for data like `x` and `y`, without running it.
+
+        They are those that the step asks for, and what the compiler made of them. Print the result
+        for a summary.
+
+        Args:
+            x: Data as in `fit`.
+            y: Targets as in `fit`.
+            batch_size: As in `fit`.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+        """
+        described = describe(self._core.trainer, self._first_batch(x, y, batch_size))
+        return described._replace(reason=self._core.require_compiled().dependence)
+
+    def _first_batch(self, x: Any, y: Any, batch_size: int | None) -> Batch:
+        """Returns the first batch of data, for which the steps are then ready."""
+        self._core.require_compiled()
+        first = EpochStream(
+            self._shared.intake.source(DataArguments(x, y, batch_size=batch_size))
+        ).peek(0)
+        self._shared.preparation.prepare(first)
+        self._shared.preparation.check_rows(first, train=True)
+        return to_batch(first)
+
+    def _built_variables(self) -> Variables:
+        self._shared.state.require_built()
+        return self._core.trainer.variables()

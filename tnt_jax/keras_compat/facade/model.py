@@ -1,0 +1,624 @@
+"""`Model`: Keras's compile, fit, evaluate and predict for Flax and Keras models on all devices."""
+
+import gc
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from tnt_jax.distributed.liveness.phases import called
+from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved_arguments
+from tnt_jax.keras_compat.facade.inspection import Inspection
+from tnt_jax.keras_compat.facade.saver import PathLike, Saver
+from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
+from tnt_jax.keras_compat.fit.fit_plan import FitArguments
+from tnt_jax.keras_compat.fit.hooks import CallbackArguments
+from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
+from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.single_batches import SingleBatches
+from tnt_jax.keras_compat.fit.trials.choose_loop import choose_fit_loop
+from tnt_jax.keras_compat.saving.described_models import model_from
+from tnt_jax.keras_compat.saving.rebuild import Rebuilder
+from tnt_jax.keras_compat.state.core import Core, ModelOptions
+from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
+from tnt_jax.seeding import seed_or_default
+from tnt_jax.sharded import Pipeline, Remat, Rule
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.trainer import Trainer
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Keeps the collector of garbage in cycles off within the block.
+
+    Tracing makes many objects that stay, and the collector looks through them again and again.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Model(SingleBatches, Inspection):
+    """A model that trains on every device of the job, with the numbers of one.
+
+    Args:
+        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend. The
+            last two hold their variables: training starts from them as they are at each call, and
+            every `fit` ends by writing the results back.
+        seed: Seed of a Linen module's `init`, of dropout, and of the order of shuffled arrays; by
+            default that of `tnt_jax.set_seed`, or 0.
+        variables: Variables of a Linen module to start from, as `module.init` returns them.
+        precision: Of a Flax model: `"float32"`; `"mixed_bfloat16"` (bfloat16 arithmetic, float32
+            weights and updates); or `"bfloat16"` (also weights, gradients and optimizer state). A
+            Keras model is built with a dtype policy instead.
+        trainable: Paths of the parameters that are trained, such as `["head", "encoder/*/bias"]`;
+            all by default. A path names an array or everything below it, and may hold `*`.
+        frozen: Paths of parameters that are not trained and have no optimizer state.
+        synchronize_batch_norm: Whether the batch normalisation of a Keras model takes its
+            statistics over all ranks; Flax modules choose by `BatchNorm(axis_name="data")`.
+        fusion_threshold: KiB from which a bucket of gradients is sent; 0 gives each array its own,
+            `"xla"` leaves it to the compiler. By default docs/performance.md says what.
+        gradient_compression: `"bfloat16"` sends 16 bits for each 32-bit gradient; what rounding
+            leaves out is sent in later steps.
+        ranks_per_host: Neighbouring ranks that are summed before hosts exchange sums; 1 for none.
+        shard_optimizer_state: Whether each rank keeps only its part of the optimizer's state.
+        reproducible: Whether results have the same bits on every number of devices and processes
+            that divides `virtual_ranks`; slower, one step at a time (docs/reproducibility.md).
+        virtual_ranks: With `reproducible`, the number of chunks of each global batch, a power of
+            two, and the ranks that `tnt_micro_batch_size` and batch statistics refer to.
+        mesh: Devices along `data`, `stage`, `fsdp` and `tensor`, or `"auto"` for the smallest
+            sharding that fits the devices (docs/larger_models.md).
+        sharding_rules: What is cut over which axis of the mesh.
+        pipeline: Equal blocks that are divided over the axis `stage`.
+        remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
+
+    Attributes:
+        training_state: What changes the whole state, for `load_model`.
+        resumption: Where a callback says that an interrupted `fit` goes on.
+        saver: What writes files, for callbacks in the background, too.
+
+    Raises:
+        TypeError: If `module` is of no known kind.
+        ValueError: If an option is invalid, or does not fit the module or another option.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        seed: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+        precision: str = "float32",
+        trainable: Sequence[str] | None = None,
+        frozen: Sequence[str] = (),
+        synchronize_batch_norm: bool = False,
+        fusion_threshold: int | Literal["xla"] | None = None,
+        gradient_compression: Literal["bfloat16"] | None = None,
+        ranks_per_host: int = 1,
+        shard_optimizer_state: bool = False,
+        reproducible: bool = False,
+        virtual_ranks: int = 8,
+        mesh: Mapping[str, int] | Literal["auto"] | None = None,
+        sharding_rules: Sequence[Rule] = (),
+        pipeline: Pipeline | None = None,
+        remat: Remat | Mapping[str, Remat] = "none",
+    ) -> None:
+        options = ModelOptions(
+            seed_or_default(seed), precision, trainable, frozen, synchronize_batch_norm,
+            fusion_threshold, gradient_compression, ranks_per_host, shard_optimizer_state,
+            reproducible, virtual_ranks, mesh, sharding_rules, pipeline, remat,
+        )  # fmt: skip
+        self._core = core = Core(module, variables, options)
+        self._shared = shared = Shared.of(core)
+        self.training_state, self.resumption = shared.state, shared.resumption
+        self.saver = Saver(core, shared.state)
+        self._fit_loop = choose_fit_loop()(shared)
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int | Literal["auto"] = 1,
+        jit_compile: bool | Literal["auto"] = "auto",
+        auto_scale_loss: bool = True,
+        *,
+        objective: Any = None,
+        on_nan: Literal["raise", "skip", "rollback"] | None = None,
+    ) -> None:
+        """Chooses optimizer, loss and metrics, and starts the optimizer afresh; weights stay.
+
+        Args:
+            optimizer: A name, a `tnt_jax.optimizers` object or an Optax transformation.
+            loss: A name, a `tnt_jax.losses` object, or a callable `f(targets, outputs) -> [batch,
+                ...]`; for several outputs a list in order or a dict by name.
+            loss_weights: Factor of each output's loss.
+            metrics: Names or `tnt_jax.metrics` objects that ignore sample weights; for several
+                outputs a list of lists or a dict.
+            weighted_metrics: The same, using sample weights.
+            run_eagerly: Must be False; wrap `fit` in `jax.disable_jit()` to debug.
+            steps_per_execution: Steps in one compiled program, of which callbacks see the last;
+                `"auto"` times the first steps of training and chooses. Batches of another shape,
+                such as the last one, run by themselves; callbacks see them as part of their group.
+            jit_compile: Accepted as in Keras; steps are always compiled.
+            auto_scale_loss: Whether a Keras model in `mixed_float16` gets a `LossScaleOptimizer`.
+            objective: A function `f(params, batch, rngs)` in place of loss and metrics; see
+                `tnt_jax.keras_compat.compiling.objective.CompiledObjective`.
+            on_nan: What follows a step whose loss or gradients are not finite (docs/survival.md).
+
+        Raises:
+            ValueError: If a name is unknown (the message lists the known ones), the loss is
+                missing, an option is invalid, or a Keras model overrides what a step does
+                (docs/keras_models.md).
+        """
+        self._core.compilation = new_compilation(
+            self._core.module, run_eagerly=run_eagerly, jit_compile=jit_compile,
+            optimizer=optimizer, loss=loss, loss_weights=loss_weights,
+            metrics=metrics, weighted_metrics=weighted_metrics,
+            steps_per_execution=steps_per_execution, objective=objective,
+            auto_scale_loss=auto_scale_loss, on_nan=on_nan,
+        )  # fmt: skip
+
+    @called("Model.fit")
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | list[int] = 1,
+        *,
+        resume: str | os.PathLike[str] | None = None,
+        tnt_ignore_changes: Sequence[str] = (),
+        tnt_micro_batch_size: int | None = None,
+        tnt_validation_micro_batch_size: int | None = None,
+        tnt_distribute_dataset: bool = True,
+        tnt_distribute_validation_dataset: bool = True,
+    ) -> History:
+        """Trains for `epochs - initial_epoch` epochs and returns their history.
+
+        The history is the same on every process.
+
+        Args:
+            x: Arrays `[examples, ...]` (or a dict, tuple or list of them), a `tf.data.Dataset` or
+                an iterable of batches `(inputs, targets[, weights])`. Without `y`, a tuple or list
+                of arrays is itself `(inputs, targets[, weights])`.
+            y: Targets `[examples, ...]`, with arrays only.
+            batch_size: Rows of a global batch over all ranks, with arrays only; 32 by default.
+            epochs: Number of the last epoch.
+            verbose: 0 silent, 1 a bar, 2 one line per epoch; `"auto"` is 1. Only the master prints.
+            callbacks: `tnt_jax.callbacks.Callback` objects.
+            validation_split: Part of the arrays, from their end, that is held out to validate.
+            validation_data: `(x, y)`, `(x, y, weights)` or a dataset, evaluated after epochs.
+            shuffle: Whether arrays get a new order every epoch, by the model's seed.
+            class_weight: Weight of each class index, multiplied into the sample weights.
+            sample_weight: Weights `[examples]`, with arrays only.
+            initial_epoch: Number of epochs that are done already.
+            steps_per_epoch: Steps of an epoch; passes over the data then follow one another.
+            validation_steps: Batches of an evaluation; all by default.
+            validation_batch_size: Global batch of validation arrays; `batch_size` by default.
+            validation_freq: Validate every so many epochs, or after the epochs listed (from 1).
+            resume: Directory for checkpoints, from which the same script, started again, goes on;
+                `"auto"` for that of `TNT_CHECKPOINT_DIR`, or `checkpoints/SCRIPT`. By default
+                that of `TNT_CHECKPOINT_DIR`, or no checkpoints. See docs/survival.md.
+            tnt_ignore_changes: What may differ from the run that is resumed, such as
+                `["learning_rate"]`; by default, a difference is an error that names it.
+            tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
+            tnt_validation_micro_batch_size: The same for validation.
+            tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
+            tnt_distribute_validation_dataset: The same for validation.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+            ValueError: If data and arguments contradict one another.
+        """
+        directory = choose_directory(resume, callbacks)
+        data = DataArguments(
+            x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
+        )
+        arguments = FitArguments(
+            class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
+            validation_steps,
+            validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
+            tnt_distribute_validation_dataset, directory, check_changes(tnt_ignore_changes),
+        )  # fmt: skip
+        calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
+        with self._fit_loop.ending_on_request(calls):
+            with collected_later():
+                plan = self._fit_loop.prepare(data, arguments)
+            return self._fit_loop.fit(plan, calls)
+
+    @called("Model.evaluate")
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        *,
+        tnt_micro_batch_size: int | None = None,
+        tnt_distribute_dataset: bool = True,
+    ) -> float | list[float] | dict[str, float]:
+        """Returns loss and metrics over the data, the same on every process.
+
+        Each example counts once. The result is the loss alone if there are no metrics, else a list,
+        or a dict with `return_dict`.
+
+        Args:
+            x: Data as in `fit`.
+            y: As in `fit`.
+            batch_size: As in `fit`.
+            verbose: As in `fit`.
+            sample_weight: As in `fit`.
+            steps: Batches to evaluate; all by default.
+            callbacks: As in `fit`.
+            return_dict: Whether to return a dict by name instead of a list like `metrics_names`.
+            tnt_micro_batch_size: As in `fit`.
+            tnt_distribute_dataset: As in `fit`.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+            ValueError: If data and arguments contradict one another.
+        """
+        data = DataArguments(
+            x, y, sample_weight, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset
+        )
+        calls = CallbackArguments(callbacks, verbose, self)
+        logs = evaluate(self._shared, data, steps, calls)
+        return as_returned(logs, return_dict)
+
+    @called("Model.predict")
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        *,
+        tnt_micro_batch_size: int | None = None,
+        tnt_distribute_dataset: bool = True,
+    ) -> Any:
+        """Returns the model's outputs `[examples, ...]` as NumPy arrays, in full on every process.
+
+        They are in the order of the data. The model need not be compiled. Targets that the data
+        holds are ignored.
+
+        Args:
+            x: Data as in `fit`; a tuple of arrays are inputs if the module takes so many, else
+                `(inputs, targets)`.
+            batch_size: As in `fit`.
+            verbose: As in `fit`.
+            steps: Batches to predict; all by default.
+            callbacks: As in `fit`.
+            tnt_micro_batch_size: As in `fit`.
+            tnt_distribute_dataset: As in `fit`.
+        """
+        data = DataArguments(
+            x, None, None, batch_size, tnt_micro_batch_size,
+            distribute=tnt_distribute_dataset, predicts=True,
+        )  # fmt: skip
+        return predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
+
+    @called("Model.build")
+    def build(self, inputs: Any) -> None:
+        """Creates the variables for inputs of a known shape.
+
+        Args:
+            inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
+                arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
+        """
+        self._shared.builder.build(inputs)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, Any] | None = None,
+        *,
+        trust: bool = False,
+    ) -> Self:
+        """Returns a model of this class from a result of `get_config`, not compiled.
+
+        Its weights are fresh.
+
+        Args:
+            config: Configuration.
+            custom_objects: As in `load_model`.
+            trust: As in `load_model`.
+
+        Raises:
+            ValueError: If the configuration names what is not known, or is none.
+        """
+        rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_config")
+        return model_from(config, rebuild, cls)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns a description of the wrapped module as JSON values, for `from_config`.
+
+        Raises:
+            ValueError: If the module cannot be described, such as an NNX module, which does not
+                keep its constructor's arguments.
+        """
+        return self.saver.get_config()
+
+    def to_json(self) -> str:
+        """Returns a description of the wrapped module as JSON.
+
+        `tnt_jax.models.model_from_json` reads it.
+
+        Raises:
+            ValueError: If the module cannot be described.
+        """
+        return json.dumps(self.get_config())
+
+    def compile_from_config(
+        self, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> None:
+        """Calls `compile` with what `get_compile_config` returned.
+
+        Args:
+            config: What it returned.
+            custom_objects: Classes and functions of the user by name.
+
+        Raises:
+            ValueError: If a name is unknown.
+        """
+        self.compile(**resolved_arguments(config, custom_objects))
+
+    def view(self, module: Any) -> Self:
+        """Returns a model that applies another module to this model's current variables.
+
+        It evaluates (after its own `compile`) and predicts but cannot be trained. Use it, for
+        instance, to decode token after token with a Transformer that was trained in parallel.
+
+        Args:
+            module: Module of the same library, whose variables are among this model's, at the same
+                paths.
+        """
+        options = self._core.options
+        other = type(self)(module, seed=options.seed, **options.for_adapter())
+        other._core.view(self._core.trainer)
+        return other
+
+    @called("Model.save")
+    def save(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the whole model.
+
+        That is the module, the arguments of `compile`, variables, optimizer state and number of
+        updates.
+
+        Every process of the job must call it. One copy is written, which any process may read after
+        the call. An earlier copy at the same path stays readable until the new one is complete.
+
+        Args:
+            filepath: A directory, or a name ending in `.keras` for one file, which Keras can read
+                if the model wraps a Keras model.
+            overwrite: False to refuse an existing path.
+            tnt_save_all_devices: Whether every process writes its own copy, to its own path or a
+                local disk.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+            RuntimeError: If the model has no variables yet.
+            ValueError: If the path has an unsupported file extension, such as `.npz`.
+        """
+        self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
+
+    @called("Model.save_weights")
+    def save_weights(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the variables and, except for safetensors, optimizer state and number of updates.
+
+        Otherwise it works like `save`.
+
+        Args:
+            filepath: A directory, or a name ending in `.weights.h5` (for a Keras model in Keras's
+                own layout) or `.safetensors` (names are paths with dots, such as
+                `params.Dense_0.kernel`).
+            overwrite: As in `save`.
+            tnt_save_all_devices: As in `save`.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+            RuntimeError: If the model has no variables yet.
+        """
+        self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
+
+    @called("Model.load_weights")
+    def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
+        """Loads variables that `save` or `save_weights` wrote; every process must call it.
+
+        If the model is compiled and the file holds the state of an optimizer of the same kind, this
+        state and the number of updates are loaded, too, so that `fit(initial_epoch=...)` continues
+        as if it had never been interrupted.
+
+        Args:
+            filepath: File or directory; for a Keras model also the `.weights.json` of weights that
+                Keras saved with `max_shard_size`.
+            skip_mismatch: Whether leaves that are missing or have another shape or dtype keep their
+                values, with a warning that names them. In a Keras model, whole layers do.
+
+        Raises:
+            FileNotFoundError: If a process does not see the path.
+            RuntimeError: If the model has no variables yet.
+            ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
+                another shape or dtype; the message names them.
+        """
+        self.saver.load_weights(filepath, skip_mismatch=skip_mismatch)
+
+    @property
+    def built(self) -> bool:
+        """Whether the model has variables, or makes them as soon as they are asked for."""
+        return self.training_state.built
+
+    @property
+    def state(self) -> TrainState:
+        """The whole training state, on the devices.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        return self.training_state.state
+
+    def set_state(self, state: TrainState) -> None:
+        """Replaces the whole training state by one of the same structure."""
+        self._core.trainer.set_state(state)
+
+    @property
+    def optimizer(self) -> OptimizerView | None:
+        """The optimizer, or None before `compile`.
+
+        `learning_rate` can be read and set, `iterations` can be read.
+        """
+        return self.training_state.optimizer
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns copies of all arrays.
+
+        A Keras model has Keras's order; otherwise parameters precede model state.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        return self.training_state.get_weights()
+
+    @called("Model.set_weights")
+    def set_weights(self, weights: list[np.ndarray]) -> None:
+        """Replaces all arrays, on every process by those of the master.
+
+        The optimizer state does not change.
+
+        Args:
+            weights: Arrays as `get_weights` returns them.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+            ValueError: If the number of arrays or a shape differs.
+        """
+        self.training_state.set_weights(weights)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that a saved or cloned model is made with."""
+        return self._core.options.saved()
+
+    @property
+    def module(self) -> Any:
+        """The module that was wrapped.
+
+        In a callback its variables have the values of the last step: an NNX module or a Keras model
+        gets a copy of them when this attribute is read. What a callback assigns to them counts from
+        the next step on; every process must assign the same.
+        """
+        return self._core.current_module
+
+    def write_back(self) -> None:
+        """Stores the trained variables in the wrapped object, if it holds variables.
+
+        `fit` does so when it ends or is interrupted, and the attribute `module` when it is read. A
+        Linen module holds none.
+        """
+        self._core.write_back()
+
+    @property
+    def compiled_kinds(self) -> set[Any]:
+        """Shapes of the batches that training has seen."""
+        return self._core.compiled_kinds
+
+    @property
+    def history(self) -> History | None:
+        """The history of the last `fit`; None before the first."""
+        return self._shared.progress.history
+
+    @history.setter
+    def history(self, value: History | None) -> None:
+        self._shared.progress.history = value
+
+    @property
+    def stop_training(self) -> bool:
+        """Set it to True in a callback to end training after the current step."""
+        return self._shared.progress.stop_training
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._shared.progress.stop_training = value
+
+    @property
+    def stop_evaluating(self) -> bool:
+        """The same for an evaluation, whose result is then that of the steps so far."""
+        return self._shared.progress.stop_evaluating
+
+    @stop_evaluating.setter
+    def stop_evaluating(self, value: bool) -> None:
+        self._shared.progress.stop_evaluating = value
+
+    @property
+    def stop_predicting(self) -> bool:
+        """The same for a prediction."""
+        return self._shared.progress.stop_predicting
+
+    @stop_predicting.setter
+    def stop_predicting(self, value: bool) -> None:
+        self._shared.progress.stop_predicting = value
+
+    @property
+    def rows_in_batch(self) -> int:
+        """Real rows of the global batch in the current step."""
+        return self._shared.progress.rows_in_batch
+
+    @property
+    def epoch_sums(self) -> Any:
+        """Sums behind the logs of the epoch so far, on the devices, or None."""
+        return self._shared.progress.epoch_sums
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the next step is compiled first, because its batch has a new shape."""
+        return self._shared.progress.is_compiling
+
+    # Keras's TensorBoard callback asks for a graph to draw, which a jitted step does not have; its
+    # BackupAndRestore sets the epoch with which training goes on.
+    train_function = None
+
+    @property
+    def _initial_epoch(self) -> int | None:
+        return self.resumption.initial_epoch
+
+    @_initial_epoch.setter
+    def _initial_epoch(self, value: int | None) -> None:
+        self.resumption.initial_epoch = value
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._core.trainer

@@ -1,0 +1,219 @@
+"""Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
+
+A path that ends in `.weights.h5`, `.safetensors` or `.keras` is one file; a path without a file
+extension is a checkpoint directory with the whole training state, which can be read on another
+number of devices.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.files import replacing
+from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
+from tnt_jax.keras_compat.callbacks.base import Scope, check_changes_model, current_scope
+from tnt_jax.keras_compat.saving import keras_descriptions, keras_files
+from tnt_jax.keras_compat.saving.describe import NotDescribable, describe
+from tnt_jax.keras_compat.saving.weight_files import (
+    H5_ENDING,
+    SAFETENSORS_ENDING,
+    add_checksum,
+    is_file_name,
+    problem_of_path,
+    read_h5,
+    read_safetensors,
+    write_h5,
+    write_safetensors,
+)
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.keras_compat.state.model_state import ModelState, only
+from tnt_jax.log import logger
+from tnt_jax.train.checkpoints.checkpoint import STEP_PREFIX, Checkpoints
+from tnt_jax.train.checkpoints.folders import OwnFolders
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import state_arrays, without_accumulated
+
+PathLike = str | os.PathLike[str]
+
+
+class Saver:
+    """Saves and loads a model.
+
+    Args:
+        core: What the parts of the model share.
+        state: The training state.
+    """
+
+    def __init__(self, core: Core, state: ModelState) -> None:
+        self._core = core
+        self._state = state
+
+    def save(
+        self, filepath: PathLike, overwrite: bool, *, all_devices: bool, with_model: bool
+    ) -> None:
+        """See `Model.save`, and without the description of the model `Model.save_weights`."""
+        path = Path(filepath)
+        notes = self._description() if with_model else {}
+        is_file = is_file_name(path, of_keras=keras_files.is_keras(self._core.module))
+        state = self._state.state
+        scope: Scope = "per_process" if all_devices else current_scope()
+        exists = path.exists() and not overwrite
+        _raise_in_scope(
+            FileExistsError(f"{path} exists already: pass overwrite=True or another path.")
+            if exists
+            else None,
+            scope,
+        )
+        if is_file or scope != "all_processes":
+            state = self._core.trainer.gathered_state(alone=scope == "main_process")
+        if not is_file:
+            checkpoints = Checkpoints(
+                path, max_to_keep=1, on_save_error="raise", alone=scope != "all_processes"
+            )
+            checkpoints.save(state, notes=notes, must_be_finite=False)
+            checkpoints.close()
+            return
+        error = None
+        if scope != "all_processes" or runtime.is_master_rank():
+            try:
+                self._write_file(path, state, notes)
+            except Exception as raised:  # Raised below, on every process.
+                error = raised
+        _raise_in_scope(error, scope)
+
+    def load_weights(self, filepath: PathLike, *, skip_mismatch: bool) -> None:
+        """See `Model.load_weights`."""
+        check_changes_model("Loading weights")
+        path = Path(filepath)
+        self._state.require_built()
+        self._state.start_optimizer()
+        _raise_in_scope(problem_of_path(path))
+        if (
+            keras_files.is_keras(self._core.module)
+            and path.is_file()
+            and path.suffix != SAFETENSORS_ENDING
+        ):
+            if skip_mismatch:
+                self._core.write_back()
+            self._state.set_weights(
+                keras_files.read_weights(self._core.module, path, skip_mismatch=skip_mismatch)
+            )
+            arrays = keras_files.read_extra(path)
+        else:
+            arrays = self._read(path)
+            self._state.replace_variables(
+                only(arrays, "params", "model_state"), skip_mismatch=skip_mismatch
+            )
+        self._state.replace_optimizer_state(arrays)
+
+    def get_config(self) -> dict[str, Any]:
+        """See `Model.get_config`."""
+        options = {"options": describe(self._core.options.saved())}
+        if keras_files.is_keras(self._core.module):
+            inputs = self._core.adapter.sample_inputs()
+            return keras_files.describe_model(self._core.module, inputs) | options
+        return {"module": describe(self._core.module)} | options
+
+    def start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
+        """Starts a checkpoint in the background, and returns as soon as the arrays are copied.
+
+        Args:
+            checkpoints: Where to.
+            with_model: Whether to add what is needed to recreate and compile the model.
+        """
+        checkpoints.save(
+            self._state.require_built(), notes=self._description() if with_model else {}
+        )
+
+    def _write_file(self, path: Path, state: TrainState, notes: dict[str, Any]) -> None:
+        arrays = without_accumulated(state_arrays(state))
+        with replacing(path) as temporary:
+            if path.name.endswith(SAFETENSORS_ENDING):
+                write_safetensors(temporary, only(arrays, "params", "model_state"))
+            elif keras_files.is_keras(self._core.module):
+                self._core.adapter.write_back(
+                    Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
+                )
+                keras_files.write(
+                    self._core.module,
+                    temporary,
+                    only(arrays, "opt_state", "step"),
+                    notes,
+                    self._compile_config(),
+                )
+            elif path.name.endswith(H5_ENDING):
+                write_h5(temporary, arrays)
+            else:
+                keras_files.add_to_archive(temporary, arrays, notes)
+            if not path.name.endswith(SAFETENSORS_ENDING):
+                add_checksum(temporary)
+
+    def _read(self, path: Path) -> dict[str, np.ndarray]:
+        if path.is_dir():
+            prefix = BACKUP_PREFIX if _holds_backups(path) else STEP_PREFIX
+            alone = current_scope() != "all_processes"
+            like = self._state.require_built() if self._state.built else None
+            return Checkpoints(path, alone=alone, prefix=prefix).read(like=like).arrays
+        if path.name.endswith(SAFETENSORS_ENDING):
+            names = {
+                name.replace("/", "."): name for name in state_arrays(self._state.require_built())
+            }
+            return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
+        return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
+
+    def _compile_config(self) -> dict[str, Any] | None:
+        """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
+        compilation, optimizer = self._core.compilation, self._state.optimizer
+        if compilation is None or optimizer is None or compilation.has_objective:
+            return None
+        return keras_descriptions.describe_compile(optimizer, compilation.given)
+
+    def _description(self) -> dict[str, Any]:
+        """Returns what is needed to recreate and compile the model.
+
+        Parts that cannot be described are left out, with a warning.
+        """
+        notes: dict[str, Any] = {"options": describe(self._core.options.saved())}
+        parts: dict[str, Callable[[], Any]] = {"config": self.get_config}
+        if (compilation := self._core.compilation) is not None:
+            parts["compile"] = lambda: _describe_compile(compilation.given)
+        for name, make in parts.items():
+            try:
+                notes[name] = make()
+            except NotDescribable as error:
+                notes[f"{name}_problem"] = str(error)
+                logger.info(
+                    "load_model will need %s: %s",
+                    "module=..." if name == "config" else "compile() afterwards",
+                    error,
+                )
+        return notes
+
+
+def _describe_compile(given: Mapping[str, Any]) -> Any:
+    if getattr(given["optimizer"], "_undecayed", ()):
+        raise NotDescribable(
+            "the optimizer has weights excluded from weight decay, which cannot be written as JSON."
+        )
+    return describe(dict(given), where="compile")
+
+
+def _raise_in_scope(error: Exception | None, scope: Scope | None = None) -> None:
+    """Raises an error, on all processes if all of them take part; waits for them."""
+    if (scope or current_scope()) == "all_processes":
+        collectives.raise_on_all_processes(error)
+    elif error is not None:
+        raise error
+
+
+def _holds_backups(directory: Path) -> bool:
+    """Returns whether the checkpoints in a directory are those of a `BackupAndRestore` alone."""
+    checkpoints = OwnFolders(STEP_PREFIX).complete(directory)
+    return not checkpoints and newest_backup(directory) is not None

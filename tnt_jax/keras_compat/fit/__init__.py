@@ -1,0 +1,1 @@
+"""`fit`, `evaluate` and `predict`, from their arguments to the last epoch."""

@@ -1,0 +1,278 @@
+"""Turns the user's data into a stream of global batches that all processes have opened."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
+from tnt_jax.data.opening import Meanwhile, open_stream
+from tnt_jax.data.sources import HostBatch, Source, common_length
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.keras_compat.state.building import Builder
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch
+
+Weighting = Callable[[Any, Any], Any]
+# Usual keys of targets in datasets of dicts.
+_TARGETS = ("y", "label", "labels", "target", "targets")
+
+
+def to_batch(item: HostBatch, weighting: Weighting | None = None) -> Batch:
+    """Returns inputs, targets, weights and mask of this process's rows, still on the host.
+
+    Args:
+        item: Host batch of `inputs`, `(inputs, targets)` or `(inputs, targets, weights)`.
+        weighting: Maps targets and sample weights to the weights to use.
+    """
+    inputs, targets, weight = unpack(item.data)
+    if weighting is not None:
+        weight = weighting(targets, weight)
+    return Batch(inputs, targets, weight, item.mask)
+
+
+def few_rows(arrays: Any, num_rows: int) -> Any:
+    """Returns zeros `[num_rows, ...]` for a pytree of arrays `[examples, ...]`."""
+    return jax.tree.map(
+        lambda x: np.zeros((num_rows, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), arrays
+    )
+
+
+def require_targets(batch: Batch) -> None:
+    """Raises a ValueError, with a way out that fits the data, if a batch has no targets."""
+    if batch.targets is not None:
+        return
+    if not isinstance(batch.inputs, Mapping):
+        raise ValueError(
+            "The data holds no targets, but the loss needs them: let each element be (inputs, "
+            "targets), or pass y with arrays."
+        )
+    keys = list(batch.inputs)
+    targets = next((key for key in keys if str(key).lower() in _TARGETS), keys[-1])
+    rest = [key for key in keys if key != targets]
+    inputs = (
+        f"element[{rest[0]!r}]"
+        if len(rest) == 1
+        else "{" + ", ".join(f"{key!r}: element[{key!r}]" for key in rest) + "}"
+    )
+    raise ValueError(
+        "The data holds no targets, but the loss needs them: a dict, here with the keys "
+        f"{', '.join(map(repr, keys))}, counts as inputs alone. Let each element be (inputs, "
+        f"targets), for instance with dataset.map(lambda element: ({inputs}, "
+        f"element[{targets!r}])), or pass y with arrays."
+    )
+
+
+def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | None:
+    """Returns the function that applies class weights to sample weights; None without them.
+
+    Args:
+        class_weight: Weight of each class index; other classes have the weight 1.
+    """
+    if class_weight is None:
+        return None
+    if not isinstance(class_weight, Mapping) or not all(
+        isinstance(label, int) and label >= 0 for label in class_weight
+    ):
+        raise ValueError(
+            "class_weight must map class indices to weights, for instance {0: 1.0, 1: 3.0}, but is "
+            f"{class_weight!r}."
+        )
+    table = np.ones(max(class_weight, default=0) + 1, np.float32)
+    table[list(class_weight)] = list(class_weight.values())
+
+    def weigh(targets: Any, weight: Any) -> np.ndarray:
+        if not hasattr(targets, "ndim"):
+            raise ValueError(
+                "class_weight works for models with one output; pass sample weights instead."
+            )
+        labels = targets
+        if targets.ndim > 1:
+            labels = targets[:, 0] if targets.shape[1] == 1 else np.argmax(targets, axis=-1)
+        labels = np.asarray(labels).astype(np.int64)
+        weights = np.where(
+            labels < len(table), table[np.minimum(labels, len(table) - 1)], np.float32(1)
+        )
+        return weights if weight is None else weights * weight
+
+    return weigh
+
+
+def split_validation(
+    x: Any, y: Any, sample_weight: Any, share: float
+) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """Returns training and validation parts of arrays.
+
+    As in Keras, the last rows are for validation, before any shuffle.
+
+    Args:
+        x: Inputs `[examples, ...]`.
+        y: Targets `[examples, ...]`, or None.
+        sample_weight: Weights `[examples]`, or None.
+        share: Fraction of the rows used for validation, between 0 and 1.
+
+    Raises:
+        ValueError: If `x` does not consist of arrays, `share` is out of range, or one part would be
+            empty.
+    """
+    if not is_arrays(x):
+        raise ValueError(
+            f"validation_split needs arrays, but x is a {type(x).__name__}. Pass validation_data "
+            "instead."
+        )
+    arrays = (x, y, sample_weight)
+    num_examples = common_length(arrays)
+    first = int(num_examples * (1 - share))
+    if not 0 < share < 1 or first in (0, num_examples):
+        raise ValueError(
+            f"validation_split must leave examples on both sides, but {share} splits "
+            f"{num_examples} examples into {first} and {num_examples - first}."
+        )
+
+    def part(rows: slice) -> tuple[Any, Any, Any]:
+        inputs, targets, weight = jax.tree.map(lambda array: array[rows], arrays)
+        return inputs, targets, weight
+
+    return part(slice(None, first)), part(slice(first, None))
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """The arguments of `fit`, `evaluate` and `predict` that describe the data.
+
+    Attributes:
+        x: Arrays, a dataset, or an iterable of batches.
+        y: Targets, with arrays only.
+        sample_weight: Weights, with arrays only.
+        batch_size: Rows of a global batch.
+        micro_batch_size: Rows of one rank.
+        shuffle: Whether arrays are shuffled anew in each epoch.
+        distribute: False if each process brings its own shard.
+        predicts: Whether targets and weights are ignored.
+        is_inputs: Whether `x` has no targets in it, even if it is a tuple or list.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    shuffle: bool = False
+    distribute: bool = True
+    predicts: bool = False
+    is_inputs: bool = False
+
+
+class DataIntake:
+    """Opens the data of a call.
+
+    Args:
+        core: The shared parts of the model.
+        builder: The part that knows which inputs the module takes.
+    """
+
+    def __init__(self, core: Core, builder: Builder) -> None:
+        self._core = core
+        self._builder = builder
+
+    def source(self, data: DataArguments) -> Source:
+        """Returns the source of the global batches.
+
+        Raises:
+            ValueError: If data and arguments contradict each other.
+        """
+        # The readers of all kinds of data are imported with the first data.
+        from tnt_jax.data.dispatch import as_source
+
+        x, y, sample_weight = data.x, data.y, data.sample_weight
+        if self._is_taken_apart(data):
+            x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
+        if data.predicts:
+            y = sample_weight = None
+        check_arguments(x, y, sample_weight)
+        return as_source(x, y, sample_weight, self._reading(data))
+
+    def open(
+        self,
+        call: str,
+        data: DataArguments | Source,
+        *,
+        epoch: int = 0,
+        steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        meanwhile: Meanwhile | None = None,
+        **arguments: Any,
+    ) -> tuple[EpochStream, HostBatch]:
+        """Returns the data of a call and its first batch.
+
+        It waits until all processes have made the same call with the same kind of data.
+
+        Args:
+            call: Name of the call.
+            data: The user's data, or the source of the batches.
+            epoch: Epoch that is read first.
+            steps: Batches that are read; all by default.
+            steps_per_epoch: Batches of an epoch; all by default.
+            meanwhile: What to do while the first batch is read; see `open_stream`.
+            **arguments: Other values that must be the same on every process.
+
+        Raises:
+            Exception: On every process, if the data of one cannot be read, or calls or arguments
+                differ.
+        """
+        return open_stream(
+            call,
+            partial(self.source, data) if isinstance(data, DataArguments) else lambda: data,
+            epoch=epoch,
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            meanwhile=meanwhile,
+            **arguments,
+        )
+
+    def log_plan(self, stream: EpochStream) -> None:
+        """Logs once how the data is distributed."""
+        source = stream.source
+        rank_slice = self._core.trainer.rank_slice
+        num_ranks = rank_slice.num_ranks
+        size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
+        logger.info(
+            "Global batch %s = %s rows on each of %d %s; %s examples, %s steps per epoch; %s "
+            "padded row(s) per full batch, %s in the last one; shuffle seed %d.",
+            size, None if size is None else micro_batch_size(size, num_ranks), num_ranks,
+            rank_slice.kind, examples or "an unknown number of",
+            steps or "an unknown number of",
+            None if size is None else num_padded_rows(size, num_ranks),
+            num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown",
+            self._core.options.seed,
+        )  # fmt: skip
+
+    def _reading(self, data: DataArguments) -> ReadOptions:
+        if not data.distribute and self._core.trainer.runtime.shares_ranks:
+            raise ValueError(
+                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
+                "mesh several processes work on the same rows. Give each process all devices of "
+                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
+            )
+        rank_slice = self._core.trainer.rank_slice
+        options = self._core.options
+        sizes = (data.batch_size, data.micro_batch_size)
+        return ReadOptions(
+            rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
+        )
+
+    def _is_taken_apart(self, data: DataArguments) -> bool:
+        """Returns whether `x` alone is `(inputs, targets[, weights])` and not several inputs."""
+        if data.is_inputs or not is_taken_apart(data.x, data.y, data.sample_weight):
+            return False
+        if not data.predicts:
+            return self._core.compilation is not None and self._core.calls_model
+        few = few_rows(data.x, self._core.trainer.rank_slice.local_ranks)
+        problem_of = self._builder.problem_of_inputs
+        return problem_of(few) is not None and problem_of(few[0]) is None

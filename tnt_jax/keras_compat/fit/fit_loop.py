@@ -1,0 +1,449 @@
+"""Training: from the arguments of `fit` to its epochs, in the order in which it happens."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+
+from tnt_jax.adapters.base import check_trains_the_same
+from tnt_jax.data.arguments import takes_batch_size
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.opening import Meanwhile
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.distributed import goodput
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.stopping.preemption import Points, Preempted
+from tnt_jax.distributed.stopping.shared_stop import SharedStop, shared_stop
+from tnt_jax.job import Slot
+from tnt_jax.keras_compat.callbacks import CallbackList, History
+from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataArguments,
+    Weighting,
+    class_weighting,
+    to_batch,
+)
+from tnt_jax.keras_compat.fit.divergence import Divergence
+from tnt_jax.keras_compat.fit.evaluation import evaluate_source
+from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan, carry_out_split
+from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
+from tnt_jax.keras_compat.fit.resume import Start, ending_on_request, save_and_exit
+from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.start_check import compare_sources, compare_starts
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
+from tnt_jax.train.trainer import Trainer, device_feed
+
+# What this process has warned of, and started, already in its job.
+_warned = Slot[set[str]](set)
+_started = Slot[set[str]](set)
+
+
+def has_started() -> bool:
+    """Returns whether a step of training has started in this job."""
+    return "training" in _started.get()
+
+
+def note_start() -> None:
+    """Logs how long the first step of the job took to start."""
+    if "training" not in _started.get():
+        _started.get().add("training")
+        runtime.log_start_phase("first step compiled and started")
+
+
+def report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
+    """Reports how long the devices waited for data.
+
+    If that is more than a tenth of the time, it says once what to do about it.
+    """
+    logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
+    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _warned.get():
+        _warned.get().add("input")
+        logger.warning(
+            "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel "
+            "(dataset.map(..., "
+            "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or "
+            "decode less per step.",
+            input_wait_s, epoch_s, epoch + 1,
+        )  # fmt: skip
+
+
+def report_loss(epoch: int, loss: float) -> None:
+    """Warns of a loss that is no number."""
+    if not math.isfinite(loss):
+        logger.warning(
+            "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity, or an "
+            "embedding lacks ids of the inputs. "
+            "compile(on_nan=...) keeps such steps out of the weights.",
+            epoch + 1,
+            loss,
+        )
+
+
+# With steps_per_execution="auto", steps of the first epoch that compile and warm up, and steps that
+# are then timed.
+_WARM_STEPS, _TIMED_STEPS = 4, 12
+# Shorter waits for data are not counted: to ask the devices whether they are busy takes time, too.
+_SHORTEST_WAIT_S = 1e-4
+
+
+class FitLoop:
+    """Trains a model epoch by epoch.
+
+    Args:
+        shared: What the calls of the model share.
+
+    Attributes:
+        compiles_ahead: Whether the step is compiled while what precedes it is done.
+    """
+
+    compiles_ahead = True
+
+    def __init__(self, shared: Shared) -> None:
+        self._core, self._shared = shared.core, shared
+        # Where the running `fit` may end.
+        self._points = Points()
+
+    @contextmanager
+    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+        """Lets a signal end the `fit` in the block, if a callback can save its state."""
+        with ending_on_request(callbacks.unwrapped) as self._points:
+            yield
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Opens the training data and prepares the steps; validation data is opened later."""
+        self._core.require_trainable()
+        compare_starts("Model.fit", self._core, data, arguments)
+        data, arguments = carry_out_split(data, arguments)
+        weighting = class_weighting(arguments.class_weight)
+        with self._core.trainer.building_meanwhile():
+            stream, first = self._shared.intake.open(
+                "Model.fit", data, epoch=arguments.initial_epoch,
+                steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+                validates=arguments.validation_data is not None,
+                validation_freq=arguments.validation_freq,
+                checkpoint_directory=arguments.checkpoint_directory,
+                meanwhile=self._beside_first_batch(arguments, weighting),
+            )  # fmt: skip
+            self._shared.preparation.prepare(first, weighting)
+            self._shared.preparation.check_classes(arguments.class_weight)
+            self._shared.preparation.choose_mesh(first, weighting)
+            self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
+            plan = Plan(stream, first, weighting, None, arguments)
+            if self.compiles_ahead and arguments.has_epochs:
+                self._shared.preparation.compile_ahead(stream, first, plan.unpack)
+        self._shared.preparation.check_rows(first, weighting, train=True)
+        if arguments.validation_data is not None:
+            self._shared.preparation.check_rows(first, weighting, train=False)
+        return plan
+
+    def _beside_first_batch(
+        self, arguments: FitArguments, weighting: Weighting | None
+    ) -> Meanwhile | None:
+        """Returns what prepares the step while the first batch is read; None if nothing can."""
+        is_new = self._core.require_compiled().functions is None
+        if not (self.compiles_ahead and arguments.has_epochs and is_new):
+            return None
+        if self._core.has_open_mesh:
+            return None
+
+        def prepare(stream: EpochStream, announced: HostBatch) -> None:
+            self._shared.preparation.prepare_announced(announced, weighting)
+            self._shared.preparation.trace_rows(announced, weighting, train=True)
+            unpack = partial(to_batch, weighting=weighting)
+            self._shared.preparation.compile_ahead(stream, announced, unpack)
+
+        return prepare
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
+        """Carries out the plan; returns the history, which one of the callbacks keeps."""
+        self._shared.intake.log_plan(plan.stream)
+        self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
+        self._shared.resumption.describe_run(plan, callbacks.unwrapped)
+        plan = replace(plan, validation=self._open_validation(plan))
+        if self.compiles_ahead and plan.validation is not None and plan.ever_validates:
+            self._shared.preparation.compile_evaluation_ahead(plan.validation)
+        counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
+        with callbacks.open("Model.fit", **counts) as hooks:
+            watches = may_stop_within_epoch(hooks.callbacks)
+            stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
+            with self._core.fitting(), goodput.training(), stopping as stop:
+                self._run_epochs(plan, hooks, stop)
+        assert self._shared.progress.history is not None
+        return self._shared.progress.history
+
+    def _open_validation(self, plan: Plan) -> Source | None:
+        """Returns the validation data, checked if it is at hand, or None."""
+        arguments = plan.arguments
+        training = plan.stream.source
+        size, micro = arguments.validation_batch_size, arguments.validation_micro_batch_size
+        inputs = unpack(arguments.validation_data)[0]
+        if size is None and micro is None and takes_batch_size(inputs):
+            size = training.global_batch_size
+
+        def source() -> Source | None:
+            if arguments.validation_data is None:
+                return None
+            x, y, weight = unpack(arguments.validation_data)
+            held_out = DataArguments(
+                x, y, weight, size, micro, distribute=arguments.distribute_validation
+            )
+            return self._shared.intake.source(held_out)
+
+        validation = collectives.call_on_all_processes(source)
+        if validation is not None:
+            compare_sources("Model.fit", "validation_data", validation)
+            self._shared.preparation.check_validation(validation)
+        return validation
+
+    def _run_epochs(self, plan: Plan, hooks: CallbackList, stop: SharedStop) -> None:
+        """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
+        progress = self._shared.progress
+        logs = {}
+        progress.stop_training = False
+        hooks.call("on_train_begin", {})
+        start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
+        goodput.account().begin_training(int(self._core.trainer.require_state().step))
+        plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
+        progress.enter_epoch(*start)
+        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
+        divergence.check_start(self._core.trainer.require_state())
+        try:
+            for epoch_logs in self._epochs(plan, hooks, start, stop, divergence):
+                logs = epoch_logs
+        except Preempted:
+            save_and_exit(self._shared.resumption.save_now, hooks, progress, logs)
+        self._use_average()
+        hooks.call("on_train_end", logs)
+
+    def _epochs(
+        self,
+        plan: Plan,
+        hooks: CallbackList,
+        start: Start,
+        stop: SharedStop,
+        divergence: Divergence,
+    ) -> Iterator[dict[str, float]]:
+        """Runs epochs, with validation and callbacks, and yields the logs of each."""
+        progress = self._shared.progress
+        epochs = range(start.epoch, plan.arguments.epochs)
+        if epochs:
+            self._points.pass_one()
+        for epoch in epochs:
+            hooks.call("on_epoch_begin", epoch, {})
+            phase_hooks = PhaseHooks(
+                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop,
+                before_step=self._core.read_assigned,
+            )  # fmt: skip
+            check_trains_the_same(self._core.adapter)
+            begin = start if epoch == start.epoch else None
+            with stall.in_phase(""):
+                logs = self._train_epoch(plan, epoch, phase_hooks, begin)
+            if logs is None:
+                return
+            if plan.validates_after(epoch):
+                logs |= self._validate(plan, hooks)
+            hooks.call("on_epoch_end", epoch, logs)
+            self._shared.resumption.enter_epoch(epoch + 1)
+            progress.stop_training = divergence.check(
+                self._core.trainer.require_state(),
+                epoch=epoch + 1,
+                stop_training=progress.stop_training or stop.is_asked,
+            )
+            yield logs
+            if progress.stop_training:
+                return
+            self._points.pass_one()
+
+    def _train_epoch(
+        self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
+    ) -> dict[str, float] | None:
+        """Runs the steps of an epoch, from `start` on if it is given.
+
+        Returns its logs, or None if the data has ended.
+        """
+        stall.here().epoch = epoch + 1
+        compilation = self._core.require_compiled()
+        stream = plan.stream
+        steps = _EpochSteps(
+            self._core,
+            hooks,
+            plan.unpack,
+            self._points,
+            threaded=not stream.source.in_memory,
+        )
+        if start is not None:
+            steps.index, steps.sums = start.batch, start.sums
+        elif kept := jax.tree.leaves(self._shared.progress.training_sums):
+            steps.sums = self._core.trainer.host_sums(kept, plan.unpack(plan.first))
+        batches = read_in_lockstep(
+            stream.epoch(epoch),
+            stream.source,
+            where=f"epoch {epoch + 1}",
+            first_step=steps.index + 1,
+        )
+        start_s = time.perf_counter()
+        had_ended = steps.index > 0 and self._was_asked_to_end()
+        if compilation.steps_per_execution is None and not had_ended:
+            self._time_steps(steps, hooks, batches, available=stream.num_steps)
+        if not (had_ended or hooks.is_over):
+            steps.run(batches, num_steps=compilation.steps_per_execution or 1)
+        if not steps.index and epoch > plan.arguments.initial_epoch:
+            logger.warning(
+                "The data ended after %d of %d epochs, and training ends with it. A generator is "
+                "read once: let it yield steps_per_epoch * epochs batches, or pass data that can "
+                "be read again.",
+                epoch, plan.arguments.epochs,
+            )  # fmt: skip
+            return None
+        if not steps.index:
+            raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
+        self._core.trainer.end_epoch()
+        report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
+        logs = self._core.training_logs(steps.sums)
+        report_loss(epoch, logs["loss"])
+        return logs
+
+    def _was_asked_to_end(self) -> bool:
+        """Returns whether the run that is resumed within an epoch had been asked to end there."""
+        progress = self._shared.progress
+        progress.stop_training = collectives.any_process(
+            progress.stop_training, where="start of the resumed epoch"
+        )
+        return progress.stop_training
+
+    def _time_steps(
+        self,
+        steps: "_EpochSteps",
+        hooks: PhaseHooks,
+        batches: Iterator[HostBatch],
+        *,
+        available: int | None,
+    ) -> None:
+        """Runs the first steps one by one and chooses the number of steps of a program.
+
+        The number is the same on every process.
+        """
+        steps.run(islice(batches, _WARM_STEPS))
+        first = steps.index
+        start = time.perf_counter()
+        if not hooks.is_over:
+            steps.run(islice(batches, _TIMED_STEPS))
+        num_timed = steps.index - first
+        if num_timed == _TIMED_STEPS:
+            step_s = (time.perf_counter() - start) / num_timed
+            chosen = int(collectives.broadcast(choose_num_steps(step_s, available=available)))
+            self._core.require_compiled().steps_per_execution = chosen
+            logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
+
+    def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
+        """Returns the logs of the validation data, under names with `val_`."""
+        assert plan.validation is not None
+        with stall.calling("validation"), goodput.phase("validating"):
+            found = evaluate_source(
+                self._shared, plan.validation, plan.arguments.validation_steps, hooks, self._points
+            )
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def _use_average(self) -> None:
+        """Ends training with the averaged weights of an optimizer with `use_ema=True`.
+
+        Keras does the same.
+        """
+        optimizer = self._shared.state.optimizer
+        if optimizer is not None and optimizer.use_ema:
+            optimizer.use_average()
+
+
+class _EpochSteps:
+    """The steps of one epoch, run in parts.
+
+    Args:
+        core: What the parts of the model share.
+        hooks: What runs around each step.
+        unpack: From a host batch to what a step takes.
+        points: Where training may end: before each step, and after the last.
+        threaded: Whether a thread prepares batches ahead.
+
+    Attributes:
+        sums: Sums of the steps so far, on the devices; None before the first.
+        index: Number of steps so far.
+        input_wait_s: Seconds in which the devices had nothing to do but to wait for data.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        hooks: PhaseHooks,
+        unpack: Callable[[HostBatch], Batch],
+        points: Points,
+        *,
+        threaded: bool,
+    ) -> None:
+        self.sums: Any = None
+        self.index = 0
+        self.input_wait_s = 0.0
+        self._trainer: Trainer = core.trainer
+        self._known = core.require_compiled().compiled_kinds
+        self._hooks = hooks
+        self._unpack = unpack
+        self._points = points
+        self._is_stopped = False
+        self._threaded = threaded
+        self._has_started = has_started()
+
+    def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
+        """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
+
+        Raises:
+            Preempted: Once they have run, if all processes stop after them.
+        """
+        first, self._hooks.num_steps = self.index, num_steps
+        with device_feed(
+            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
+            gives_up=self._points.gives_up,
+        ) as feed:  # fmt: skip
+            self.sums = self._trainer.train_epoch(
+                self._counted(feed), self._hooks, first_index=first, sums=self.sums
+            )
+        if not self._is_stopped:
+            self._hooks.end_group(self.sums)
+        with stall.waiting("last steps of the epoch"):
+            jax.block_until_ready(self.sums)
+        if self._is_stopped:
+            raise Preempted
+
+    def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
+        """Yields items, counts their steps, and adds up the time in which devices waited for data.
+
+        The latter from the first step on.
+        """
+        items = iter(groups)
+        while True:
+            start = time.perf_counter()
+            item = next(items, None)
+            waited_s = time.perf_counter() - start
+            if waited_s > _SHORTEST_WAIT_S and not self._hooks.is_busy():
+                goodput.account().move(waited_s, "data")
+                if self._threaded and self._has_started:
+                    self.input_wait_s += waited_s
+            self._is_stopped = self._points.stops_here()
+            if item is None or self._is_stopped:
+                return
+            self.index += item.num_steps
+            self._hooks.announce(item, self._known)
+            yield item
+            if not self._has_started:
+                self._has_started = True
+                note_start()

@@ -1,0 +1,248 @@
+"""The hooks between the loop and the callbacks, and the callbacks added by default.
+
+The progress of training, evaluation or prediction.
+
+The code between the steps writes it, and callbacks read it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed.joining.runtime import init, is_master_rank
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.stopping.shared_stop import SharedStop
+from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
+from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
+from tnt_jax.train.execution import DeviceBatches
+
+
+@dataclass
+class Progress:
+    """The progress of the running call.
+
+    Attributes:
+        stop_training: Set to True by a callback to end training after the current step.
+        stop_evaluating: Set to True by a callback to end an evaluation after the current step.
+        stop_predicting: The same for a prediction.
+        rows_in_batch: Real rows of the global batch in the current step.
+        epoch_sums: Sums from which the logs of the epoch so far are computed, on the devices; None
+            if there are none.
+        history: The history of the last `fit`, which its callback stores here; None before the
+            first.
+        is_compiling: Whether the next step is compiled first, because its batch has a new shape.
+        epoch: Number of the epoch in training, from 0; the next one once its callbacks have run.
+        batches_done: Training batches of that epoch so far.
+        rows_done: Their real rows.
+        training_sums: Their sums, on the devices; None before the first.
+    """
+
+    stop_training: bool = False
+    stop_evaluating: bool = False
+    stop_predicting: bool = False
+    rows_in_batch: int = 0
+    epoch_sums: Any = None
+    history: History | None = None
+    is_compiling: bool = False
+    epoch: int = 0
+    batches_done: int = 0
+    rows_done: int = 0
+    training_sums: Any = None
+
+    def enter_epoch(self, epoch: int, batches_done: int, rows_done: int, sums: Any) -> None:
+        """Sets where training is in the epochs."""
+        self.epoch, self.batches_done, self.rows_done = epoch, batches_done, rows_done
+        self.training_sums = sums
+
+
+Phase = Literal["train", "test", "predict"]
+_STEP: tuple[stall.Phase, str] = ("step", "")
+_STEPS: tuple[stall.Phase, str] = ("steps", "")
+_COMPILE: tuple[stall.Phase, str] = ("compile", "")
+
+
+@dataclass(frozen=True)
+class CallbackArguments:
+    """The callbacks of a call, and what they see.
+
+    Attributes:
+        callbacks: Callbacks, as the user passed them.
+        verbose: 0, 1, 2 or `"auto"`.
+        model: The model that they see.
+    """
+
+    callbacks: Any
+    verbose: int | str
+    model: Any
+
+    @property
+    def unwrapped(self) -> list[Any]:
+        """The callbacks as one list, without wrappers."""
+        return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
+
+    @contextmanager
+    def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
+        """Yields the list of callbacks, including the default ones, and clears the screen at last.
+
+        Args:
+            call: The call, such as `Model.fit`.
+            **params: Parameters that they see beside `verbose`.
+        """
+        completed = complete(self.callbacks, call, verbose=self.verbose)
+        opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+        try:
+            yield opened
+        finally:
+            opened.clear_screen()
+
+
+class PhaseHooks:
+    """Calls the batch hooks of a phase, with logs that are computed on first access.
+
+    Args:
+        phase: The phase whose hooks to call.
+        callbacks: The callbacks.
+        progress: Where callbacks read the progress of the call, and ask it to stop.
+        read: Maps the sums of an epoch so far to its logs.
+        stop: Decides with all processes whether the loop ends; None if it does not end early.
+        before_step: Called after the callbacks, before each step.
+        num_steps: Steps of which callbacks see the first and the last, as in Keras also where fewer
+            are left: the end of those then has the number that the last of all would have.
+
+    Attributes:
+        num_steps: See Args; it may change between two groups of steps.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        callbacks: CallbackList,
+        *,
+        progress: Progress,
+        read: Callable[[Any], dict[str, float]],
+        stop: SharedStop | None = None,
+        before_step: Callable[[], None] = lambda: None,
+        num_steps: int = 1,
+    ) -> None:
+        self.num_steps = num_steps
+        # Number of the last step of the group, while it runs.
+        self._group_end: int | None = None
+        self._phase, self._start_ns, self._first = phase, 0, 0
+        self._here = stall.here()
+        self._trains = phase == "train"
+        self._flag = {"train": "stop_training", "test": "stop_evaluating"}.get(
+            phase, "stop_predicting"
+        )
+        self._timeline = timeline.current()
+        self._program = _STEP
+        self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
+        self._callbacks = callbacks
+        self._progress = progress
+        self._read = read
+        self._has_end = callbacks.has_batch_hook(self._end)
+        self._stop = stop
+        self._before_step = before_step
+
+    def on_batch_begin(self, index: int) -> None:
+        """Runs before step `index`."""
+        self._here.step = index + 1
+        if self._group_end is None:
+            self._group_end = index + self.num_steps - 1
+            self._progress.rows_in_batch = 0
+            self._callbacks.call_batch(self._begin, index, {})
+        self._before_step()
+        self._here.doing = self._program
+        self._start_ns, self._first = time.perf_counter_ns(), index
+
+    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
+        """Runs after step `index` was started; returns whether the loop ends with it."""
+        if self._timeline is not None:
+            place = {"epoch": self._here.epoch, "step": index + 1}
+            end_ns = time.perf_counter_ns()
+            self._timeline.add(f"{self._phase} step", "step", self._start_ns, end_ns, place)
+        progress = self._progress
+        progress.rows_in_batch += num_rows
+        if sums is not None:
+            progress.epoch_sums = sums
+        if self._trains:
+            progress.batches_done = index + 1
+            progress.rows_done += num_rows
+            progress.training_sums = sums
+            goodput.note_steps(index + 1 - self._first, self._start_ns)
+        if self._group_end is not None and index >= self._group_end:
+            self.end_group(sums)
+        return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
+
+    def end_group(self, sums: Any) -> None:
+        """Runs the callbacks after a group of steps, unless they have run."""
+        index, self._group_end = self._group_end, None
+        if index is not None and self._has_end:
+            logs = {} if sums is None else LazyLogs(lambda: self._logs(sums))
+            self._callbacks.call_batch(self._end, index, logs)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has ended within the epoch."""
+        return self._stop is not None and self._stop.is_over
+
+    def _logs(self, sums: Any) -> dict[str, float]:
+        """Returns the logs, for which the step must have run: a callback waits for the devices."""
+        spent: goodput.Phase = "computing" if self._trains else "validating"
+        with stall.in_phase("step", spent=spent):
+            return self._read(sums)
+
+    def announce(self, group: DeviceBatches, known: set[Any]) -> None:
+        """Records whether the next step has to be compiled first.
+
+        Its kind is added to the known kinds.
+        """
+        kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
+        if kind in known:
+            self._progress.is_compiling = False
+            self._program = _STEP if group.num_steps == 1 else _STEPS
+        else:
+            known.add(kind)
+            self._progress.is_compiling, self._program = True, _COMPILE
+
+    def is_busy(self) -> bool:
+        """Returns whether the last step that was started is still running."""
+        return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
+
+
+def complete(callbacks: Any, call: str, *, verbose: int | str) -> list[Any]:
+    """Returns the user's callbacks with a `ProgbarLogger`, if this process prints.
+
+    In `fit`, a `History` belongs to them.
+
+    Args:
+        callbacks: A callback, a sequence of them, or None.
+        call: The call, such as `Model.fit`.
+        verbose: 0, 1, 2 or `"auto"`, which is 1.
+    """
+    if verbose not in (0, 1, 2, "auto"):
+        raise ValueError(
+            "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
+            f"{verbose!r}."
+        )
+    given = agree_on_callbacks(flat(callbacks), call)
+    plain = [getattr(callback, "callback", callback) for callback in given]
+    prints = is_master_rank() or init().settings.output_on_all_devices
+    # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
+    has_history = call != "Model.fit" or any(isinstance(c, History) for c in plain)
+    history = [] if has_history else [History()]
+    has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
+    if not verbose or not prints or has_bar:
+        return given + history
+    return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
+
+
+def flat(callbacks: Any) -> list[Any]:
+    """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
+    if isinstance(callbacks, Sequence):
+        return [callback for part in callbacks for callback in flat(part)]
+    return [] if callbacks is None else [callbacks]

@@ -1,0 +1,585 @@
+"""Checkpoints of `fit`: where they are, what run they belong to, and where it resumes."""
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.permutation import row_order_of
+from tnt_jax.data.sources import HostBatch, checksum_of
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.host.comparison import describe_differences
+from tnt_jax.distributed.stopping import preemption
+from tnt_jax.distributed.stopping.preemption import Points
+from tnt_jax.job import Slot
+from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList, RayReport
+from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
+from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
+from tnt_jax.keras_compat.comparable import comparable
+from tnt_jax.keras_compat.comparable import flat as flat_settings
+from tnt_jax.keras_compat.fit.fit_plan import Plan
+from tnt_jax.keras_compat.fit.hooks import Progress, flat
+from tnt_jax.keras_compat.fit.start_check import (
+    describe_compilation,
+    describe_model,
+    installed_versions,
+)
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.log import logger
+from tnt_jax.on_ray.worker import role
+from tnt_jax.settings import PREEMPTED_EXIT_CODE, read_settings
+from tnt_jax.train.checkpoints.checkpoint import Position
+from tnt_jax.train.checkpoints.data_position import DataPosition, batches_done, describe_position
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.state_arrays import state_arrays, with_arrays, without_accumulated
+
+_DIR, _EVERY = "TNT_CHECKPOINT_DIR", "TNT_CHECKPOINT_EVERY"
+CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "batch_size")
+"""What `tnt_ignore_changes` may name."""
+# Options of `Model` that change results by more than rounding, besides the seed.
+_OPTIONS = (
+    "precision", "trainable", "frozen", "synchronize_batch_norm", "gradient_compression",
+)  # fmt: skip
+_LOSS = ("loss", "objective", "class_weight")
+_RATE_STEPS = (0, 1, 10, 100, 1000, 10_000)
+# Rows of which there is a checksum: processes may hold few rows of a batch.
+_FIRST_ROWS = (1, 2, 4, 8)
+_RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlateau")
+_MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
+_CODE = re.compile(r" \(code [0-9a-f]+\)")
+# How many calls of `fit` have used a directory in this job.
+_fits = Slot[Counter[Path]](Counter)
+
+
+def choose_directory(resume: Any, callbacks: Any) -> Path | None:
+    """Returns the directory for the checkpoints of this call of `fit`, or None for no checkpoints.
+
+    The calls of a script are numbered in their order, so that each finds its own again.
+
+    Args:
+        resume: Argument of `fit`.
+        callbacks: Callbacks, as the user passed them.
+
+    Raises:
+        ValueError: If `resume` is no directory, or comes with a `BackupAndRestore`.
+    """
+    if not (
+        resume is None or isinstance(resume, os.PathLike) or (isinstance(resume, str) and resume)
+    ):
+        raise ValueError(f"resume must be None, 'auto' or a directory, but is {resume!r}.")
+    directory = os.environ.get(_DIR)
+    backs_up = any(_is_backup(getattr(given, "callback", given)) for given in flat(callbacks))
+    if resume is None and not directory:
+        return None if backs_up else _directory_on_ray(callbacks)
+    if backs_up:
+        if resume is None:
+            return None
+        raise ValueError(
+            f"fit was given resume={os.fspath(resume)!r} and a BackupAndRestore, which does the "
+            "same. Leave one of them out."
+        )
+    if resume is None or resume == "auto":
+        base = Path(directory) if directory else Path("checkpoints", _script_name())
+    else:
+        base = Path(resume)
+    base = base.absolute()
+    return _next_of(base)
+
+
+def _next_of(base: Path) -> Path:
+    _fits.get()[base] += 1
+    return base / f"fit-{_fits.get()[base]}"
+
+
+def _directory_on_ray(callbacks: Any) -> Path | None:
+    """Returns the directory of this call of `fit` that Ray stores; None outside of Ray."""
+    storage = ray_storage()
+    report = _ray_report(callbacks)
+    if storage is None or (report is not None and report.save_freq is None):
+        return None
+    return _next_of(storage.folder)
+
+
+def _ray_report(callbacks: Any) -> RayReport | None:
+    """Returns the `RayReport` among the callbacks that the user passed."""
+    plain = (getattr(given, "callback", given) for given in flat(callbacks))
+    return next((item for item in plain if isinstance(item, RayReport)), None)
+
+
+def with_backup(callbacks: Any, directory: Path | None) -> Any:
+    """Returns callbacks with one that saves to a directory and resumes from there.
+
+    It saves every minute, or as often as `TNT_CHECKPOINT_EVERY` says. In a process that Ray has
+    started, one that reports to Ray follows it, unless the user has passed one.
+
+    Args:
+        callbacks: Callbacks, as the user passed them.
+        directory: What `choose_directory` returned.
+    """
+    added: list[Any] = []
+    report, storage = _ray_report(callbacks), ray_storage()
+    if directory is not None:
+        save_freq = read_settings({_EVERY: os.environ.get(_EVERY, "")}).checkpoint_every
+        if report is not None and report.save_freq not in (None, "default"):
+            save_freq = report.save_freq
+        if storage is not None and directory.is_relative_to(storage.folder):
+            added.append(backup_on_ray(directory, save_freq, storage))
+        else:
+            added.append(BackupAndRestore(directory, save_freq, delete_checkpoint=False))
+    if report is None and storage is None:
+        return [*flat(callbacks), *added] if added else callbacks
+    # It reports what the others, and the backup, have done.
+    others = [item for item in flat(callbacks) if getattr(item, "callback", item) is not report]
+    return [*others, *added, report or RayReport()]
+
+
+def _is_backup(callback: Any) -> bool:
+    return any(cls.__name__ == "BackupAndRestore" for cls in type(callback).__mro__)
+
+
+def _script_name() -> str:
+    """Returns the name of the running script, or of the package that runs as one."""
+    script = Path(sys.argv[0])
+    if script.suffix != ".py":
+        return script.name if script.name not in ("", "-c") else "interactive"
+    return script.parent.name if script.name == "__main__.py" else script.stem
+
+
+# What a run is, by group and name; the groups are `CHANGES`, "seed" and "versions".
+Run = dict[str, dict[str, str]]
+
+
+def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
+    """Returns what a run is, as far as it decides the result; JSON values without addresses.
+
+    Args:
+        core: The shared parts of the model, which is compiled and built.
+        plan: The plan of this `fit`.
+        callbacks: Callbacks, without wrappers.
+    """
+    chosen = describe_compilation(core, core.require_compiled())
+    chosen |= flat_settings("class_weight", comparable(plan.arguments.class_weight))
+    options = {name: comparable(getattr(core.options, name)) for name in _OPTIONS}
+    rates = [item for item in callbacks if type(item).__name__ in _RATE_CALLBACKS]
+    groups: Run = {name: {} for name in CHANGES}
+    for name, value in chosen.items():
+        groups[_group_of(name)][name] = value
+    groups["model"] = flat_settings("Model", options) | describe_model(core)
+    groups["learning_rate"] |= _rates(core) | describe_callbacks(rates)
+    groups["data"] = _describe_data(plan)
+    size = plan.stream.source.global_batch_size
+    ranks = core.trainer.rank_slice.num_ranks
+    groups["batch_size"] = {"rows of a global batch": str(size), "ranks": str(ranks)}
+    groups["seed"] = {"Model.seed": str(core.options.seed)}
+    return groups | {"versions": installed_versions()}
+
+
+def _group_of(name: str) -> str:
+    """Returns the group of a choice of `compile`, by its name such as `optimizer.momentum`."""
+    if name.startswith("optimizer"):
+        return "learning_rate" if "learning_rate" in name else "optimizer"
+    return "loss" if name.startswith(_LOSS) else "metrics"
+
+
+def _rates(core: Core) -> dict[str, str]:
+    """Returns a few values of a schedule that is a function, which does not tell its settings."""
+    optimizer = core.require_compiled().optimizer
+    schedule = optimizer.learning_rate
+    if not callable(schedule) or hasattr(schedule, "get_config"):
+        return {}
+    values = [f"{float(optimizer.rate_at(np.int32(step))):.5g}" for step in _RATE_STEPS]
+    return {f"learning rate at steps {', '.join(map(str, _RATE_STEPS))}": ", ".join(values)}
+
+
+def _describe_data(plan: Plan) -> dict[str, str]:
+    """Returns what the data tells of itself, with checksums of the first rows of process 0."""
+    source, order = plan.stream.source, row_order_of(plan.stream.source)
+    leaves = jax.tree.leaves(plan.first.data)
+    form = ", ".join(f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for x in leaves)
+    told = {"kind of the data": type(source).__name__, "form of a row": form}
+    if "number of shards" in order.parts:
+        return told  # Each process has rows of its own, in an order that nobody knows.
+    sizes = {"number of examples": source.num_examples} if source.in_memory else order.parts
+    contents = {name: x for name, x in getattr(source, "order", {}).items() if "contents" in name}
+    told |= {name: str(value) for name, value in (sizes | contents).items()}
+    return told if contents else told | _first_rows(plan)
+
+
+def _first_rows(plan: Plan) -> dict[str, str]:
+    """Returns checksums of the first rows, by names that say whether they must stay the same."""
+    first: HostBatch = plan.first
+    num_rows = len(jax.tree.leaves(first.data)[0]) if first.mask is None else int(first.mask.sum())
+    source = plan.stream.source
+    # Of an iterable nobody knows whether its shuffle has a seed.
+    hint = _MAY_VARY if hasattr(source, "first_checksums") else ""
+    told = {}
+    for rows in (rows for rows in _FIRST_ROWS if rows <= num_rows):
+        inputs, targets, _ = unpack(jax.tree.map(lambda x, rows=rows: x[:rows], first.data))
+        of = f"of the first {rows} rows of epoch {plan.arguments.initial_epoch + 1} (checksum)"
+        told[f"targets {of}{hint}"] = f"{checksum_of(targets):08x}"
+        told[f"inputs {of}{_MAY_VARY}"] = f"{checksum_of(inputs):08x}"
+    return told
+
+
+def differences(then: Run, now: Run, *, has_ended: bool) -> dict[str, str]:
+    """Returns what differs between two runs in words, by group.
+
+    Args:
+        then: The run of a checkpoint.
+        now: The running one.
+        has_ended: Whether the first one has ended, so that another global batch would have no
+            effect.
+    """
+    found = {}
+    for group in (*CHANGES, "seed"):
+        pair = [
+            {name: text for name, text in each.items() if not name.endswith(_MAY_VARY)}
+            for each in _comparable_pair(group, then, now)
+        ]
+        if group == "batch_size" and not (has_ended and _is_rebatched(*pair)):
+            continue
+        kind = f"{group}.class"
+        if pair[0].get(kind) != pair[1].get(kind):
+            # Of another class, all other settings are others, too.
+            pair = [{kind: each.get(kind, "")} for each in pair]
+        if text := describe_differences(pair, whose=_WHOSE):
+            found[group] = text
+    return found
+
+
+def _comparable_pair(group: str, then: Run, now: Run) -> tuple[dict[str, str], dict[str, str]]:
+    before, after = then.get(group, {}), now[group]
+    if group != "data" and then.get("versions") == now["versions"]:
+        return before, after
+    # Another version of a library may have other settings, Flax another graph, Python other code.
+    common = [name for name in after if name in before and name != "model.graph"]
+    return (
+        {name: _CODE.sub("", before[name]) for name in common},
+        {name: _CODE.sub("", after[name]) for name in common},
+    )
+
+
+def _is_rebatched(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Returns whether the global batch has changed by more than the number of ranks explains."""
+    (size, ranks), (new_size, new_ranks) = before.values(), after.values()
+    if "None" in (size, new_size):
+        return False
+    per_rank = int(size) * int(new_ranks) == int(new_size) * int(ranks)
+    return size != new_size and not (per_rank and ranks != new_ranks)
+
+
+def _varying(then: Run, now: Run) -> bool:
+    """Returns whether first rows differ that need not be the same."""
+    before, after = _comparable_pair("data", then, now)
+    return any(before[name] != after[name] for name in after if name.endswith(_MAY_VARY))
+
+
+def _refusal(found: Mapping[str, str], where: str) -> str:
+    text = f"{where} holds another run: {'; '.join(found.values())}. For a new run, choose another "
+    text += "directory."
+    if "seed" in found:
+        return f"{text} The seed of a run cannot change."
+    return (
+        f"{text} To continue this one with the change, pass tnt_ignore_changes={[*found]} to fit."
+    )
+
+
+def check_changes(ignored: Any) -> tuple[str, ...]:
+    """Returns the argument `tnt_ignore_changes` of `fit` as a tuple.
+
+    Raises:
+        ValueError: If it is not a sequence of names in `CHANGES`.
+    """
+    names = (ignored,) if isinstance(ignored, str) else tuple(ignored)
+    if unknown := [name for name in names if name not in CHANGES]:
+        raise ValueError(
+            f"tnt_ignore_changes may name {', '.join(CHANGES)}, but names {unknown[0]!r}."
+        )
+    return names
+
+
+class Start(NamedTuple):
+    """Where `fit` begins.
+
+    Attributes:
+        epoch: First epoch.
+        batch: Batches of it that are done.
+        rows: Their rows.
+        sums: Sums of those batches, on the devices; None if there are none.
+    """
+
+    epoch: int
+    batch: int
+    rows: int
+    sums: Any
+
+
+class Reached(NamedTuple):
+    """Where training is, between two steps.
+
+    Attributes:
+        position: Epoch, and the batches of it that are done.
+        data: The same in rows, and what that depends on; JSON values.
+        sums: Leaves of the sums of those batches, on the devices; empty if there are none.
+    """
+
+    position: Position
+    data: DataPosition
+    sums: list[Any]
+
+
+class Resumption:
+    """The starting point of the running `fit` according to callbacks, and where training is.
+
+    Args:
+        core: What the parts of the model share.
+        progress: Where training is.
+
+    Attributes:
+        initial_epoch: Epoch that replaces the argument of `fit`, set by Keras's BackupAndRestore;
+            None if unset.
+        save_now: Saves the running `fit` where it is, and returns whether that is written; set by
+            `BackupAndRestore` while it is active, otherwise None. All processes call it between
+            the same two steps, or outside of the steps.
+        run: What the running `fit` is, for its checkpoints; None if no callback saves any.
+    """
+
+    def __init__(self, core: Core, progress: Progress) -> None:
+        self._core = core
+        self._progress = progress
+        self.initial_epoch: int | None = None
+        self.save_now: Callable[[], bool] | None = None
+        self._stream: EpochStream | None = None
+        self._first_epoch = 0
+        self._resumed: tuple[Position, int, list[np.ndarray]] | None = None
+        self.run: Run | None = None
+        self._ignored: Collection[str] = ()
+
+    def describe_run(self, plan: Plan, callbacks: Sequence[Any]) -> None:
+        """Notes what the running `fit` is before callbacks change anything.
+
+        Args:
+            plan: The plan of it.
+            callbacks: Callbacks, without wrappers; without a backup among them, nothing is noted.
+        """
+        backs_up = any(map(_is_backup, callbacks))
+        self.run = describe_run(self._core, plan, callbacks) if backs_up else None
+        self._ignored = plan.arguments.ignored_changes
+
+    def compare_run(
+        self, noted: Run | None, where: str, *, has_ended: bool, alone: bool
+    ) -> dict[str, str]:
+        """Returns what differs from the run of a checkpoint, in words, by group.
+
+        Args:
+            noted: Attribute `run` of the `fit` that saved it; None if it did not say.
+            where: Where the checkpoint is.
+            has_ended: Whether that run has ended.
+            alone: Whether this process acts without the others; otherwise process 0 decides.
+
+        Raises:
+            ValueError: If the user did not allow what differs; the text has both values.
+        """
+        assert self.run is not None, "describe_run() comes first."
+        if noted is None:
+            logger.warning(
+                "The checkpoint in %s does not say which model, optimizer and data it belongs to, "
+                "so it cannot be compared with this run.",
+                where,
+            )
+            return {}
+        found = differences(noted, self.run, has_ended=has_ended)
+        varying = _varying(noted, self.run)
+        if not alone:
+            found, varying = collectives.agree("Model.fit", {}, note=[found, varying])[0]
+        if refused := [group for group in found if group not in self._ignored]:
+            raise ValueError(_refusal({group: found[group] for group in refused}, where))
+        if varying:
+            logger.warning(
+                "The first rows of the data differ from those of the run in %s: other data, or a "
+                "shuffle or augmentation without a seed.",
+                where,
+            )
+        return found
+
+    def begin(self, stream: EpochStream, first_epoch: int) -> None:
+        """Forgets an earlier `fit`.
+
+        Args:
+            stream: The data of this one.
+            first_epoch: Its argument `initial_epoch`.
+        """
+        self._stream, self._first_epoch = stream, first_epoch
+        self.save_now = self._resumed = None
+        self._progress.enter_epoch(first_epoch, 0, 0, None)
+
+    def reached(self) -> Reached:
+        """Returns where training is; all of the steps that were started belong to it."""
+        progress = self._progress
+        assert self._stream is not None, "fit() comes first."
+        return Reached(
+            Position(progress.epoch, progress.batches_done),
+            describe_position(self._stream, self._first_epoch, progress.rows_done),
+            jax.tree.leaves(progress.training_sums),
+        )
+
+    def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
+        """Makes the running `fit` begin at a position instead of `initial_epoch`.
+
+        Call it in `on_train_begin`.
+
+        Args:
+            position: The position to resume at.
+            data: What `reached` said of the data there.
+            sums: Leaves of the sums at that position; empty at the beginning of an epoch.
+
+        Returns:
+            The position in the batches of the running `fit`.
+
+        Raises:
+            ValueError: If the data cannot be entered there; the message says what differs.
+        """
+        assert self._stream is not None, "fit() comes first."
+        is_accumulating = (
+            int(self._core.trainer.require_state().step)
+            % self._core.require_compiled().accumulation_steps
+            > 0
+        )
+        batch = batches_done(
+            position, data, self._stream, self._first_epoch, is_accumulating=is_accumulating
+        )
+        position = Position(position.epoch, batch)
+        self._resumed = (position, data["rows"], sums)
+        return position
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Says that training is before the first step of an epoch."""
+        kept = self._core.kept_sums(self._progress.training_sums)
+        self._progress.enter_epoch(epoch, 0, 0, kept)
+
+    def warn_unless_repeatable(self) -> None:
+        """Warns if the data of the running `fit` cannot be read again from its beginning."""
+        assert self._stream is not None, "fit() comes first."
+        order = row_order_of(self._stream.source)
+        if order.unrepeatable:
+            logger.warning(
+                "A run that stops within an epoch could not be resumed there. %s.",
+                order.unrepeatable,
+            )
+        if not order.can_go_back:
+            logger.warning(
+                "The data is a generator, which cannot go back: a resumed run makes its batches "
+                "from the first on and drops those that are done, which is right only if it makes "
+                "the same ones in every run. Pass arrays, a tf.data.Dataset, a "
+                "tnt_jax.data.RandomAccess, or an object whose __iter__ starts anew."
+            )
+
+    def adopt_master_state(self) -> None:
+        """Replaces the training state and the first epoch by the master's, on every process."""
+        trainer = self._core.trainer
+        state = trainer.gathered_state()
+        arrays = {
+            path: np.asarray(leaf)
+            for path, leaf in without_accumulated(state_arrays(state)).items()
+        }
+        trainer.set_state(with_arrays(state, collectives.broadcast(arrays)))
+        epoch = int(
+            collectives.broadcast(
+                np.int64(-1 if self.initial_epoch is None else self.initial_epoch)
+            )
+        )
+        self.initial_epoch = None if epoch < 0 else epoch
+
+    def take(self, initial_epoch: int, first: Batch) -> Start:
+        """Returns where `fit` begins.
+
+        Args:
+            initial_epoch: Argument of `fit`.
+            first: First batch of the data.
+        """
+        resumed, self._resumed = self._resumed, None
+        epoch, self.initial_epoch = self.initial_epoch or initial_epoch, None
+        if resumed is None:
+            return Start(epoch, 0, 0, None)
+        position, rows, leaves = resumed
+        try:
+            sums = self._core.trainer.host_sums(leaves, first) if leaves else None
+        except ValueError as error:
+            raise ValueError(
+                f"The metrics cannot change within an epoch, and the checkpoint is within epoch "
+                f"{position.epoch + 1}: compile with those of the interrupted run."
+            ) from error
+        return Start(position.epoch, position.batch, rows, sums)
+
+
+@contextmanager
+def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
+    """Yields the points at which the `fit` within the block may end.
+
+    If a callback can save the state, signals to this process are requests from here on, and stay
+    so if that callback keeps what it has saved when training is over.
+    """
+    if role() is not None:
+        # Ray trains in a thread, which gets no signals, and ends its processes by itself.
+        yield Points()
+        return
+    backups = [item for item in callbacks if isinstance(item, BackupAndRestore)]
+    watch = preemption.start() if backups else None
+    if watch is None or watch.is_training:
+        yield Points()
+        return
+    watch.is_training = True
+    watch.take_signals()
+    try:
+        yield watch
+    finally:
+        watch.is_training = False
+        if all(backup.delete_checkpoint for backup in backups):
+            watch.leave_signals()
+
+
+def save_and_exit(
+    save: Callable[[], bool] | None,
+    callbacks: CallbackList,
+    progress: Progress,
+    logs: Mapping[str, float],
+) -> NoReturn:
+    """Saves the state, ends the callbacks, and ends the process; all processes call it together.
+
+    Args:
+        save: Saves the running `fit` where it is, and returns whether that is written.
+        callbacks: The callbacks of it.
+        progress: Where it is.
+        logs: The logs of the last complete epoch.
+
+    Raises:
+        SystemExit: With the exit code of a preempted run, or that of the signal if the state could
+            not be saved.
+    """
+    assert save is not None, "Without a callback that saves, nobody is asked to end."
+    watch = preemption.current()
+    assert watch is not None
+    place = f"after step {progress.batches_done} of epoch {progress.epoch + 1}"
+    if save():
+        code = PREEMPTED_EXIT_CODE
+        logger.warning(
+            "%s: the state %s is saved. Ending with exit code %d; the same command goes on from "
+            "there.", watch.reason, place, code,
+        )  # fmt: skip
+    else:
+        code = 128 + watch.signum
+        logger.error(
+            "%s: the state %s could not be saved. Ending with exit code %d; the same command goes "
+            "on from the checkpoint before.", watch.reason, place, code,
+        )  # fmt: skip
+    callbacks.call("on_train_end", logs)
+    preemption.leave(code)

@@ -1,0 +1,180 @@
+"""Training, evaluation and prediction on single batches, for custom loops on a `Model`."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from tnt_jax.data.arguments import is_arrays
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness.rendezvous import check_not_alone
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataArguments,
+    Weighting,
+    class_weighting,
+    to_batch,
+)
+from tnt_jax.keras_compat.fit.evaluation import as_returned
+from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.train.trainer import device_feed
+
+
+class _NoHooks:
+    def on_batch_begin(self, index: int) -> None:
+        pass
+
+    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
+        return False
+
+
+class SingleBatches:
+    """The methods of a `Model` for single batches.
+
+    Every process of the job must call them with the same global batch, whose rows are distributed
+    as in `fit`: the numbers are those of one device. A batch of a new shape is compiled anew.
+    """
+
+    _core: Core
+    _shared: Shared
+
+    @stall.called("Model.train_on_batch")
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> float | list[float] | dict[str, float]:
+        """Runs one training step, and writes the variables back as `fit` does when it ends.
+
+        Args:
+            x: Inputs `[rows, ...]`: an array, or a list or dict of them.
+            y: Targets `[rows, ...]`.
+            sample_weight: Weights `[rows]`.
+            class_weight: Weight of each class index, multiplied into the sample weights.
+            return_dict: Whether to return a dict by name instead of a list in the order of
+                `metrics_names`.
+
+        Returns:
+            Loss and metrics of this batch, in the form of `evaluate`.
+
+        Raises:
+            RuntimeError: If the model was not compiled, or is a view.
+            ValueError: If data and arguments contradict one another.
+        """
+        self._core.require_trainable()
+        weighting = class_weighting(class_weight)
+        trainer = self._core.trainer
+        first = self._single(x, y, sample_weight)
+        self._shared.preparation.prepare(first, weighting)
+        self._shared.preparation.choose_mesh(first, weighting)
+        self._shared.preparation.check_rows(first, weighting, train=True)
+        with self._fed(first, weighting) as feed:
+            self._shared.progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())
+        self._core.write_back_outside_fit()
+        return self._results(return_dict)
+
+    @stall.called("Model.test_on_batch")
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> float | list[float] | dict[str, float]:
+        """Evaluates one batch; arguments and result are those of `train_on_batch`.
+
+        Raises:
+            RuntimeError: If the model was not compiled.
+            ValueError: If data and arguments contradict one another.
+        """
+        self._core.require_compiled()
+        first = self._single(x, y, sample_weight)
+        self._shared.preparation.prepare(first)
+        self._shared.preparation.check_rows(first, train=False)
+        with self._fed(first) as feed:
+            self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
+        return self._results(return_dict)
+
+    @stall.called("Model.predict_on_batch")
+    def predict_on_batch(self, x: Any) -> Any:
+        """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
+
+        Every process gets all rows.
+
+        Args:
+            x: Inputs as in `train_on_batch`.
+        """
+        first = self._single(x, None, None, is_inputs=True)
+        self._shared.builder.build_for(to_batch(first))
+        self._shared.preparation.check_outputs(to_batch(first))
+        with self._fed(first) as feed:
+            return self._core.trainer.predict(feed, _NoHooks())
+
+    def __call__(self, inputs: Any, training: bool | None = False) -> Any:
+        """Returns the outputs `[rows, ...]` for one batch as JAX arrays.
+
+        Every process gets all rows.
+
+        Args:
+            inputs: Inputs as in `train_on_batch`.
+            training: Must be False: layers behave as in evaluation.
+
+        Raises:
+            TypeError: If the inputs are traced, as in a function under `jax.jit` or `jax.grad`.
+            ValueError: If `training` is True.
+        """
+        if training:
+            raise ValueError(
+                "model(inputs, training=True) is not possible: it would change the model's state "
+                "as a side effect. Use train_on_batch, or module.apply of the wrapped module."
+            )
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
+            raise TypeError(
+                "model(inputs) distributes its rows by itself and cannot be traced: call the "
+                "wrapped module in a function under jax.jit or jax.grad, or pass "
+                "compile(objective=...)."
+            )
+        return jax.tree.map(jnp.asarray, self.predict_on_batch(inputs))
+
+    def reset_metrics(self) -> None:
+        """Clears the result of `get_metrics_result`, as do training and evaluation."""
+        self._shared.progress.epoch_sums = None
+
+    def get_metrics_result(self) -> dict[str, float]:
+        """Returns loss and metrics of the last epoch, evaluation or single batch.
+
+        Empty before the first and after `compile`.
+        """
+        sums = self._shared.progress.epoch_sums
+        return {} if sums is None or self._core.functions is None else self._core.logs(sums)
+
+    def _single(self, x: Any, y: Any, sample_weight: Any, *, is_inputs: bool = False) -> HostBatch:
+        """Returns this process's rows of one global batch."""
+        check_not_alone("A call for a single batch")
+        data = DataArguments(x, y, sample_weight, is_inputs=is_inputs)
+        num_rows = self._shared.intake.source(data).num_examples if is_arrays(x) else None
+        if num_rows is None:
+            raise ValueError(
+                "A single batch must be an array, or a list or dict of arrays, but x is a "
+                f"{type(x).__name__}."
+            )
+        # A batch with fewer rows than ranks is padded like a last batch.
+        size = max(num_rows, self._core.trainer.rank_slice.num_ranks)
+        return next(iter(self._shared.intake.source(replace(data, batch_size=size)).batches(0)))
+
+    @contextmanager
+    def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:
+        """Yields the batch on the devices, for a step within the block."""
+        with stall.in_phase("step"), device_feed(
+            self._core.trainer, iter([first]), lambda item: to_batch(item, weighting),
+            threaded=False,
+        ) as feed:  # fmt: skip
+            yield feed
+
+    def _results(self, return_dict: bool) -> float | list[float] | dict[str, float]:
+        with stall.in_phase("step"):
+            return as_returned(self._core.logs(self._shared.progress.epoch_sums), return_dict)

@@ -1,0 +1,1 @@
+"""`fit` in a script that is searched over, tuned or timed."""

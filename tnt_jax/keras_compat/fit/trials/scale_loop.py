@@ -1,0 +1,201 @@
+"""`fit` in a process of `tnt-jax scale`: it times steps instead of training."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.data.streams import read_in_lockstep
+from tnt_jax.distributed import goodput
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
+from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan
+from tnt_jax.keras_compat.fit.hooks import CallbackArguments
+from tnt_jax.keras_compat.fit.trials.trial_loop import TrialLoop
+from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.launch.scale.runs import as_line
+from tnt_jax.settings import Settings
+from tnt_jax.train.timing.timed_steps import time_steps
+
+
+def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
+    """Returns the data of a `fit` with the global batch for a number of ranks.
+
+    The lowest number of ranks has the script's own batch. With strong scaling all others have it,
+    too; with weak scaling it is multiplied.
+
+    Args:
+        data: The data, as the script passes it.
+        num_ranks: Number of ranks.
+        settings: Settings with the lowest number of ranks, and the kind of scaling.
+
+    Raises:
+        ValueError: If the batch cannot be kept, or cannot be multiplied.
+    """
+    factor = Fraction(num_ranks, settings.scale_from)
+    return _multiplied(data, factor) if settings.scale_weak else _kept(data, factor)
+
+
+def check_filled(source: Source, first: HostBatch) -> None:
+    """Raises a ValueError if the data has too few rows for one batch of weak scaling."""
+    size = source.global_batch_size
+    if size is not None and first.num_rows < size:
+        raise ValueError(
+            f"The data has {first.num_rows} rows, fewer than one global batch ({size}) of this "
+            "number of ranks. Measure on fewer ranks or with --strong, or give the script more "
+            "data."
+        )
+
+
+def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
+    if factor == 1:
+        return data
+    if not data.distribute:
+        raise ValueError(
+            "tnt_distribute_dataset=False gives each process batches of its own, so that the "
+            "global batch grows with the ranks: measure with --weak."
+        )
+    if data.micro_batch_size is None:
+        return data
+    micro = data.micro_batch_size / factor
+    if micro.denominator != 1:
+        raise ValueError(
+            f"With --strong the rows of a rank shrink as ranks are added, but "
+            f"tnt_micro_batch_size={data.micro_batch_size} cannot be divided by {factor}. Measure "
+            "with --weak, which keeps it, or on other numbers of ranks."
+        )
+    return replace(data, micro_batch_size=int(micro))
+
+
+def _multiplied(data: DataArguments, factor: Fraction) -> DataArguments:
+    # The rows of a rank, and the batches of a process, stay the same by themselves.
+    if factor == 1 or not data.distribute or data.micro_batch_size is not None:
+        return data
+    from tnt_jax.data.dispatch import with_larger_batches
+
+    x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
+    return replace(data, x=x, batch_size=batch_size)
+
+
+_LIBRARIES = ("jax", "jaxlib", "flax")
+
+
+class ScaleLoop(FitLoop):
+    """Times the steps of a `fit`, without callbacks and validation."""
+
+    compiles_ahead = False  # The time of compilation is one of its results.
+
+    @contextmanager
+    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+        """Leaves signals as they are: there is nothing to save."""
+        yield
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training, with the global batch of this number of ranks."""
+        plan = super().prepare(_scaled(self._core, data), arguments)
+        if self._core.trainer.runtime.settings.scale_weak:
+            check_filled(plan.stream.source, plan.first)
+        return plan
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Tells the launcher, on the master, and hands back to the entry of the process.
+
+        Raises:
+            TrialsDone: At the end; `tune_script` waits for it.
+            ValueError: If the data has too few batches.
+        """
+        trainer = self._core.trainer
+        source = plan.stream.source
+        steps = trainer.runtime.settings.scale_steps
+        assert steps is not None, "The environment says whether to time steps."
+        self._shared.intake.log_plan(plan.stream)
+        times = time_steps(
+            trainer,
+            read_in_lockstep(full_batches(plan), source, where="the steps that are timed"),
+            plan.unpack,
+            threaded=not source.in_memory,
+            num_steps=self._core.require_compiled().steps_per_execution,
+            steps=steps,
+        )
+        params = jax.tree.leaves(trainer.require_state().params)
+        memory, memory_of = _peak_memory()
+        measured = {
+            "ranks": trainer.runtime.num_ranks,
+            "processes": jax.process_count(),
+            "device": jax.devices()[0].device_kind,
+            "global_batch": source.global_batch_size or plan.first.num_rows,
+            "steps": times.steps,
+            "rows": times.rows,
+            "seconds": times.seconds,
+            "shares": dict(
+                zip(("compute", "communication", "data", "host"), times.shares, strict=True)
+            ),
+            "compile_s": float(collectives.all_gather(_compile_s()).max()),
+            "memory_bytes": int(collectives.all_gather(np.array(memory, np.float64)).max()),
+            "memory_of": memory_of,
+            "gradient_bytes": sum(x.nbytes for x in params),
+            "versions": {name: version(name) for name in _LIBRARIES},
+        }
+        if is_master_rank():
+            # A script may have left a line open, or replaced sys.stdout.
+            stream: Any = sys.__stdout__
+            stream.write(f"\n{as_line(measured)}\n")
+            stream.flush()
+        raise TrialsDone
+
+
+class ScaledTrialLoop(TrialLoop):
+    """Compares ways to sum gradients, with the global batch of `tnt-jax scale`."""
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training, with the global batch of this number of ranks."""
+        return super().prepare(_scaled(self._core, data), arguments)
+
+
+def _scaled(core: Core, data: DataArguments) -> DataArguments:
+    num_ranks, settings = core.trainer.rank_slice.num_ranks, core.trainer.runtime.settings
+    return collectives.call_on_all_processes(lambda: scale_batch(data, num_ranks, settings))
+
+
+def full_batches(plan: Plan) -> Iterator[HostBatch]:
+    """Yields batches without an end, epoch after epoch, without those that are smaller than full.
+
+    Raises:
+        ValueError: If an epoch has no batch, as of a generator that was read to its end.
+    """
+    is_fixed = plan.stream.source.global_batch_size is not None
+    for epoch in count(plan.arguments.initial_epoch):
+        is_empty = True
+        for item in plan.stream.epoch(epoch):
+            is_empty = False
+            if not is_fixed or item.num_rows == plan.first.num_rows:
+                yield item
+        if is_empty:
+            raise ValueError(
+                f"The data of fit has ended after {epoch} epoch(s), before all steps were timed: a "
+                "generator is read once. Pass data that can be read again, or name fewer --steps."
+            )
+
+
+def _compile_s() -> np.ndarray:
+    return np.array(goodput.account().report()["compiling_s"])
+
+
+def _peak_memory() -> tuple[int, str]:
+    """Returns the most memory so far, of this process's devices if they tell, else its own."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(found and "peak_bytes_in_use" in found for found in stats):
+        return sum(found["peak_bytes_in_use"] for found in stats), "device"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"

@@ -1,0 +1,214 @@
+"""Rebuilds objects from their descriptions, without running code that a description chooses.
+
+```python
+module = Rebuilder(custom_objects={"Net": Net})(json.loads(text))
+```
+
+A name in a description is looked up in `known_names`, in the objects that the user passes, and in
+those registered with Keras. Other names are imported only if the user trusts the description.
+"""
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tnt_jax.keras_compat import configuration
+from tnt_jax.keras_compat.configuration import Recorded
+from tnt_jax.keras_compat.saving import keras_descriptions
+from tnt_jax.keras_compat.saving.known_names import dtype_names, table
+
+
+class Rebuilder:
+    """Makes objects from results of `describe`.
+
+    Args:
+        custom_objects: Classes and functions of the user, by their name (`"Net"`) or by module and
+            name (`"my_package.nets:Net"`).
+        trust: Whether names that are neither known nor in `custom_objects` are imported, which runs
+            code, and Keras's safe mode is turned off.
+        caller: Name of the function that offers the two arguments, for errors.
+
+    Attributes:
+        custom_objects: See above.
+        trust: See above.
+    """
+
+    def __init__(
+        self,
+        *,
+        custom_objects: Mapping[str, Any] | None = None,
+        trust: bool = False,
+        caller: str = "load_model",
+    ) -> None:
+        self.custom_objects = dict(custom_objects or {})
+        self.trust = trust
+        self._caller = caller
+        self._kinds: dict[Any, Callable[[Any], Any]] = {
+            "float": _float,
+            "tuple": self._tuple,
+            "dict": self._dict,
+            "dtype": _dtype,
+            "import": self._find,
+            "partial": self._partial,
+            "linen": self._linen,
+            "object": self._object,
+            "keras": self._keras,
+        }
+
+    def __call__(self, description: Any) -> Any:
+        """Returns the described object.
+
+        Raises:
+            ValueError: If a class or function is unknown, or the description does not fit; the
+                message says what to do.
+        """
+        try:
+            return self._rebuild(description)
+        except RecursionError as error:
+            raise ValueError("This description of a model is nested too deeply.") from error
+
+    def _rebuild(self, description: Any) -> Any:
+        if isinstance(description, list):
+            return [self._rebuild(item) for item in description]
+        if not isinstance(description, dict):
+            return description
+        kind = next(iter(description)) if len(description) == 1 else None
+        if kind not in self._kinds:
+            raise ValueError(f"This is not a description of a model: {_shown(description)}")
+        return self._kinds[kind](description[kind])
+
+    def _tuple(self, items: Any) -> tuple[Any, ...]:
+        return tuple(self._rebuild(_list(items)))
+
+    def _dict(self, pairs: Any) -> dict[Any, Any]:
+        rebuilt = [self._rebuild(_list(pair, 2)) for pair in _list(pairs)]
+        return construct(dict, "dict", [rebuilt], {})
+
+    def _partial(self, content: Any) -> Any:
+        function, args, kwargs = self._rebuild(_list(content, 3))
+        if not callable(function):
+            raise ValueError(f"This description of a partial names no function: {_shown(content)}")
+        return construct(functools.partial, "functools.partial", [function, *_list(args)], kwargs)
+
+    def _linen(self, content: Any) -> Any:
+        import flax.linen as nn
+
+        name, fields, own_name = _list(content, 3)
+        cls = self._find(name)
+        if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
+            raise ValueError(f"{name} is not a flax.linen.Module.")
+        if (
+            not isinstance(fields, dict)
+            or not isinstance(own_name, str | None)
+            or {"parent", "name"} & fields.keys()
+        ):
+            raise ValueError(f"This is not a description of a flax.linen.Module: {_shown(content)}")
+        named = {"name": own_name} if own_name else {}
+        return construct(
+            cls, name, [], {field: self._rebuild(value) for field, value in fields.items()} | named
+        )
+
+    def _object(self, content: Any) -> Any:
+        name, args, kwargs = _list(content, 3)
+        cls = self._find(name)
+        if not (inspect.isclass(cls) and issubclass(cls, Recorded)):
+            raise ValueError(f"{name} is not a loss, metric, optimizer or schedule of tnt_jax.")
+        return construct(cls, name, _list(self._rebuild(args)), self._rebuild(kwargs))
+
+    def _keras(self, content: Any) -> Any:
+        return keras_descriptions.rebuild(
+            content, custom_objects=self.custom_objects, trust=self.trust
+        )
+
+    def _find(self, name: Any) -> Any:
+        if not isinstance(name, str):
+            raise ValueError(
+                "A description names classes and functions by strings, but this one has "
+                f"{_shown(name)}."
+            )
+        short = name.rpartition(":")[2]
+        for known, key in (
+            (table(), name),
+            (self.custom_objects, name),
+            (self.custom_objects, short),
+            (configuration.registered_with_keras(), short),
+        ):
+            if key in known:
+                return known[key]
+        if self.trust:
+            return _imported(name)
+        raise ValueError(
+            f"The description names {_shown(name)}, which {self._caller} does not know by itself. "
+            f"Pass it as custom_objects={{{_shown(short)}: ...}}, or pass trust=True if you trust "
+            "whoever wrote the description: then what it names is imported, which runs code."
+        )
+
+
+def _imported(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name} cannot be imported: {error}. Make the module importable, or pass "
+            "custom_objects=..."
+        ) from error
+    return found
+
+
+def construct(function: Callable[..., Any], name: str, args: list[Any], kwargs: Any) -> Any:
+    """Returns the result of a function for arguments from a description.
+
+    Args:
+        function: A constructor, or another function.
+        name: Its name, for errors.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+
+    Raises:
+        ValueError: For any error of the function: the description does not fit it.
+    """
+    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
+        raise ValueError(f"The description gives {name} arguments without names: {_shown(kwargs)}")
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be created with the arguments of the description: {error}"
+        ) from error
+
+
+def _list(content: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(content, list) or length not in (None, len(content)):
+        expected = "a list" if length is None else f"a list of {length}"
+        raise ValueError(f"A description of a model has {expected} here, not {_shown(content)}.")
+    return content
+
+
+def _float(text: Any) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(
+            f"A description names the floats nan, inf and -inf, but this one has {_shown(text)}."
+        )
+    return float(text)
+
+
+def _dtype(name: Any) -> Any:
+    import jax.numpy as jnp
+
+    if not isinstance(name, str) or name not in dtype_names():
+        raise ValueError(
+            "A description names dtypes such as float32 and bfloat16, but this one has "
+            f"{_shown(name)}."
+        )
+    return jnp.dtype(name)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=lambda other: f"<{type(other).__name__}>")[:200]

@@ -1,0 +1,234 @@
+"""Creates a model's variables for its inputs, and checks that it can be called with them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tnt_jax.adapters.base import CallError, CallStyle
+from tnt_jax.data.arguments import check_numbers
+from tnt_jax.keras_compat.saving.keras_files import is_keras
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.keras_compat.state.wrapped import take_over_changes
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.trainer import trace_outputs
+
+# The number of characters that an error quotes of another.
+_QUOTED = 400
+
+
+def check_batch(batch: Batch) -> None:
+    """Checks that the arrays of a batch hold numbers; see `check_arguments`."""
+    # Named as arguments, though they may come from a dataset.
+    for name, value in (("x", batch.inputs), ("y", batch.targets), ("sample_weight", batch.weight)):
+        for leaf in jax.tree.leaves(value):
+            check_numbers(name, leaf)
+
+
+def kinds(tree: Any) -> Any:
+    """Returns what a step is traced for: the structure of a batch, row shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(leaf)[1:], str(jnp.result_type(leaf))) for leaf in leaves)
+
+
+def shapes(tree: Any) -> str:
+    """Describes the shapes of a batch; the number of rows is written as "rows"."""
+    texts = [
+        f"[{', '.join(['rows', *map(str, np.shape(leaf)[1:])])}]" for leaf in jax.tree.leaves(tree)
+    ]
+    return (
+        str(jax.tree.unflatten(jax.tree.structure(tree), texts))
+        .replace("'[", "[")
+        .replace("]'", "]")
+    )
+
+
+@contextmanager
+def refusing_inputs(name: str, inputs: Any, known: Sequence[str]) -> Iterator[None]:
+    """Turns errors of a model's forward pass into a `ValueError` about inputs of other shapes.
+
+    Args:
+        name: Name of the model.
+        inputs: Its inputs.
+        known: A description of the shapes that it was called with before.
+    """
+    try:
+        yield
+    except CallError:
+        raise
+    except Exception as error:  # Any error of a module; the message quotes it.
+        reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
+        raise ValueError(
+            f"The model {name!r} cannot be called with inputs {shapes(inputs)}; before, they were "
+            f"{known[0]}. Pass inputs of the shape for which its variables were created. It says: "
+            f"{reason}"
+        ) from None
+
+
+def input_problem(module: Any, inputs: Any) -> str | None:
+    """Returns what is wrong with the number of inputs, or None if the signature does not tell.
+
+    The text has both numbers.
+
+    Args:
+        module: A Flax or Keras model.
+        inputs: Inputs of a batch: one array, or a tuple, list or dict of them.
+    """
+    if isinstance(inputs, Mapping):
+        return None
+    if is_keras(module):
+        names = _keras_inputs(module)
+        num_given = len(jax.tree.leaves(inputs))
+    else:
+        num_given = len(inputs) if isinstance(inputs, (tuple, list)) else 1
+        names = _flax_inputs(module, num_given)
+    if names is None or num_given == len(names):
+        return None
+    example = f"(({', '.join(names)}), targets)" if len(names) > 1 else "(inputs, targets)"
+    return (
+        f"{type(module).__name__} takes {len(names)} input(s) ({', '.join(names)}), but the data "
+        f"gives {num_given}: {describe(inputs)}. Let each element be {example}; with arrays, pass "
+        "the targets as y."
+    )
+
+
+def signature_tells(module: Any, inputs: Any) -> bool:
+    """Returns whether the signature says that the module takes inputs of this structure.
+
+    A tuple, for instance, may be a single argument.
+    """
+    if not isinstance(inputs, (tuple, list, Mapping)) or is_keras(module):
+        return True
+    style = CallStyle.of(module.__call__)
+    if isinstance(inputs, Mapping):
+        return bool(inputs) and set(style.positional[: style.num_required]) <= set(inputs) <= set(
+            style.names
+        )
+    return style.unpack and len(inputs) == style.num_required
+
+
+def describe(inputs: Any) -> str:
+    """Describes the shapes of a batch's inputs; only the first few if there are many."""
+    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    shown = [
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(np.shape(x))}".strip()
+        for path, x in leaves[:6]
+    ]
+    return ", ".join([*shown, "..."] if len(leaves) > len(shown) else shown)
+
+
+def unusable_inputs(module: Any, inputs: Any, error: Exception) -> str:
+    """Returns the error text for a Flax module that fails on a tuple, list or dict of inputs."""
+    names = ", ".join(CallStyle.of(module.__call__).positional) or "*args"
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return (
+        f"{type(module).__name__} takes ({names}) and cannot use the {type(inputs).__name__} of "
+        f"{len(inputs)} that the data gives as inputs: {describe(inputs)}. It ends in "
+        f"{type(error).__name__}: {reason}\n"
+        "Let each element be (inputs, targets), with the inputs as the module takes them; a "
+        "dataset of dicts needs a map such as lambda element: (element['image'], element['label'])."
+    )
+
+
+def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
+    """Returns the names of the expected arguments; None if the number fits or is not fixed."""
+    style = CallStyle.of(module.__call__)
+    if not style.unpack or style.num_required <= num_given <= (
+        num_given if style.is_variadic else len(style.positional)
+    ):
+        return None
+    return (
+        style.positional[: style.num_required]
+        if num_given < style.num_required
+        else style.positional
+    )
+
+
+def _keras_inputs(module: Any) -> tuple[str, ...] | None:
+    """Returns the names of the inputs of a functional or Sequential model, otherwise None.
+
+    The call of other models accepts any number.
+    """
+    inputs = getattr(module, "inputs", None) if module.built else None
+    return tuple(x.name for x in inputs) if inputs else None
+
+
+class Builder:
+    """Creates the variables of a model for its inputs, and explains invalid inputs.
+
+    Args:
+        core: The shared parts of the model.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        # Structures of inputs that the module has accepted, and shapes of inputs that the model was
+        # called with, by their kind.
+        self._known_structures: set[Any] = set()
+        self._known_inputs: dict[Any, str] = {}
+
+    def build(self, inputs: Any) -> None:
+        """Creates missing variables for a shape or a pytree of samples; see `Model.build`."""
+        is_shape = isinstance(inputs, (tuple, list)) and all(
+            size is None or isinstance(size, int) for size in inputs
+        )
+        sample = jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs
+        self._core.trainer.build(sample)
+        self._core.trainer.require_state()  # Errors of the program that makes variables come here.
+
+    def problem_of_inputs(self, inputs: Any) -> ValueError | None:
+        """Returns what is wrong with the structure of inputs, or None.
+
+        If the signature does not tell, the model is built for the inputs as a test.
+        """
+        module = self._core.module
+        structure = jax.tree.structure(inputs)
+        if (problem := input_problem(module, inputs)) is not None:
+            return ValueError(problem)
+        if (
+            structure in self._known_structures
+            or not self._core.calls_model
+            or signature_tells(module, inputs)
+        ):
+            return None
+        try:
+            self._core.trainer.build(inputs)
+            trace_outputs(self._core.trainer, Batch(inputs))
+        except Exception as error:
+            unusable = ValueError(unusable_inputs(module, inputs, error))
+            unusable.__cause__ = error
+            return unusable
+        self._known_structures.add(structure)
+        return None
+
+    def build_for(self, batch: Batch) -> None:
+        """Creates missing variables, and applies changes that the user made to the object.
+
+        Raises:
+            ValueError: If the data does not hold numbers, or if a built model cannot be called with
+                such inputs.
+        """
+        check_batch(batch)
+        trainer = self._core.trainer
+        was_built = trainer.is_built
+        if (problem := self.problem_of_inputs(batch.inputs)) is not None:
+            raise problem
+        trainer.build(batch.inputs)
+        # While fit runs, only what callbacks assign is news in the wrapped object.
+        if self._core.is_fitting:
+            self._core.read_assigned()
+        elif take_over_changes(trainer, batch.inputs) and self._core.compilation is not None:
+            self._core.compilation.forget_data()
+        self._check_shapes(batch, was_built=was_built)
+
+    def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:
+        """Traces the model with inputs of new shapes, without computing anything."""
+        kind = kinds(batch.inputs)
+        known = self._known_inputs
+        if was_built and self._core.calls_model and known and kind not in known:
+            with refusing_inputs(self._core.adapter.name, batch.inputs, list(known.values())):
+                trace_outputs(self._core.trainer, batch)
+        known[kind] = shapes(batch.inputs)

@@ -1,0 +1,206 @@
+"""The training state of a `Model`: starting its optimizer, reading and replacing arrays."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed.host import collectives
+from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model, current_scope
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
+from tnt_jax.log import logger
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
+
+
+class ModelState:
+    """Reads and replaces the training state.
+
+    Args:
+        core: What the parts of the model share.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        # Arrays from a file, pending until the model has variables.
+        self._waiting: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def built(self) -> bool:
+        """Whether the model has variables, or makes them as soon as they are asked for."""
+        trainer = self._core.trainer
+        return trainer.state is not None or trainer.adapter.sample_inputs() is not None
+
+    @property
+    def state(self) -> TrainState:
+        """The whole training state, on the devices.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        self.start_optimizer()
+        return self.require_built()
+
+    def gathered(self) -> TrainState:
+        """Returns the whole training state, with no array spread over processes.
+
+        All processes must call it.
+        """
+        return jax.tree.map(self._core.trainer.gather, self.state)
+
+    def settle(self) -> None:
+        """Raises the error of a step that was not finite, if one was started, before a save."""
+        self._core.trainer.settle()
+
+    def require_built(self) -> TrainState:
+        """Returns the current training state.
+
+        Raises:
+            RuntimeError: If the model has no variables yet.
+        """
+        self._core.read_assigned()
+        return self._core.trainer.require_state()
+
+    def start_optimizer(self) -> None:
+        """Ensures that the state belongs to the optimizer, and restores pending arrays."""
+        self._core.use_optimizer()
+        if self._waiting is not None and self.built:
+            arrays, self._waiting = self._waiting, None
+            self.restore(arrays)
+
+    @property
+    def optimizer(self) -> OptimizerView | None:
+        """The optimizer, or None before `compile`."""
+        compilation = self._core.compilation
+        return (
+            None
+            if compilation is None
+            else OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
+        )
+
+    def get_weights(self) -> list[np.ndarray]:
+        """See `Model.get_weights`."""
+        state = self.require_built()
+        leaves = jax.tree.leaves((state.params, state.model_state))
+        for leaf in leaves:
+            check_can_read(leaf)
+        gather = self._core.trainer.gather
+        return [np.array(gather(leaves[index])) for index in self.order_of_weights(state)]
+
+    def set_weights(self, weights: list[np.ndarray]) -> None:
+        """See `Model.set_weights`."""
+        check_changes_model("Setting weights")
+        state = self.require_built()
+        leaves, structure = jax.tree.flatten((state.params, state.model_state))
+        order = self.order_of_weights(state)
+        hosts = _fitting_weights(weights, [leaves[index] for index in order])
+        if current_scope() == "all_processes":
+            hosts = collectives.broadcast(hosts)
+        for index, host in zip(order, hosts, strict=True):
+            leaves[index] = _jax.put(host, leaves[index].sharding)
+        params, model_state = structure.unflatten(leaves)
+        self._core.trainer.state = replace(state, params=params, model_state=model_state)
+        self._core.write_back_outside_fit()
+
+    def order_of_weights(self, state: TrainState) -> list[int]:
+        """Returns the leaf index, in parameters and model state, of each array of `get_weights`."""
+        leaves, structure = jax.tree.flatten((state.params, state.model_state))
+        numbers = structure.unflatten([np.int64(index) for index in range(len(leaves))])
+        exported = self._core.adapter.export(Variables(*numbers))
+        return (
+            [int(number) for number in exported]
+            if isinstance(exported, list)
+            else list(range(len(leaves)))
+        )
+
+    def build_from(self, params: Any, model_state: Any) -> None:
+        """Creates the state of a Flax module from host arrays in the form of a checkpoint."""
+        self._core.trainer.build_from(Variables(params, model_state))
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces all parts of the training state that `arrays` holds, by path.
+
+        Before `build` this happens as soon as the model is built.
+
+        Args:
+            arrays: Arrays of a checkpoint; an optimizer state requires a compiled model.
+        """
+        if not self.built:
+            self._waiting = arrays
+            return
+        self.start_optimizer()
+        if weights := only(arrays, "params", "model_state"):
+            self.replace_variables(weights)
+        self.replace_optimizer_state(arrays)
+
+    def replace_variables(
+        self, arrays: Mapping[str, np.ndarray], *, skip_mismatch: bool = False
+    ) -> None:
+        """Replaces parameters and model state by host arrays.
+
+        Args:
+            arrays: Arrays by path.
+            skip_mismatch: Whether to warn of leaves that do not fit, which keep their values,
+                rather than to raise an error.
+        """
+        self._replace(self._fitting(arrays) if skip_mismatch else arrays, "params", "model_state")
+        self._core.write_back_outside_fit()
+
+    def replace_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces the optimizer state by that in `arrays`, if it is of the same kind."""
+        arrays = only(arrays, "opt_state", "step")
+        if self._core.compilation is None or not arrays:
+            return
+        try:
+            self._replace(arrays, "opt_state", "step")
+        except ValueError as error:
+            logger.warning(
+                "The optimizer starts from a new state, because the saved state belongs to another "
+                "one. %s",
+                error,
+            )
+
+    def _fitting(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Returns the variables, with those in `arrays` where they fit; warns of the others."""
+        current = only(state_arrays(self.require_built()), "params", "model_state")
+        try:
+            check_match(current, arrays)
+        except ValueError as error:
+            logger.warning("Leaves that do not fit keep their values. %s", error)
+        return {
+            path: arrays[path] if _fits(arrays.get(path), leaf) else leaf
+            for path, leaf in current.items()
+        }
+
+    def _replace(self, arrays: Mapping[str, np.ndarray], *parts: str) -> None:
+        state = self.require_built()
+        current = state_arrays(state)
+        check_match(only(current, *parts), arrays)
+        put = {path: _jax.put(leaf, current[path].sharding) for path, leaf in arrays.items()}
+        self._core.trainer.state = with_arrays(state, {**current, **put})
+
+
+def _fits(found: Any, leaf: Any) -> bool:
+    return found is not None and (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+
+
+def only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:
+    """Returns the arrays of some parts of the training state, such as `"params"`, by path."""
+    return {path: leaf for path, leaf in arrays.items() if path.split("/")[0] in parts}
+
+
+def _fitting_weights(weights: list[np.ndarray], current: list[Any]) -> list[np.ndarray]:
+    """Returns host arrays of the dtypes of `current`, whose shapes they must have."""
+    shapes = [leaf.shape for leaf in current]
+    given = [np.shape(weight) for weight in weights]
+    if given != shapes:
+        raise ValueError(
+            f"set_weights needs {len(shapes)} arrays of the shapes {shapes}, but got {len(given)}: "
+            f"{given}."
+        )
+    return [np.asarray(weight, leaf.dtype) for weight, leaf in zip(weights, current, strict=True)]

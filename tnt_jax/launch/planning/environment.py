@@ -1,0 +1,274 @@
+"""The environment of a job's processes: inherited from the shell or set by the launcher."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tnt_jax.cluster.job import Job
+from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.options import Options, Scale
+
+PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
+"""Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
+
+_CARRIED_NAMES = (
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV",
+    "GLIBC_TUNABLES",
+)  # fmt: skip
+_CARRIED_PREFIXES = (
+    "TNT_",
+    "XLA_",
+    "JAX_",
+    "TF_",
+    "NCCL_",
+    "KERAS_",
+    "PYTHON",
+    "PJRT_",
+    "OMP_",
+    "tf_",
+)
+# What describes a host or a login there, and what Ray sets for the process that it starts.
+_NAMES_OF_A_HOST = (
+    "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "DISPLAY", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+_PREFIXES_OF_A_HOST = ("RAY_", "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMIX_")
+_THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+
+
+def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the launcher's shell that processes on other hosts get, too."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in _CARRIED_NAMES or name.startswith(_CARRIED_PREFIXES)
+    }
+
+
+def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the launcher's shell that processes on a Ray cluster get, too.
+
+    They are all but those that describe the launcher's host.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name not in _NAMES_OF_A_HOST and not name.startswith(_PREFIXES_OF_A_HOST)
+    }
+
+
+def process_environment(
+    *,
+    facts: Facts,
+    device_kind: str,
+    local_devices: Sequence[int],
+    rank: int,
+    num_processes: int,
+    processes_on_host: int,
+    single_host: bool,
+    options: Options,
+    job_id: str,
+    coordinator_address: str,
+    environ: Mapping[str, str],
+    launched_at: float,
+    restart_count: int,
+) -> dict[str, str]:
+    """Returns the variables of one process in addition to those of its host.
+
+    Variables that divide the machine (threads) or keep caches are defaults: variables that the
+    user's shell sets are kept.
+
+    Args:
+        facts: The facts of the host.
+        device_kind: "gpu" or "cpu".
+        local_devices: Indices of the devices of this process on its host.
+        rank: Number of the process in the job.
+        num_processes: Number of processes in the job.
+        processes_on_host: Number of processes on this host.
+        single_host: Whether all processes are on one host.
+        options: The user's options.
+        job_id: Name of the job.
+        coordinator_address: `host:port` of process 0.
+        environ: Environment of the launcher.
+        launched_at: When the launcher began, in seconds since 1970.
+        restart_count: How many times the job was started before.
+    """
+    threads = max(1, facts.num_cores // processes_on_host)
+    on_cpu = device_kind == "cpu"
+    return {
+        **_defaults(
+            facts,
+            options,
+            environ,
+            threads=threads,
+            num_cpu_devices=len(local_devices) if on_cpu else 0,
+        ),
+        **(
+            _cpu_devices(len(local_devices))
+            if on_cpu
+            else _gpu_devices(facts, local_devices, num_processes)
+        ),
+        "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
+        "TNT_JOB_ID": job_id,
+        "TNT_RESTART_COUNT": str(restart_count),
+        **_job_variables(coordinator_address, num_processes, rank),
+        # By default the coordinator listens on all network interfaces.
+        **({"JAX_COORDINATOR_BIND_ADDRESS": coordinator_address} if single_host else {}),
+        **_path(facts, environ, num_processes=num_processes),
+        **_direct_connections(environ, coordinator_address),
+        **_library_options(options),
+    }
+
+
+def task_environment(
+    job: Job, *, facts: Facts, options: Options, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of a process that a cluster has started.
+
+    They are added to those of the cluster, which has bound the process to its processors and often
+    to its GPUs.
+
+    Args:
+        job: The process id, the number of processes and the coordinator.
+        facts: The facts of its host, as seen by the process.
+        options: The user's options.
+        environ: Environment that the cluster gave the process.
+    """
+    on_cpu = not options.use_gpus
+    ids = ",".join(map(str, job.local_device_ids or ()))
+    gpu_devices = {"JAX_LOCAL_DEVICE_IDS": ids} if ids else {}
+    return {
+        **_defaults(
+            facts, options, environ, threads=facts.num_cores, num_cpu_devices=1 if on_cpu else 0
+        ),
+        **(_cpu_devices(1) if on_cpu else gpu_devices),
+        **_job_variables(job.coordinator_address, job.num_processes, job.process_id),
+        **_path(facts, environ, num_processes=job.num_processes),
+        **_direct_connections(environ, job.coordinator_address),
+        **_library_options(options),
+    }
+
+
+def _defaults(
+    facts: Facts,
+    options: Options,
+    environ: Mapping[str, str],
+    *,
+    threads: int,
+    num_cpu_devices: int,
+) -> dict[str, str]:
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # On import, TensorFlow logs what its binary was built for, and that there is no GPU.
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+        **{name: str(threads) for name in _THREADS_OF_LIBRARIES},
+        **_cache(facts, options),
+        **({**_cpu_threads(threads, num_cpu_devices), **_huge_pages()} if num_cpu_devices else {}),
+    }
+    return {name: value for name, value in defaults.items() if not environ.get(name)}
+
+
+def _job_variables(coordinator_address: str, num_processes: int, rank: int) -> dict[str, str]:
+    return {
+        "TNT_COORDINATOR_ADDRESS": coordinator_address,
+        "TNT_NUM_PROCESSES": str(num_processes),
+        "TNT_PROCESS_ID": str(rank),
+    }
+
+
+def _path(facts: Facts, environ: Mapping[str, str], *, num_processes: int) -> dict[str, str]:
+    # There JAX finds the plugin that joins the job as soon as any code asks for JAX's devices.
+    plugin = PLUGIN_PATH if num_processes > 1 else None
+    if plugin is None and facts.package_root is None:
+        return {}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [plugin, facts.package_root, environ.get("PYTHONPATH")])
+        )
+    }
+
+
+def _cache(facts: Facts, options: Options) -> dict[str, str]:
+    if not options.compilation_cache or not facts.cache_dir:
+        return {}
+    # Hosts with different instruction sets can share a home directory.
+    return {
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(
+            facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}"
+        ),
+        # A model has many programs that take less than the second from which JAX keeps them.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def _cpu_threads(threads: int, num_devices: int) -> dict[str, str]:
+    # XLA's thread pool must have twice as many threads as devices that wait for one another within
+    # the process. With fewer, an all-reduce can hang, because some devices wait for others that
+    # have not started. More threads than cores cost time (benchmarks/scaling.py).
+    needed = 2 * num_devices if num_devices > 1 else 1
+    return {"PJRT_NPROC": str(max(threads, needed))}
+
+
+def _huge_pages() -> dict[str, str]:
+    # XLA allocates the memory of each step anew, and the kernel clears it page by page
+    # (benchmarks/convolutions.py).
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def _cpu_devices(num_devices: int) -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+
+
+def _gpu_devices(facts: Facts, local_devices: Sequence[int], num_processes: int) -> dict[str, str]:
+    if num_processes == 1:
+        # Only processes that join others read JAX_LOCAL_DEVICE_IDS, and this one is alone.
+        return {"CUDA_VISIBLE_DEVICES": ",".join(facts.gpus[number] for number in local_devices)}
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, local_devices))}
+
+
+def _direct_connections(environ: Mapping[str, str], coordinator_address: str) -> dict[str, str]:
+    """Exempts the coordinator from proxies, with which the processes would hang."""
+    if not any(
+        name.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy") for name in environ
+    ):
+        return {}
+    host = coordinator_address.rpartition(":")[0]
+    exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    value = ",".join(filter(None, [exempt, host]))
+    return {"no_proxy": value, "NO_PROXY": value}
+
+
+def _library_options(options: Options) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    if options.log_level is not None:
+        chosen["TNT_LOG_LEVEL"] = options.log_level
+    if options.log_on_all_devices:
+        chosen["TNT_LOG_ON_ALL_DEVICES"] = "1"
+    if options.output_on_all_devices:
+        chosen["TNT_OUTPUT_ON_ALL_DEVICES"] = "1"
+    if options.fusion_threshold_kb is not None:
+        chosen["TNT_FUSION_THRESHOLD"] = str(options.fusion_threshold_kb)
+    if options.tune_steps is not None:
+        chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
+    if options.scale is not None:
+        chosen |= _scale_variables(options.scale)
+    if options.is_plan:
+        chosen["TNT_PLAN"] = "1"
+    if options.timeline is not None:
+        chosen["TNT_TIMELINE"] = options.timeline
+    if options.checkpoint_dir is not None:
+        # On other hosts processes may start in another directory.
+        chosen["TNT_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
+    if options.checkpoint_every is not None:
+        chosen["TNT_CHECKPOINT_EVERY"] = options.checkpoint_every
+    return chosen
+
+
+def _scale_variables(scale: Scale) -> dict[str, str]:
+    return {
+        "TNT_SCALE_STEPS": str(scale.steps),
+        "TNT_SCALE_FROM": str(scale.ranks[0]),
+        "TNT_SCALE_WEAK": str(int(scale.is_weak)),
+        # What is measured is no run of the user's, so that it must not be noted as one.
+        **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
+    }

@@ -1,0 +1,323 @@
+"""Turns hosts, devices and options into a list of processes.
+
+Everything here is a pure function of its arguments.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tnt_jax.launch.planning.environment import (
+    carried_environment,
+    environment_on_ray,
+    process_environment,
+)
+from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.options import Options
+
+# Runs a script up to the end of its first fit.
+# More would exhaust the memory of the launcher.
+_MOST_DEVICES = 4096
+SECRET = "TNT_JOB_SECRET"
+"""Variable that holds what only the processes of the job know."""
+_TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the job and its facts.
+
+    Attributes:
+        name: Its name as the user gave it.
+        facts: The facts of the host.
+        slots: Number of devices that the hostfile grants on it; None for no limit.
+        is_remote: Whether processes there start from the environment of a login, not from the
+            launcher's.
+    """
+
+    name: str
+    facts: Facts
+    slots: int | None = None
+    is_remote: bool = False
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of the job.
+
+    Attributes:
+        kind: "gpu" or "cpu".
+        per_host: Number of devices on each host.
+        warnings: Warnings for the user about the choice.
+    """
+
+    kind: str
+    per_host: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process to start.
+
+    Attributes:
+        rank: Its number in the job; 0 is the master.
+        local_rank: Its number on its host.
+        host: Name of the host.
+        command: Words of the command.
+        cwd: Directory to run it in.
+        environment: Variables in addition to those of the host.
+        exports: The user's own variables, set after these, with `$NAME` expanded on the host.
+        shown: Which of its streams reach the user's screen: "stdout", "stderr".
+        log_file: File on the host that gets both streams, or None.
+        terminals: Which of its streams are terminals, so that progress bars work: those shown alone
+            on a terminal.
+        columns: Width of these terminals, in characters.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    command: tuple[str, ...]
+    cwd: str
+    environment: Mapping[str, str]
+    exports: tuple[tuple[str, str], ...]
+    shown: tuple[str, ...]
+    log_file: str | None = None
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the process as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the processes of a job have in common.
+
+    Attributes:
+        job_id: Name that marks every process of the job.
+        coordinator_address: `host:port` where process 0 listens.
+        cwd: Directory in which the processes run.
+        environ: The environment of the launcher.
+        launched_at: When the launcher began, in seconds since 1970.
+        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
+        columns: Width of the terminal, in characters.
+        num_parts: Number of launchers like this one, with as many processes each, that a cluster
+            has started for the job.
+        part: Index of this one among them.
+        restart_count: How many times the job was started before.
+        secret: What only the processes of the job know; empty if several launchers start them.
+    """
+
+    job_id: str
+    coordinator_address: str
+    cwd: str
+    environ: Mapping[str, str]
+    launched_at: float
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
+    num_parts: int = 1
+    part: int = 0
+    restart_count: int = 0
+    secret: str = field(default="", repr=False)
+
+
+def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
+    """Returns how many devices of which kind each host contributes.
+
+    Without a number, a host contributes all its GPUs, or one CPU process if no host has GPUs. With
+    a number, it contributes that many GPUs, or that many CPU processes if no host has enough GPUs.
+    A warning says that CPUs replace GPUs, unless the user asked for CPUs, or the hosts have neither
+    GPUs nor a JAX that supports them.
+
+    Raises:
+        ValueError: If the hostfile and the options give different numbers, or if only some hosts
+            have the GPUs.
+    """
+    wanted = [_wanted(host, options) for host in hosts]
+    if not options.use_gpus:
+        return Devices("cpu", tuple(number or 1 for number in wanted))
+    usable = [host.facts.num_gpus if host.facts.has_cuda_jax else 0 for host in hosts]
+    enough = [have >= (number or 1) for have, number in zip(usable, wanted, strict=True)]
+    if not any(enough):
+        return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
+    counts = tuple(number or have for number, have in zip(wanted, usable, strict=True))
+    if not all(enough) or (None in wanted and len(set(counts)) > 1):
+        listed = ", ".join(
+            f"{host.name} has {have}" for host, have in zip(hosts, usable, strict=True)
+        )
+        raise ValueError(
+            f"The hosts differ in the GPUs that JAX can use there: {listed}. Say how many to use "
+            "on each with --devices-per-node or with slots=N in the hostfile, leave hosts out, or "
+            "use CPUs only with --no-gpu."
+        )
+    return Devices("gpu", counts)
+
+
+def _wanted(host: Host, options: Options) -> int | None:
+    asked = options.devices_per_node
+    if asked is not None and host.slots is not None and asked != host.slots:
+        raise ValueError(
+            f"The hostfile grants {host.slots} devices on {host.name} (slots={host.slots}), but "
+            f"the command line asks for {asked} on each host. Leave one of the two out."
+        )
+    wanted = host.slots if asked is None else asked
+    if wanted is not None and wanted > _MOST_DEVICES:
+        raise ValueError(f"A host has {_MOST_DEVICES} devices at most, but {wanted} are asked for.")
+    return wanted
+
+
+def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
+    warnings = [
+        f"{host.name} has {host.facts.num_gpus} GPU(s), but the JAX installed there cannot use "
+        "them; install jax[cuda13]."
+        for host in hosts
+        if host.facts.num_gpus and not host.facts.has_cuda_jax
+    ]
+    for host, number in zip(hosts, wanted, strict=True):
+        if host.facts.num_gpus < (number or 1) and any(
+            host.facts.num_gpus or host.facts.has_cuda_jax for host in hosts
+        ):
+            where = "" if len(hosts) == 1 else f" on {host.name}"
+            count = number or 1
+            text = (
+                f"Cannot find {count} available GPUs per node as requested"
+                if number
+                else "Cannot find any GPU"
+            )
+            warnings.append(
+                f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead."
+            )
+            break
+    return tuple(warnings)
+
+
+def plan_processes(
+    hosts: Sequence[Host], devices: Devices, options: Options, launch: Launch
+) -> list[Process]:
+    """Returns the processes of a job, host by host, so that neighbouring ranks are on one host.
+
+    Raises:
+        ValueError: If the devices of a host cannot be divided evenly among
+            `options.processes_per_node`, or if processes cannot be pinned to the sockets of a host.
+    """
+    counts = [
+        _processes_on(host, number, options)
+        for host, number in zip(hosts, devices.per_host, strict=True)
+    ]
+    processes: list[Process] = []
+    for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
+        for local_rank in range(count):
+            rank = launch.part * sum(counts) + len(processes)
+            environment = process_environment(
+                facts=host.facts,
+                device_kind=devices.kind,
+                local_devices=range(
+                    local_rank * num_devices // count, (local_rank + 1) * num_devices // count
+                ),
+                rank=rank,
+                num_processes=launch.num_parts * sum(counts),
+                processes_on_host=count,
+                single_host=len(hosts) * launch.num_parts == 1,
+                options=options,
+                job_id=launch.job_id,
+                coordinator_address=launch.coordinator_address,
+                environ=launch.environ,
+                launched_at=launch.launched_at,
+                restart_count=launch.restart_count,
+            )
+            pinning = _pinning(host, local_rank, count, options)
+            processes.append(
+                _process(host, rank, local_rank, pinning, environment, options, launch)
+            )
+    return processes
+
+
+def _process(
+    host: Host,
+    rank: int,
+    local_rank: int,
+    pinning: Sequence[str],
+    environment: Mapping[str, str],
+    options: Options,
+    launch: Launch,
+) -> Process:
+    """Returns a process of the job with the variables that are its own."""
+    carries = carried_environment if options.ray_address is None else environment_on_ray
+    return Process(
+        rank=rank,
+        local_rank=local_rank,
+        host=host.name,
+        command=(*pinning, *script_command(options, launch.cwd)),
+        cwd=launch.cwd,
+        environment={
+            **(carries(launch.environ) if host.is_remote else {}),
+            **environment,
+            **({SECRET: launch.secret} if launch.secret else {}),
+        },
+        exports=options.exports,
+        shown=_shown(rank, options),
+        log_file=_log_file(rank, options, launch),
+        terminals=tuple(name for name in launch.terminals if _is_shown_alone(rank, name, options)),
+        columns=launch.columns,
+    )
+
+
+def _processes_on(host: Host, num_devices: int, options: Options) -> int:
+    count = options.processes_per_node or num_devices
+    if num_devices % count:
+        raise ValueError(
+            f"--processes-per-node ({count}) must divide the number of devices on {host.name} "
+            f"({num_devices}), so that each process drives equally many."
+        )
+    return count
+
+
+def script_command(options: Options, cwd: str) -> tuple[str, ...]:
+    """Returns the words that run the user's script."""
+    if options.interpreter:
+        entry = ("-m", _TUNE_ENTRY) if options.ends_early else ()
+        return (*options.interpreter, *entry, options.script, *options.script_args)
+    return (os.path.join(cwd, options.script), *options.script_args)
+
+
+def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple[str, ...]:
+    if not options.pin_to_socket:
+        return ()
+    nodes = host.facts.numa_nodes
+    if host.facts.numactl is None:
+        raise FileNotFoundError(
+            f"--pin-to-socket needs the program numactl on {host.name}; install it there."
+        )
+    if not nodes or count > len(nodes):
+        raise ValueError(
+            f"--pin-to-socket needs a socket (NUMA node) for each process, but {host.name} has "
+            f"{len(nodes)} for {count} processes. Start fewer processes, or leave the option out."
+        )
+    memory = "--membind" if options.pin_memory_to_socket else "--preferred"
+    node = nodes[local_rank]
+    return (host.facts.numactl, f"--cpunodebind={node}", f"{memory}={node}")
+
+
+def _shown(rank: int, options: Options) -> tuple[str, ...]:
+    if rank == 0 or options.output_on_all_devices:
+        return ("stdout", "stderr")
+    return ("stderr",) if options.log_on_all_devices else ()
+
+
+def _is_shown_alone(rank: int, name: str, options: Options) -> bool:
+    return (
+        rank == 0
+        and not options.output_on_all_devices
+        and not (name == "stderr" and options.log_on_all_devices)
+    )
+
+
+def _log_file(rank: int, options: Options, launch: Launch) -> str | None:
+    if not options.log_dir:
+        return None
+    attempt = f".restart{launch.restart_count}" if launch.restart_count else ""
+    return os.path.join(launch.cwd, options.log_dir, f"rank{rank}{attempt}.log")

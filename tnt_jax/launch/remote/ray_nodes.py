@@ -1,0 +1,140 @@
+"""The nodes of a Ray cluster as hosts of a job: reserved by a broker, reached through it."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.remote.connection import supervisor_command
+from tnt_jax.launch.remote.screen import say
+from tnt_jax.launch.remote.session import HostError
+from tnt_jax.on_ray.broker import Wish
+
+# Ray takes seconds to end a driver with its actors.
+_END_TIMEOUT_S = 20.0
+_ROOT = str(Path(__file__).parents[3])
+
+
+class RayNodes:
+    """Nodes of a Ray cluster, held for one attempt of a job at a time.
+
+    Whatever ends this process, Ray frees what it holds and ends what runs there.
+
+    Args:
+        options: The options of the command line.
+        every_node: Whether to use all nodes that are alive, without reserving them.
+        wait_s: Seconds to wait for room on the cluster; None for no limit.
+    """
+
+    def __init__(
+        self, options: Options, *, every_node: bool = False, wait_s: float | None = None
+    ) -> None:
+        self._options = options
+        self._every_node = every_node
+        self._wait_s = wait_s
+        self._broker: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "RayNodes":
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Frees the nodes."""
+        self.free()
+
+    def take(self) -> list[HostEntry]:
+        """Frees the nodes of the attempt before, and returns those for another.
+
+        Waits until the cluster has room.
+
+        Raises:
+            HostError: If there is no such cluster, or Ray is not installed, with Ray's message; or
+                if there was no room in time.
+        """
+        self.free()
+        self._broker = subprocess.Popen(
+            _program("broker", json.dumps(asdict(self._wish()))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        limit = threading.Timer(self._wait_s or 0, self._broker.kill)
+        if self._wait_s is not None:
+            limit.start()
+        try:
+            answer = self._await_nodes(self._broker)
+        finally:
+            limit.cancel()
+        return [
+            HostEntry(
+                node["name"],
+                node["slots"] if not self._every_node else None,
+                through="ray",
+                command=_program("relay", answer["socket_path"], str(number)),
+            )
+            for number, node in enumerate(answer["nodes"])
+        ]
+
+    def free(self) -> None:
+        """Frees the nodes, and ends what still runs there."""
+        if self._broker is None:
+            return
+        broker, self._broker = self._broker, None
+        for stream in (broker.stdin, broker.stdout):
+            assert stream is not None
+            stream.close()
+        try:
+            broker.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            broker.kill()
+            broker.wait()
+
+    def _wish(self) -> Wish:
+        options = self._options
+        assert options.ray_address is not None
+        return Wish(
+            address=options.ray_address,
+            command=supervisor_command(),
+            num_processes=None if self._every_node else options.ray_devices,
+            fewest=options.min_devices,
+            use_gpus=options.use_gpus,
+        )
+
+    def _await_nodes(self, broker: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """Returns what the broker answers: the nodes, and the path of its socket."""
+        assert broker.stdout is not None
+        waits = None
+        for line in broker.stdout:
+            answer = json.loads(line)
+            if "nodes" in answer:
+                return answer
+            if "error" in answer:
+                raise HostError({"Ray": answer["error"]})
+            waits = answer["waits"]
+            say(f"Waiting for {waits}.")
+        code = broker.wait()
+        if self._wait_s is not None and waits and code == -signal.SIGKILL:
+            raise HostError({"Ray": f"the wait of {self._wait_s:g} s was in vain, for {waits}."})
+        raise HostError({"Ray": f"its driver ended with code {code}."})
+
+
+def _program(module: str, *arguments: str) -> tuple[str, ...]:
+    """Returns the command that runs a module of the room `on_ray`, from wherever it is."""
+    # -P keeps the working directory, and thus the user's modules, out of its path.
+    code = (
+        f"import sys; sys.path.insert(0, {_ROOT!r}); "
+        f"from tnt_jax.on_ray.{module} import main; main()"
+    )
+    return (sys.executable, "-P", "-c", code, *arguments)

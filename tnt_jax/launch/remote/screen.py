@@ -1,0 +1,104 @@
+"""The terminal output: that of the ranks, and the launcher's own messages."""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Protocol, TextIO
+
+from tnt_jax.launch.planning.plan import Process
+from tnt_jax.launch.remote.messages import Lines
+
+_LONGEST_LINE_BYTES = 1 << 16
+
+
+class Output(Protocol):
+    """The receiver of the processes' output."""
+
+    def write(self, rank: int, name: str, data: bytes) -> None:
+        """Receives a piece of output of a rank; `name` is "stdout" or "stderr"."""
+
+    def finish(self, rank: int) -> None:
+        """Receives the end of a rank's output."""
+
+    def shows(self, rank: int) -> bool:
+        """Returns whether the user has seen the error output of a rank."""
+        ...
+
+
+class Screen:
+    """Writes the processes' output to the launcher's own.
+
+    If several ranks write, each line begins with its rank.
+
+    If only one rank writes to a stream, its output is passed on unchanged and at once, so that
+    progress bars work. If several write, lines longer than 64 KiB are cut.
+    """
+
+    def __init__(self, processes: Iterable[Process]) -> None:
+        self._writers: dict[str, list[int]] = {"stdout": [], "stderr": []}
+        for process in processes:
+            for name in process.shown:
+                self._writers[name].append(process.rank)
+        self._lines = {
+            (name, rank): Lines(_LONGEST_LINE_BYTES)
+            for name, ranks in self._writers.items()
+            for rank in ranks
+            if len(ranks) > 1
+        }
+
+    def write(self, rank: int, name: str, data: bytes) -> None:
+        """Shows a piece of output of a rank.
+
+        Raises:
+            BrokenPipeError: If the output has been closed; later output is discarded.
+        """
+        if (name, rank) not in self._lines:
+            _put(name, data)
+            return
+        for line in self._lines[name, rank].feed(data):
+            _put(name, _with_rank(rank, line))
+
+    def finish(self, rank: int) -> None:
+        """Shows the last lines, which have no end."""
+        for name in self._writers:
+            if (name, rank) in self._lines:
+                for line in self._lines[name, rank].flush():
+                    _put(name, _with_rank(rank, line) + b"\n")
+
+    def shows(self, rank: int) -> bool:
+        """Returns whether the error output of a rank has been shown."""
+        return rank in self._writers["stderr"]
+
+
+def _with_rank(rank: int, line: bytes) -> bytes:
+    prefix = f"[rank {rank}] ".encode()
+    return line if line.startswith(prefix) else prefix + line
+
+
+def _put(name: str, data: bytes) -> None:
+    stream = sys.stdout if name == "stdout" else sys.stderr
+    try:
+        stream.buffer.write(data)
+        stream.flush()
+    except BrokenPipeError:
+        discard(stream)
+        raise
+
+
+def discard(stream: TextIO) -> None:
+    """Discards a stream that has no reader any more, including its buffer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def say(text: str) -> None:
+    """Prints a message of the launcher."""
+    try:
+        print(
+            "\n".join(f"[tnt-jax] {line}" for line in text.splitlines()),
+            file=sys.stderr,
+            flush=True,
+        )
+    except BrokenPipeError:
+        discard(sys.stderr)

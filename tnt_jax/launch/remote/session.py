@@ -1,0 +1,398 @@
+"""Runs a plan: communicates with the supervisors until every process has ended."""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tnt_jax.launch.planning.plan import Process
+from tnt_jax.launch.remote.connection import Connection
+from tnt_jax.launch.remote.reports import failure_report, gist, loss_report, preemption_cause
+from tnt_jax.launch.remote.screen import Output, Screen, say
+from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
+
+HOST_TIMEOUT_S = 8.0
+"""Seconds after which a silent host counts as lost, and a silent launcher as dead."""
+FAILURE_GRACE_S = 5.0
+_TICK_S = 0.5
+_MOST_REPORTS = 4
+# The exit codes of a process that was asked, and then forced, to end.
+_ENDED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+# What JAX prints before it aborts a process that has lost its coordinator or a peer.
+_FATAL_OF_JAX = b"JAX distributed service detected fatal errors"
+_logger = logging.getLogger("tnt_jax.launch")
+
+
+class HostError(RuntimeError):
+    """Raised if hosts cannot take part in a job.
+
+    Attributes:
+        reasons: The reason for each host.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("\n".join(f"{host}: {reason}" for host, reason in reasons.items()))
+        self.reasons = dict(reasons)
+
+
+class Session:
+    """The launcher's event loop over the supervisors of a job.
+
+    Attributes:
+        because: Why the job failed or was preempted, in one line; empty if it was not.
+        has_passed_on: Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
+    """
+
+    def __init__(self, connections: Sequence[Connection], *, grace_period_s: float) -> None:
+        self._connections = {connection.host: connection for connection in connections}
+        self._grace_period_s = grace_period_s
+        self._selector = selectors.DefaultSelector()
+        for connection in connections:
+            self._selector.register(
+                connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c)
+            )
+            self._selector.register(
+                connection.stderr,
+                selectors.EVENT_READ,
+                lambda c=connection: self._read_complaints(c),
+            )
+        self._answers: dict[str, Mapping[str, Any]] = {}
+        self._starting, self._began_at = 0, 0.0
+        self._started = False
+        self._lost: dict[str, str] = {}
+        self._screen: Output = Screen([])
+        self._running: dict[int, str] = {}
+        self._ended_well: list[int] = []
+        self._exit_code = self._failures = 0
+        self._stopping_since: float | None = None
+        self._stop_at: float | None = None
+        self._time_out_at: float | None = None
+        self._give_up_at: float | None = None
+        self._caught: int | None = None
+        self.has_passed_on = False
+        self.because = ""
+        self._turned_at = time.monotonic()
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        """Hosts that have not said that all processes of the job have ended there."""
+        return [host for host, connection in self._connections.items() if not connection.finished]
+
+    def was_ended_by_signal(self) -> bool:
+        """Returns whether a signal to the launcher, or the end of its reader, ended the job."""
+        has_saved = self._exit_code == PREEMPTED_EXIT_CODE
+        return self._caught is not None or (self.has_passed_on and has_saved)
+
+    def close(self) -> None:
+        """Ends the event loop for good."""
+        self._selector.close()
+
+    # Before the start.
+
+    def ask(
+        self,
+        question: str,
+        arguments: Mapping[str, Any],
+        *,
+        hosts: Iterable[str] | None = None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """Asks hosts, by default all, and returns their answers by host.
+
+        Args:
+            question: Name of a function of `supervisor`.
+            arguments: Its arguments.
+            hosts: Hosts to ask.
+            timeout_s: Seconds to wait for all answers.
+
+        Raises:
+            HostError: If a host cannot be reached, fails to answer or does not answer in time; the
+                message names all of them.
+        """
+        asked = list(self._connections if hosts is None else hosts)
+        self._answers = {}
+        for host in asked:
+            self._connections[host].send("ask", question=question, arguments=arguments)
+        deadline = time.monotonic() + timeout_s
+        while (
+            any(host not in self._answers and host not in self._lost for host in asked)
+            and time.monotonic() < deadline
+        ):
+            self._turn()
+            if self._caught is not None:
+                raise KeyboardInterrupt
+        failures = dict(self._lost)
+        for host in asked:
+            if host not in self._answers:
+                failures.setdefault(host, f"no answer within {timeout_s:g} seconds")
+            elif "error" in self._answers[host]:
+                failures[host] = self._answers[host]["error"]
+        if failures:
+            raise HostError(failures)
+        return {host: self._answers[host]["answer"] for host in asked}
+
+    # The job.
+
+    def run(
+        self,
+        processes: Sequence[Process],
+        *,
+        screen: Output | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Starts the processes and returns when all have ended.
+
+        Args:
+            processes: The plan.
+            screen: The receiver of their output; by default the launcher's screen.
+            timeout_s: Seconds after which the processes are ended; None for no limit.
+
+        Returns:
+            0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
+            signal number if a signal ended the job otherwise; else the exit code of the first
+            process that failed.
+        """
+        self._screen = screen or Screen(processes)
+        self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._running = {process.rank: process.host for process in processes}
+        self._started = True
+        self._starting = len(processes)
+        self._began_at = time.monotonic()
+        for host, connection in self._connections.items():
+            connection.send(
+                "start",
+                processes=[process.to_json() for process in processes if process.host == host],
+                silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
+            )
+            connection.show_life()
+        while any(
+            not connection.finished and not connection.closed
+            for connection in self._connections.values()
+        ):
+            self._turn()
+            self._keep_time()
+            if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+                break
+        return self._exit_code
+
+    def watch_signals(self) -> Callable[[], None]:
+        """Handles the signals that end or concern a job; returns a function that restores them."""
+        read_fd, write_fd = os.pipe()
+        for descriptor in (read_fd, write_fd):
+            os.set_blocking(descriptor, False)
+        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        taken = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+        previous = {signum: signal.signal(signum, lambda signum, frame: None) for signum in taken}
+        if any(connection.is_remote for connection in self._connections.values()):
+            # The hosts would take a stopped launcher for dead.
+            previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        self._selector.register(
+            read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64))
+        )
+
+        def restore() -> None:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(previous_fd)
+            # A signal that came last is for whoever handles signals after this session.
+            with contextlib.suppress(BlockingIOError):
+                for signum in os.read(read_fd, 64):
+                    signal.raise_signal(signum)
+            os.close(read_fd)
+            os.close(write_fd)
+
+        return restore
+
+    def _catch(self, caught: bytes) -> None:
+        for signum in caught:
+            if signum in (signal.SIGUSR1, signal.SIGUSR2):
+                self.has_passed_on = True
+                self._tell_all("signal", signum=signum)
+            elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._end_by(signal.SIGTERM if signum == signal.SIGHUP else signum)
+
+    def _end_by(self, signum: int) -> None:
+        if self._caught is not None and signum == signal.SIGINT:
+            self._stop(0.0)
+            return
+        if self._caught is not None:
+            self._tell_all("signal", signum=signum)  # The time limit is already running.
+            return
+        _logger.warning(
+            "Passing on %s; %g seconds to end.", signal.Signals(signum).name, self._grace_period_s
+        )
+        self._caught = signum
+        self._tell_all("signal", signum=signum)
+        self._stop_at = time.monotonic() + self._grace_period_s
+
+    def _turn(self) -> None:
+        for connection in self._connections.values():
+            connection.flush()
+        for key, _ in self._selector.select(_TICK_S):
+            key.data()
+        moment = time.monotonic()
+        if moment - self._turned_at > 4 * _TICK_S:
+            # Showing output took this long, because a terminal or a pager was full; messages of
+            # hosts are still unread.
+            for connection in self._connections.values():
+                connection.forgive_silence()
+        self._turned_at = moment
+
+    def _keep_time(self) -> None:
+        if self._stop_at is not None and time.monotonic() > self._stop_at:
+            self._stop_at = None
+            self._stop(0.0)
+        if self._time_out_at is not None and time.monotonic() > self._time_out_at:
+            self._time_out_at = None
+            self._fail(1, "The processes did not end in time.")
+        for connection in self._connections.values():
+            if (
+                connection.is_remote
+                and not connection.closed
+                and connection.silent_s > HOST_TIMEOUT_S
+            ):
+                self._lose(connection, f"it has been silent for {connection.silent_s:.0f} seconds")
+
+    def _tell_all(self, kind: str, **fields: Any) -> None:
+        for connection in self._connections.values():
+            if not connection.finished:
+                connection.send(kind, **fields)
+
+    def _stop(self, grace_s: float) -> None:
+        self._tell_all("stop", grace_s=grace_s)
+        self._give_up_at = time.monotonic() + grace_s + HOST_TIMEOUT_S
+
+    def _fail(self, exit_code: int, report: str) -> None:
+        """Records a failure: the first one decides the exit code, later ones are consequences.
+
+        Two processes that fail together are seen in any order, and the second may hold the reason,
+        so a few failures are reported in full.
+        """
+        self._failures += 1
+        if self._exit_code:
+            if self._caught is None and self._failures <= _MOST_REPORTS:
+                say(report)
+            return
+        if self._caught is not None:
+            self._exit_code = 128 + self._caught
+        else:
+            self._exit_code = exit_code
+            self.because = gist(report)
+            say(report)
+            self._stop(FAILURE_GRACE_S)
+
+    # From the hosts.
+
+    def _receive(self, connection: Connection) -> None:
+        for message in connection.receive():
+            getattr(self, f"_on_{message['kind']}")(connection, message)
+        if connection.closed:
+            self._selector.unregister(connection.stdout)
+            if not connection.finished:
+                self._lose(connection, connection.reason())
+
+    def _read_complaints(self, connection: Connection) -> None:
+        data = connection.read_complaints()
+        if data is None:
+            self._selector.unregister(connection.stderr)
+        elif data and self._started:
+            say(f"{connection.host}: {data.decode(errors='replace').rstrip()}")
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        if connection.host in self._lost:
+            return
+        self._lost[connection.host] = reason
+        connection.closed = True
+        connection.abort()
+        lost = [rank for rank, host in self._running.items() if host == connection.host]
+        if lost:
+            self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
+
+    def _on_answer(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._answers[connection.host] = message
+
+    def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        _logger.info(
+            "Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"]
+        )
+        self._starting -= 1
+        if self._starting == 0:
+            _logger.debug(
+                "Start-up: starting the processes took %.2f s.", time.monotonic() - self._began_at
+            )
+
+    def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._fail(
+            1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}"
+        )
+
+    def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._show(
+            lambda: self._screen.write(
+                message["rank"], message["stream"], message["data"].encode("latin-1")
+            )
+        )
+
+    def _show(self, write: Callable[[], None]) -> None:
+        """Writes output; ends the job if the output has been closed."""
+        try:
+            write()
+        except BrokenPipeError:
+            # Like a program that a closed pipe of a shell has ended.
+            self._caught = self._caught or signal.SIGPIPE
+            self._exit_code = self._exit_code or 128 + self._caught
+            self._stop(FAILURE_GRACE_S)
+
+    def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        rank, code = message["rank"], message["code"]
+        self._running.pop(rank)
+        self._show(lambda: self._screen.finish(rank))
+        _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
+        tail = message["tail"].encode("latin-1")
+        has_lost = code == LOST_EXIT_CODE or (
+            code == 128 + signal.SIGABRT and _FATAL_OF_JAX in tail
+        )
+        # All end with it, the process that held up the job first.
+        has_stalled = code == self._exit_code == STALLED_EXIT_CODE
+        is_consequence = self._exit_code and (has_lost or has_stalled or code in _ENDED_CODES)
+        if code == 0:
+            self._ended_well.append(rank)
+        elif code == PREEMPTED_EXIT_CODE:
+            self._take_preemption(rank, tail)
+        elif has_lost and self._ended_well and not self._exit_code:
+            self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
+        elif not is_consequence:
+            report = failure_report(connection.host, message, shown=self._screen.shows(rank))
+            self._fail(code, report)
+
+    def _take_preemption(self, rank: int, tail: bytes) -> None:
+        """Handles a process that has saved its state and ended: the others do the same."""
+        if self._exit_code not in (0, PREEMPTED_EXIT_CODE):
+            return  # It was asked to end because another had failed.
+        if self._exit_code == 0:
+            say(f"Rank {rank} has saved its state and ended. The same command goes on from there.")
+            self._exit_code = PREEMPTED_EXIT_CODE
+        # Not all processes say which signal it was.
+        self.because = self.because or preemption_cause(tail)
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._grace_period_s
+
+    def _on_asked_to_end(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        if self._caught is None:
+            _logger.warning("%s was asked to end.", connection.host)
+            self._end_by(message["signum"])
+
+    def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        """Does nothing: a heartbeat only has to arrive."""
+
+    def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        connection.finished = True
+        if message["leftover"]:
+            say(
+                f"Processes on {connection.host} that cannot be killed: "
+                f"{', '.join(map(str, message['leftover']))}"
+            )

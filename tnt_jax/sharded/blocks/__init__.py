@@ -1,0 +1,1 @@
+"""The equal blocks of a model, found in its traced program."""

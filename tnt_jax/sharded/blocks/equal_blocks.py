@@ -1,0 +1,577 @@
+"""Finds the blocks of a list in a traced program, which must be equal and follow one another.
+
+Where one block ends and the next begins does not stand in a program. What all blocks but the first
+start from is what crosses from the use of one block's parameters to that of the next one's. The
+other ends follow, because the equations from one end to the next must be the same in every block.
+So the blocks may be modules of any library, or lines of a function.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.sharded.blocks.tracing import Sources, variables_in
+
+# Calls whose name is that of a function, and says nothing.
+_NAMED = ("jit", "pjit", "closed_call", "core_call")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def same_type(a: Any, b: Any) -> bool:
+    """Returns whether two variables or literals have one shape, dtype, and axes that vary."""
+    kinds = [(x.aval.shape, x.aval.dtype, _jax.varying_axes_of(x.aval)) for x in (a, b)]
+    return bool(kinds[0] == kinds[1])
+
+
+def type_of(x: Any) -> str:
+    """Returns dtype and shape of a variable or literal, in words."""
+    return f"{x.aval.dtype}{list(x.aval.shape)}"
+
+
+def same_literal(a: Any, b: Any) -> bool:
+    """Returns whether two literals have the same type and value."""
+    values = [np.asarray(x.val) for x in (a, b)]
+    return same_type(a, b) and values[0].tobytes() == values[1].tobytes()
+
+
+def same_equation(a: Any, b: Any) -> bool:
+    """Returns whether two equations compute the same, given the same operands."""
+    if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+        return False
+    if len(a.outvars) != len(b.outvars) or a.params.keys() != b.params.keys():
+        return False
+    if not all(map(same_type, a.outvars, b.outvars)):
+        return False
+    name = a.primitive.name
+    return all(
+        (key == "name" and name in _NAMED) or _same(x, b.params[key], is_custom=name in _CUSTOM)
+        for key, x in a.params.items()
+    )
+
+
+def _same(x: Any, y: Any, *, is_custom: bool = False) -> bool:
+    """Returns whether two parameters of equations are equal.
+
+    Args:
+        x: A parameter.
+        y: Another one.
+        is_custom: Whether they are those of a function with a derivative of its own. Every trace
+            wraps the derivative anew; it is the same if the function is.
+    """
+    if x is y:
+        return True
+    if isinstance(x, _jax.ClosedJaxpr) and isinstance(y, _jax.ClosedJaxpr):
+        is_one = not is_custom or _jax.function_of(x.jaxpr) == _jax.function_of(y.jaxpr)
+        return (
+            is_one and _same_program(x.jaxpr, y.jaxpr) and _same(tuple(x.consts), tuple(y.consts))
+        )
+    if isinstance(x, _jax.Jaxpr) and isinstance(y, _jax.Jaxpr):
+        return _same_program(x, y)
+    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+        return len(x) == len(y) and all(map(_same, x, y))
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        return x.keys() == y.keys() and all(_same(x[key], y[key]) for key in x)
+    if is_custom and not isinstance(x, (int, str)):
+        return True
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        return x.dtype == y.dtype and np.array_equal(x, y)
+    return type(x) is type(y) and bool(np.all(x == y))
+
+
+def _same_program(a: Any, b: Any) -> bool:
+    """Returns whether two programs are equal up to the names of their variables."""
+    given = [[*x.constvars, *x.invars] for x in (a, b)]
+    if len(given[0]) != len(given[1]) or len(a.eqns) != len(b.eqns):
+        return False
+    known = dict(zip(*given, strict=True))
+    if not all(x.aval == y.aval for x, y in known.items()):
+        return False
+
+    def same_atom(x: Any, y: Any) -> bool:
+        literals = [isinstance(atom, _jax.Literal) for atom in (x, y)]
+        if any(literals):
+            return all(literals) and same_literal(x, y)
+        return known.get(x) is y
+
+    for e, f in zip(a.eqns, b.eqns, strict=True):
+        if not (same_equation(e, f) and all(map(same_atom, e.invars, f.invars))):
+            return False
+        known.update(zip(e.outvars, f.outvars, strict=True))
+    return len(a.outvars) == len(b.outvars) and all(map(same_atom, a.outvars, b.outvars))
+
+
+def difference(
+    equations: Sequence[Any],
+    uses: Sequence[Sequence[int]],
+    names: Sequence[str],
+    depths: Mapping[Any, int],
+    params: Mapping[Any, Any],
+) -> str:
+    """Returns what differs between blocks, in words.
+
+    Args:
+        equations: Equations of the program.
+        uses: Positions of the equations that use arrays of each block.
+        names: Paths of the blocks.
+        depths: Number of the last block that a variable depends on.
+        params: Variables of the blocks' arrays.
+    """
+    own = _in_blocks(equations, uses, names, depths)
+    return (
+        _difference_inside(own, names)
+        or _result_used_later(equations, names, depths, params)
+        or _difference_after(own, names)
+        or f"what stands before {names[0]} is not what stands before the others, or of other types"
+    )
+
+
+class _Own(NamedTuple):
+    """The equations from the first use of a block's arrays on, up to that of the next block's.
+
+    Attributes:
+        inside: Those up to the last use of its arrays.
+        after: Those that follow.
+    """
+
+    inside: list[Any]
+    after: list[Any]
+
+
+def _in_blocks(
+    equations: Sequence[Any],
+    uses: Sequence[Sequence[int]],
+    names: Sequence[str],
+    depths: Mapping[Any, int],
+) -> list[_Own]:
+    """Returns the equations of each block."""
+    own = [_Own([], []) for _ in names]
+    for at, equation in enumerate(equations):
+        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
+        if block < 0 or at < uses[block][0]:
+            continue
+        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
+        last_use = max(x for x in uses[block] if x < end)
+        (own[block].inside if at <= last_use else own[block].after).append(equation)
+    return own
+
+
+def _difference_inside(own: Sequence[_Own], names: Sequence[str]) -> str | None:
+    """Returns the first equation of a block that differs from that of the first block."""
+    for name, block in zip(names[1:], own[1:], strict=True):
+        for a, b in zip(own[0].inside, block.inside, strict=False):
+            if not same_equation(a, b):
+                return f"{name} computes {_words(b)} where {names[0]} computes {_words(a)}"
+        if len(block.inside) != len(own[0].inside):
+            counts = len(block.inside), len(own[0].inside)
+            return f"{name} has {counts[0]} operations where {names[0]} has {counts[1]}"
+    return None
+
+
+def _difference_after(own: Sequence[_Own], names: Sequence[str]) -> str | None:
+    """Returns the first equation after a block that differs from that after the first block."""
+    for name, block in zip(names[1:], own[1:], strict=True):
+        for a, b in zip(own[0].after, block.after, strict=False):
+            if not same_equation(a, b):
+                return (
+                    f"{name} is followed by {_words(b)} where {names[0]} is followed by {_words(a)}"
+                )
+    return None
+
+
+def _result_used_later(
+    equations: Sequence[Any],
+    names: Sequence[str],
+    depths: Mapping[Any, int],
+    params: Mapping[Any, Any],
+) -> str | None:
+    """Returns which block's result is used by more than the next block."""
+    for equation in equations:
+        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
+        for v in variables_in(equation.invars):
+            depth = depths.get(v, -1)
+            if v not in params and 0 <= depth < block - 1:
+                return f"a result of {names[depth]} ({type_of(v)}) is used by {names[block]}, too"
+    return None
+
+
+def _words(equation: Any) -> str:
+    return f"{equation.primitive.name} {type_of(equation.outvars[0])}"
+
+
+# The variables and literals that stand at one place of several blocks.
+Atoms = tuple[Any, ...]
+
+
+class Step(NamedTuple):
+    """An equation of every block.
+
+    Attributes:
+        equations: The equation in each block.
+        operands: What each of its operands is in each block.
+    """
+
+    equations: tuple[Any, ...]
+    operands: tuple[Atoms, ...]
+
+
+@dataclass
+class _Match:
+    """What is found while blocks are compared, backward from their ends.
+
+    Attributes:
+        start: What the first of them starts from, by place among the carried values.
+        steps: Equations by their positions in the program.
+    """
+
+    start: dict[int, Any] = field(default_factory=dict)
+    steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
+
+
+class EqualBlocks:
+    """The blocks of a list in a program.
+
+    Args:
+        equations: Equations of the program, without those that nothing needs.
+        outputs: Variables of its results.
+        params: Variables of each block's arrays, in one order.
+        names: Paths of the blocks.
+        constants: Variables whose values are the same as those of others, with these.
+        axes: Mesh axes over which everything varies that is not a constant.
+
+    Attributes:
+        arrays: Variables of each array, one for each block.
+        carried: Variables before the first block, after it, and so on.
+        steps: Equations of a block, in order.
+        items: What differs between the blocks beside their arrays, and does not depend on them.
+
+    Raises:
+        ValueError: If the blocks are not equal, or not in a row.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[Any],
+        outputs: Sequence[Any],
+        params: Sequence[Sequence[Any]],
+        *,
+        names: Sequence[str],
+        constants: dict[Any, Any],
+        axes: frozenset[str],
+    ) -> None:
+        self._equations = equations
+        self.arrays: list[Atoms] = list(zip(*params, strict=True))
+        self._names = names
+        self._constants = constants
+        self._axes = axes
+        self._place = {
+            v: (i, number) for i, block in enumerate(params) for number, v in enumerate(block)
+        }
+        self._made = {v: (at, i) for at, e in enumerate(equations) for i, v in enumerate(e.outvars)}
+        self._depth = _depths(equations, self._place)
+        self._of_depth: list[list[Any]] = [[] for _ in names]
+        for v in self._made:
+            if (depth := self._depth.get(v, -1)) >= 0:
+                self._of_depth[depth].append(v)
+        self._uses = self._find_uses()
+        self.carried = self._find_chain(outputs)
+        found, ends = _Match(), list(zip(*self.carried[1:], strict=True))
+        is_same = self._compare(range(len(names)), ends, self.carried, found)
+        assert is_same, "Each block equals the first one."
+        self.steps, self.items = self._with_own_inputs(found)
+        self._check_uses()
+        self._check_results(outputs)
+
+    def is_in_block(self, equation: Any) -> bool:
+        """Returns whether an equation belongs to a block."""
+        return id(equation) in self._ids
+
+    def depends(self, equation: Any) -> bool:
+        """Returns whether an equation depends on the arrays of a block."""
+        return any(self._depth_of(x) >= 0 for x in equation.invars)
+
+    def _find_uses(self) -> list[list[int]]:
+        """Returns the positions of the equations that use arrays of each block, casts left out."""
+        sources = Sources(self._place)
+        blocks = [i for i, _ in self._place.values()]
+        uses: list[list[int]] = [[] for _ in self._names]
+        for at, equation in enumerate(self._equations):
+            if not sources.passes(equation):
+                found = {sources.of(v) for v in equation.invars}
+                for block in {blocks[index] for index in found if index is not None}:
+                    uses[block].append(at)
+        for name, found in zip(self._names, uses, strict=True):
+            if not found:
+                raise self._error(f"{name} is not used")
+        for block, (before, after) in enumerate(pairwise(uses)):
+            name, other = self._names[block : block + 2]
+            if before[0] == after[0]:
+                kind = self._equations[before[0]].primitive.name
+                raise self._error(f"one operation ({kind}) computes {name} and {other}")
+            if before[0] > after[0]:
+                raise self._error(f"{other} is not used after {name}")
+        return uses
+
+    def _find_chain(self, outputs: Sequence[Any]) -> list[Atoms]:
+        """Returns what is carried from block to block, beginning before the first one."""
+        for first in self._candidates(outputs):
+            chain: list[Any] = [None, first]
+            for block in range(1, len(self._names)):
+                following = self._following(block, chain)
+                if following is None:
+                    break
+                chain.append(following)
+            else:
+                return chain
+        raise self._error(
+            difference(self._equations, self._uses, self._names, self._depth, self._place)
+        )
+
+    def _candidates(self, outputs: Sequence[Any]) -> list[Atoms]:
+        """Returns what may be carried from the first block to the second, the least first."""
+        last_use = {
+            v: at for at, e in enumerate(self._equations) for v in e.invars if not _is_literal(v)
+        }
+        last_use |= dict.fromkeys(variables_in(outputs), len(self._equations))
+        begin = self._uses[1][0]
+        end = max(at for at in self._uses[0] if at < begin)
+        made = [
+            v
+            for e in self._equations[:begin]
+            for v in e.outvars
+            if self._depth.get(v) == 0 and v in last_use
+        ]
+        needed = self._needed_by_uses(block=1)
+        found = []
+        for at in range(end + 1, begin + 1):
+            live = tuple(v for v in made if self._made[v][0] < at <= last_use[v])
+            # Others may be results beside what is carried, which are refused later with a reason.
+            for some in (live, tuple(v for v in live if v in needed)):
+                if some and some not in found:
+                    found.append(some)
+        return sorted(found, key=lambda live: (len(live), sum(v.aval.size for v in live)))
+
+    def _needed_by_uses(self, block: int) -> set[Any]:
+        """Returns the variables that the equations that use a block's arrays need."""
+        uses = set(self._uses[block])
+        needed: set[Any] = set()
+        for at in reversed(range(max(uses) + 1)):
+            equation = self._equations[at]
+            if at in uses or any(v in needed for v in equation.outvars):
+                needed.update(variables_in(equation.invars))
+        return needed
+
+    def _following(self, block: int, chain: list[Any]) -> Atoms | None:
+        """Returns what follows a block; notes in `chain` what stands before the first one."""
+        known = {} if chain[0] is None else dict(enumerate(chain[0]))
+        ends = []
+        for before in chain[1]:
+            for variable in self._of_depth[block]:
+                found = _Match(dict(known))
+                starts = [chain[0], chain[block]]
+                if same_type(before, variable) and self._compare(
+                    (0, block), [(before, variable)], starts, found
+                ):
+                    known = found.start
+                    ends.append(variable)
+                    break
+            else:
+                return None
+        if len(known) < len(chain[1]):
+            return None
+        chain[0] = tuple(known[place] for place in range(len(known)))
+        return tuple(ends)
+
+    def _compare(
+        self, blocks: Sequence[int], ends: list[Atoms], starts: Sequence[Any], found: _Match
+    ) -> bool:
+        """Returns whether some blocks compute their ends in the same way, backward to the starts.
+
+        Args:
+            blocks: Numbers of the blocks.
+            ends: What stands at the end of each of them.
+            starts: What each starts from; None for the first of them if it is not known.
+            found: Receives what is found.
+        """
+        pending, seen = list(ends), set()
+        while pending:
+            atoms = pending.pop()
+            key = tuple(map(id, atoms))
+            if key in seen:
+                continue
+            seen.add(key)
+            is_same = self._compare_place(blocks, atoms, starts, found)
+            if is_same is None:
+                step = self._step(atoms)
+                is_same = step is not None
+                if step is not None:
+                    found.steps[tuple(self._made[x][0] for x in atoms)] = step
+                    pending += step.operands
+            if not is_same:
+                return False
+        return True
+
+    def _compare_place(
+        self, blocks: Sequence[int], atoms: Atoms, starts: Sequence[Any], found: _Match
+    ) -> bool | None:
+        """Returns whether what stands at one place of some blocks is the same in all of them.
+
+        None says that equations of the blocks make it, which are to be compared.
+        """
+        if self.is_shared(atoms):
+            return True
+        places = {
+            i: start.index(x)
+            for i, (start, x) in enumerate(zip(starts, atoms, strict=False))
+            if start is not None and not _is_literal(x) and x in start
+        }
+        if places:
+            return self._is_start(atoms, places, starts, found)
+        params = [None if _is_literal(x) else self._place.get(x) for x in atoms]
+        if any(params):
+            numbers = {place[1] for place in params if place is not None}
+            return any(params == [(block, number) for block in blocks] for number in numbers)
+        if all(self._depth_of(x) < 0 for x in atoms):
+            return all(same_type(atoms[0], x) for x in atoms)
+        return None
+
+    def _is_start(
+        self, atoms: Atoms, places: dict[int, int], starts: Sequence[Any], found: _Match
+    ) -> bool:
+        """Returns whether all blocks take what they start from where one of them does."""
+        number = next(iter(places.values()))
+        first = atoms[0]
+        is_known = starts[0] is not None
+        if set(places.values()) != {number} or len(places) < len(atoms) - (not is_known):
+            return False
+        if is_known:
+            return True
+        is_before = (
+            not _is_literal(first) and self._depth_of(first) < 0 and first not in self._place
+        )
+        same = same_type(first, atoms[-1]) and found.start.setdefault(number, first) is first
+        return is_before and same
+
+    def _step(self, atoms: Atoms) -> Step | None:
+        """Returns the equation that makes a variable in every block; None if they differ."""
+        if any(_is_literal(x) or x not in self._made for x in atoms):
+            return None
+        made = [self._made[x] for x in atoms]
+        equations = tuple(self._equations[at] for at, _ in made)
+        first = equations[0]
+        if any(i != made[0][1] for _, i in made):
+            return None
+        if not all(same_equation(first, other) for other in equations[1:]):
+            return None
+        return Step(equations, tuple(zip(*(e.invars for e in equations), strict=True)))
+
+    def _with_own_inputs(self, found: _Match) -> tuple[list[Step], list[Atoms]]:
+        """Returns all equations of a block, and what differs between blocks beside their arrays.
+
+        Numbers that differ, such as those that a key is folded with, are inputs of the layers;
+        what is computed from them alone, such as the mask of dropout, is computed in the layers.
+        """
+        known: dict[tuple[int, ...], Step | bool] = {}
+
+        def reach(atoms: Atoms) -> bool:
+            """Finds how a layer gets what stands at a place; returns whether it can."""
+            key = key_of(atoms)
+            if key not in known:
+                step = None if self.is_shared(atoms) else self._step(atoms)
+                if step is not None and all(reach(operand) for operand in step.operands):
+                    known[key] = step
+                else:
+                    known[key] = self.is_shared(atoms) or self._can_be_item(atoms)
+            return known[key] is not False
+
+        steps, items = dict(found.steps), dict[tuple[int, ...], Atoms]()
+        pending = list(found.steps.values())
+        while pending:
+            step = pending.pop()
+            for atoms in step.operands:
+                if any(self._depth_of(x) >= 0 for x in atoms) or self.is_shared(atoms):
+                    continue
+                if not reach(atoms):
+                    raise self._error(
+                        f"{step.equations[0].primitive.name} has an operand "
+                        f"{type_of(atoms[0])} that differs between them"
+                    )
+                how, at = known[key_of(atoms)], tuple(self._made.get(x, (-1,))[0] for x in atoms)
+                if not isinstance(how, Step):
+                    items[key_of(atoms)] = atoms
+                elif at not in steps:
+                    steps[at] = how
+                    pending.append(how)
+        self._ids = {id(e) for step in steps.values() for e in step.equations}
+        return [steps[at] for at in sorted(steps)], list(items.values())
+
+    def _can_be_item(self, atoms: Atoms) -> bool:
+        # Stages have different items, so their type must say so already.
+        return all(not _is_literal(x) and _jax.varying_axes_of(x.aval) >= self._axes for x in atoms)
+
+    def is_shared(self, atoms: Atoms) -> bool:
+        """Returns whether one value stands at a place of all blocks."""
+        if any(map(_is_literal, atoms)):
+            return all(map(_is_literal, atoms)) and all(same_literal(atoms[0], x) for x in atoms)
+        first = self._constants.get(atoms[0], atoms[0])
+        return self._depth_of(first) < 0 and all(self._constants.get(x, x) is first for x in atoms)
+
+    def _depth_of(self, x: Any) -> int:
+        return -1 if _is_literal(x) else self._depth.get(x, -1)
+
+    def _check_uses(self) -> None:
+        """Raises a ValueError if arrays of blocks are used elsewhere, too."""
+        for name, uses in zip(self._names, self._uses, strict=True):
+            for at in uses:
+                if not self.is_in_block(self._equations[at]):
+                    raise self._error(
+                        f"parameters of {name} are used outside of it, too "
+                        f"({self._equations[at].primitive.name}), as by a regularizer; use the "
+                        "weight_decay of an optimizer instead"
+                    )
+
+    def _check_results(self, outputs: Sequence[Any]) -> None:
+        """Raises a ValueError if other results of blocks are used than that of the last one."""
+        known = set(self.carried[-1])
+        others = [e for e in self._equations if not self.is_in_block(e) and self.depends(e)]
+        sources = Sources(self._place)
+        for operands, results in [
+            *((e.invars, e.outvars) for e in others if not sources.passes(e)),
+            (outputs, ()),
+        ]:
+            for v in variables_in(operands):
+                if self._depth_of(v) >= 0 and v not in known:
+                    raise self._error(
+                        f"a result of {self._names[self._depth[v]]} ({type_of(v)}) is "
+                        "used after the blocks, as statistics, added losses and prints are"
+                    )
+            known.update(results)
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(
+            f"A pipeline over the list {self._names[0]}, ..., {self._names[-1]} needs equal blocks "
+            "in a row, each of which takes the result of the one before and no other results of "
+            f"blocks, but {reason}. Change the model, or leave the axis 'stage' out of mesh."
+        )
+
+
+def key_of(atoms: Atoms) -> tuple[int, ...]:
+    """Returns what identifies the value at one place of the blocks."""
+    return tuple(map(id, atoms))
+
+
+def _is_literal(x: Any) -> bool:
+    return isinstance(x, _jax.Literal)
+
+
+def _depths(equations: Sequence[Any], places: dict[Any, tuple[int, int]]) -> dict[Any, int]:
+    """Returns the number of the last block whose arrays a variable depends on, if on any."""
+    depth = {v: block for v, (block, _) in places.items()}
+    for equation in equations:
+        found = max((depth.get(v, -1) for v in variables_in(equation.invars)), default=-1)
+        if found >= 0:
+            depth.update(dict.fromkeys(equation.outvars, found))
+    return depth

@@ -1,0 +1,179 @@
+"""Traces functions of parameters, and runs the equations of their programs one by one.
+
+Numbers that a rematerialized function folds into keys, brought out of it.
+
+A module that is rematerialized, as by `nn.remat`, folds its own number into the key of its dropout
+inside the rematerialized function. So the programs of equal blocks differ in a number; outside of
+them it can be an input of each layer.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from tnt_jax import _jax
+
+_REMATERIALIZED = ("checkpoint", "remat2", "remat")
+
+
+def hoisted(equations: list[Any]) -> list[Any]:
+    """Returns equations of which rematerialized ones get numbers from outside, marked as varying.
+
+    Args:
+        equations: Equations of a program, traced inside `shard_map`.
+    """
+    found = []
+    for equation in equations:
+        if equation.primitive.name not in _REMATERIALIZED:
+            found.append(equation)
+            continue
+        jaxpr = equation.params["jaxpr"]
+        own = [e for e in jaxpr.eqns if _marks_number(e)]
+        variables = []
+        for inner in own:
+            # A new variable: two equations may share a program.
+            [traced] = jax.make_jaxpr(lambda x: x)(inner.outvars[0].aval).jaxpr.invars
+            found.append(inner.replace(outvars=[traced]))
+            variables.append(traced)
+        inside = jaxpr.replace(
+            invars=[*jaxpr.invars, *(e.outvars[0] for e in own)],
+            eqns=[e for e in jaxpr.eqns if not _marks_number(e)],
+        )
+        found.append(
+            equation.replace(
+                invars=[*equation.invars, *variables], params=equation.params | {"jaxpr": inside}
+            )
+        )
+    return found
+
+
+def _marks_number(equation: Any) -> bool:
+    """Returns whether an equation only marks a number of the program as varying."""
+    is_number = isinstance(equation.invars[0], _jax.Literal) if equation.invars else False
+    return equation.primitive.name in _jax.CASTS and is_number
+
+
+class Traced(NamedTuple):
+    """A function of arrays as a program.
+
+    Attributes:
+        program: Program with the leaves of the arguments as arguments, and the arrays of the
+            function's result as results.
+        rebuild: Maps the results of the program to the function's result, whose other values are
+            those of the trace.
+    """
+
+    program: Any
+    rebuild: Callable[[Iterable[Any]], Any]
+
+
+def trace(function: Callable, *args: Any) -> Traced:
+    """Returns the program of `function(*args)`; the result may hold numbers beside arrays."""
+    found: list[Any] = []
+
+    def arrays_of(*args: Any) -> list[jax.Array]:
+        results, tree = jax.tree.flatten(function(*args))
+        found[:] = [tree, [None if isinstance(x, jax.Array) else x for x in results]]
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    program = jax.make_jaxpr(arrays_of)(*args)
+    tree, others = found
+
+    def rebuild(arrays: Iterable[Any]) -> Any:
+        remaining = iter(arrays)
+        return tree.unflatten([next(remaining) if x is None else x for x in others])
+
+    return Traced(program, rebuild)
+
+
+class Values:
+    """The values of the variables of a program, while its equations run.
+
+    Args:
+        variables: Variables that are known from the start.
+        values: Their values.
+    """
+
+    def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        self._known = dict(zip(variables, values, strict=True))
+
+    @classmethod
+    def of(cls, program: Any, args: Iterable[Any]) -> "Values":
+        """Returns the values of a program's constants and arguments."""
+        jaxpr = program.jaxpr
+        return cls([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args])
+
+    def read(self, variables: Iterable[Any]) -> list[Any]:
+        """Returns the values of variables and literals."""
+        return [v.val if isinstance(v, _jax.Literal) else self._known[v] for v in variables]
+
+    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Stores values of variables."""
+        self._known.update(zip(variables, values, strict=True))
+
+    def run(self, equations: Iterable[Any]) -> None:
+        """Computes what equations compute."""
+        for equation in equations:
+            self.write(equation.outvars, _jax.run_equation(equation, self.read(equation.invars)))
+
+
+def variables_in(variables: Iterable[Any]) -> list[Any]:
+    """Returns variables without literals, each once, in order."""
+    return list(dict.fromkeys(v for v in variables if not isinstance(v, _jax.Literal)))
+
+
+def loop_body(equation: Any) -> Callable:
+    """Returns the body of an equation of `jax.lax.scan`, as a function for `jax.lax.scan`.
+
+    It takes what the loop carries, `(constants, items)`, and returns what the next step gets and
+    the outputs, all lists.
+    """
+    run = _jax.jaxpr_as_fun(equation.params["jaxpr"])
+    _, num_carried = _jax.loop_sizes(equation)
+
+    def body(consts: Any, carried: Any, items: Any) -> tuple[Any, Any]:
+        results = run(*consts, *carried, *items)
+        return results[:num_carried], results[num_carried:]
+
+    return body
+
+
+class LoopOperands(NamedTuple):
+    """What an equation of `jax.lax.scan` works on: constants, the start, and what it runs over."""
+
+    consts: list[Any]
+    carried: list[Any]
+    items: list[Any]
+
+
+def loop_operands(equation: Any, operands: list[Any]) -> LoopOperands:
+    """Returns the operands of an equation of `jax.lax.scan` by their use."""
+    num_consts, num_carried = _jax.loop_sizes(equation)
+    start = num_consts + num_carried
+    return LoopOperands(operands[:num_consts], operands[num_consts:start], operands[start:])
+
+
+class Sources:
+    """Which parameter a variable stands for, where casts alone lie between.
+
+    Args:
+        variables: Variable of each parameter.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._found = {variable: index for index, variable in enumerate(variables)}
+
+    def passes(self, equation: Any) -> bool:
+        """Notes an equation; returns whether it only casts a parameter."""
+        if equation.primitive.name not in _jax.CASTS:
+            return False
+        source = self.of(equation.invars[0])
+        if source is None:
+            return False
+        self._found[equation.outvars[0]] = source
+        return True
+
+    def of(self, variable: Any) -> int | None:
+        """Returns the index of the parameter that a variable stands for, or None."""
+        return None if isinstance(variable, _jax.Literal) else self._found.get(variable)

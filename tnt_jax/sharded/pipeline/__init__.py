@@ -1,0 +1,1 @@
+"""Stages of blocks that work on micro-batches in turn."""

@@ -1,0 +1,270 @@
+"""A function of parameters and rows, split at its loop over stacked layers.
+
+The function is traced. Loops such as `nn.scan` makes stand in its program as one equation, whose
+body is a layer. What stands before and after it runs apart from it, equation by equation.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tnt_jax import _jax
+from tnt_jax.sharded.blocks.block_list import Staged
+from tnt_jax.sharded.blocks.tracing import (
+    Sources,
+    Values,
+    loop_body,
+    loop_operands,
+    trace,
+    variables_in,
+)
+from tnt_jax.sharded.pipeline.listed_loop import with_loop
+from tnt_jax.sharded.pipeline.schedules import axes_of, vary
+from tnt_jax.train.state_arrays import state_arrays
+
+
+class Moving(NamedTuple):
+    """What passes from stage to stage for a micro-batch.
+
+    Attributes:
+        carried: What the loop carries: the activations.
+        extras: Other values that depend on parameters, which the layers or what follows them need.
+    """
+
+    carried: list[Any]
+    extras: list[Any]
+
+
+class LayersLoop:
+    """A function of parameters and a micro-batch in three parts: before, in and after its loop.
+
+    What does not depend on parameters, such as masks and keys, is computed in each part that needs
+    it.
+
+    Args:
+        function: Function `(params, micro_batch) -> result`, whose result may hold numbers.
+        examples: Whole parameters, with the layers of all stages, and a micro-batch. With `Staged`
+            parameters the function is one of the model's own parameters.
+        path: Path of the stacked layers among the parameters.
+
+    Attributes:
+        result: The result of the function, with variables in the place of arrays.
+        indices: Index of each stacked array among the leaves of the parameters.
+
+    Raises:
+        ValueError: If there is no such loop, or layers return more than they hand on.
+    """
+
+    def __init__(self, function: Callable, examples: tuple[Any, Any], path: str) -> None:
+        params = examples[0]
+        if isinstance(params, Staged):
+            function = with_loop(function)
+        leaves, structure = jax.tree.flatten(params)
+        micro_leaves, micro_structure = jax.tree.flatten(examples[1])
+        self._path = path.strip("/")
+        self._paths = list(state_arrays(params))
+        num_params = len(leaves)
+
+        def of_leaves(*args: Any) -> Any:
+            return function(
+                structure.unflatten(args[:num_params]), micro_structure.unflatten(args[num_params:])
+            )
+
+        self._traced = trace(of_leaves, *leaves, *micro_leaves)
+        jaxpr = self._traced.program.jaxpr
+        self._params, self._micro = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
+        self.result = self._traced.rebuild(jaxpr.outvars)
+        self._split()
+
+    def computes(self, tree: Any) -> bool:
+        """Returns whether any variable of a part of `result` is computed, and no argument."""
+        computed = {v for e in self._traced.program.jaxpr.eqns for v in e.outvars}
+        return any(v in computed for v in variables_in(jax.tree.leaves(tree)))
+
+    def depends_on_rows(self, tree: Any) -> bool:
+        """Returns whether any variable of a part of `result` depends on the micro-batch."""
+        of_rows = _depending(self._traced.program.jaxpr.eqns, self._micro)
+        return any(v in of_rows for v in variables_in(jax.tree.leaves(tree)))
+
+    @property
+    def moving(self) -> list[Any]:
+        """Variables of what passes from stage to stage."""
+        carried = loop_operands(self._loop, self._loop.invars).carried
+        return variables_in([*carried, *self._extras])
+
+    def enter(self, params: Sequence[Any], micro: Sequence[Any]) -> Moving:
+        """Returns what the first layer gets, from leaves of whole parameters and a micro-batch."""
+        values = self._values(params, micro)
+        operands = loop_operands(self._loop, self._loop.invars)
+        needed = variables_in([*operands.carried, *self._extras])
+        values.run(_leading_to(needed, self._others))
+        return Moving(values.read(operands.carried), values.read(self._extras))
+
+    def stage(
+        self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, first: Any, policy: Any
+    ) -> Moving:
+        """Returns what consecutive layers make of a micro-batch.
+
+        Args:
+            layers: Parts of the stacked arrays with these layers, in the order of `indices`.
+            x: What comes to the first of them.
+            micro: Leaves of the micro-batch.
+            first: Number of the first of them.
+            policy: What a layer keeps for backpropagation; None for everything.
+        """
+        operands = loop_operands(self._loop, self._loop.invars)
+        axes = axes_of([x, layers])
+        x, micro = vary((x, list(micro)), axes)
+        values = self._values(None, micro)
+        values.write(self._extras, x.extras)
+        others = [v for i, v in enumerate(operands.items) if i not in self._layers]
+        known = set(self._extras)
+        needed = [v for v in variables_in([*operands.consts, *others]) if v not in known]
+        values.run(_leading_to(needed, self._others))
+        length = layers[0].shape[0]
+        own = iter(jax.lax.dynamic_slice_in_dim(v, first, length) for v in values.read(others))
+        of_layers = dict(zip(self._layers, layers, strict=True))
+        items = [
+            of_layers[i].astype(v.aval.dtype) if i in of_layers else next(own)
+            for i, v in enumerate(operands.items)
+        ]
+        body = partial(loop_body(self._loop), values.read(operands.consts))
+        if policy is not None:
+            # Within a loop nothing can be merged with what was computed before.
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        unroll = self._loop.params["unroll"]
+        carried, _ = jax.lax.scan(body, vary(x.carried, axes), vary(items, axes), unroll=unroll)
+        return Moving(carried, x.extras)
+
+    def leave(self, params: Sequence[Any], x: Moving, micro: Sequence[Any]) -> list[Any]:
+        """Returns the arrays of the result; see `rebuild`.
+
+        Args:
+            params: Leaves of the parameters; those of the layers are not used.
+            x: What leaves the last layer.
+            micro: Leaves of the micro-batch.
+        """
+        values = self._values(params, micro)
+        values.run(_leading_to(self._repeated, self._others))
+        values.write(self._extras, x.extras)
+        _, num_carried = _jax.loop_sizes(self._loop)
+        values.write(self._loop.outvars[:num_carried], x.carried)
+        values.run(self._after)
+        return values.read(self._traced.program.jaxpr.outvars)
+
+    def of_params(self, params: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the values of variables of `result` that depend on parameters alone."""
+        values = self._values(params, None)
+        values.run(_leading_to(variables_in(variables), self._others))
+        return values.read(variables)
+
+    def rebuild(self, arrays: Iterable[Any]) -> Any:
+        """Returns the function's result with other arrays."""
+        return self._traced.rebuild(arrays)
+
+    def _values(self, params: Sequence[Any] | None, micro: Sequence[Any] | None) -> Values:
+        program = self._traced.program
+        values = Values(program.jaxpr.constvars, program.consts)
+        if params is not None:
+            values.write(self._params, params)
+        if micro is not None:
+            values.write(self._micro, micro)
+        return values
+
+    def _split(self) -> None:
+        jaxpr = self._traced.program.jaxpr
+        sources = Sources(self._params)
+        equations = [e for e in jaxpr.eqns if not self._casts_layers(e, sources)]
+        users = [e for e in equations if any(self._holds(sources.of(v)) for v in e.invars)]
+        self._loop, self._layers = self._loop_over_layers(users, sources)
+        self.indices = list(self._layers.values())
+        depending = _depending(equations, self._loop.outvars)
+        self._after = [e for e in equations if any(v in depending for v in variables_in(e.invars))]
+        after = {id(e) for e in (*self._after, self._loop)}
+        self._others = [e for e in equations if id(e) not in after]
+        used = variables_in([v for e in self._after for v in e.invars] + list(jaxpr.outvars))
+        self._check_loop(used)
+        made = {v for e in self._others for v in e.outvars}
+        of_params, of_rows = (
+            _depending(self._others, variables) for variables in (self._params, self._micro)
+        )
+        bridge = [v for v in used if v in made]
+        operands = loop_operands(self._loop, self._loop.invars)
+        others = [v for i, v in enumerate(operands.items) if i not in self._layers]
+        # Stages have no other parameters than their layers', and no activations but those they get.
+        self._extras = variables_in(
+            [v for v in variables_in([*operands.consts, *others]) if v in of_params]
+            + [v for v in bridge if v in of_params and v in of_rows]
+        )
+        self._repeated = [v for v in bridge if v not in self._extras]
+
+    def _holds(self, index: int | None) -> bool:
+        """Returns whether a parameter is one of the stacked layers."""
+        return index is not None and self._paths[index].startswith(f"{self._path}/")
+
+    def _casts_layers(self, equation: Any, sources: Sources) -> bool:
+        return sources.passes(equation) and self._holds(sources.of(equation.invars[0]))
+
+    def _loop_over_layers(self, users: list[Any], sources: Sources) -> tuple[Any, dict[int, int]]:
+        """Returns the loop over the layers, and the parameters that it runs over by position.
+
+        Args:
+            users: Equations that use the stacked layers.
+            sources: Which parameters variables stand for.
+
+        Raises:
+            ValueError: If the layers are used in any other way.
+        """
+        stacked = {index for index in range(len(self._paths)) if self._holds(index)}
+        layers: dict[int, int] = {}
+        if len(users) == 1 and users[0].primitive.name == "scan":
+            items = loop_operands(users[0], users[0].invars).items
+            found = [(i, sources.of(v)) for i, v in enumerate(items)]
+            layers = {i: index for i, index in found if index is not None and index in stacked}
+        if not stacked or set(layers.values()) != stacked or users[0].params["reverse"]:
+            known = sorted({name.rpartition("/")[0] for name in self._paths if "/" in name})
+            raise ValueError(
+                f"A pipeline over {self._path!r} needs a model with one loop over the stacked "
+                f"layers {self._path!r}, such as nn.scan makes, which alone uses their parameters. "
+                f"Parameters lie in {', '.join(known)}."
+            )
+        return users[0], layers
+
+    def _check_loop(self, used: list[Any]) -> None:
+        outputs = self._loop.outvars[_jax.loop_sizes(self._loop)[1] :]
+        if any(v in used for v in outputs):
+            raise ValueError(
+                f"A pipeline over {self._path!r} needs layers that hand on activations alone, but "
+                "these also return outputs of each layer, stacked. Add them to the activations."
+            )
+
+
+def example_of(part: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns what stands for an array of another shape while a function of it is traced.
+
+    It is the same on all stages, and differs between ranks.
+    """
+    return _jax.make_varying(jnp.zeros(shape, part.dtype))
+
+
+def _depending(equations: Sequence[Any], variables: Iterable[Any]) -> set[Any]:
+    """Returns variables with all that equations compute from them."""
+    found = set(variables)
+    for equation in equations:
+        if any(v in found for v in variables_in(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+def _leading_to(variables: Iterable[Any], equations: Sequence[Any]) -> list[Any]:
+    """Returns the equations that variables need, in order."""
+    needed = set(variables)
+    found = []
+    for equation in reversed(equations):
+        if any(v in needed for v in equation.outvars):
+            needed.update(variables_in(equation.invars))
+            found.append(equation)
+    return found[::-1]

@@ -1,0 +1,401 @@
+"""Checkpoints of the whole training state and the position in the data.
+
+They are atomic, written in the background by TensorStore, and in Orbax's layout, so that Orbax can
+read the arrays; Orbax itself is not needed.
+
+```python
+checkpoints = Checkpoints("runs/a", max_to_keep=2)
+# Returns when the arrays are copied; writing goes on.
+checkpoints.save(trainer.state, position=Position(epoch=3, batch=0))
+checkpoints.wait()
+
+saved = Checkpoints("runs/a").read()
+trainer.set_state(with_arrays(trainer.state, saved.arrays))
+```
+
+A checkpoint is a folder such as `tnt_jax_step_120`. It appears when it is complete, and an older
+one is deleted after that: whenever a process dies, the last complete checkpoint can be read, on any
+number of devices and processes. Whatever else lies in the directory is neither read nor removed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.distributed.liveness.phases import in_phase
+from tnt_jax.log import logger
+from tnt_jax.train.checkpoints.arrays import check_savable, read_shapes, spread_regions
+from tnt_jax.train.checkpoints.files import Content, DamagedCheckpointError, read_checkpoint
+from tnt_jax.train.checkpoints.folders import OwnFolders
+from tnt_jax.train.checkpoints.writer import Outcome, Writer, close_writer, writer_of
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import state_arrays, without_accumulated
+
+OnSaveError = Literal["warn", "raise"]
+STEP_PREFIX = "tnt_jax_step"
+"""What the names of the folders of checkpoints begin with, unless another prefix is chosen."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training goes on in the data.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        batch: Batches of that epoch that are done.
+    """
+
+    epoch: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds.
+
+    Attributes:
+        number: Number of the checkpoint.
+        arrays: Host arrays by path, such as `params/Dense_0/kernel`; see `state_arrays`. A
+            `HostArray` where this process has read a part alone.
+        extra: Further host arrays by path.
+        position: Position in the data, or None.
+        notes: JSON values that were saved along.
+    """
+
+    number: int
+    arrays: dict[str, Any]
+    extra: dict[str, np.ndarray]
+    position: Position | None
+    notes: dict[str, Any]
+
+
+class Checkpoints:
+    """A directory of numbered checkpoints.
+
+    In a job of several processes all of them create the object and call its methods together, and
+    write one copy together: the directory must be on a file system that all of them see.
+
+    Args:
+        directory: Where the checkpoints are; created by the first `save`.
+        max_to_keep: Complete checkpoints that stay, older ones are deleted; all if None. The latest
+            that was saved with `is_best` stays besides.
+        on_save_error: What happens if a checkpoint cannot be written, for instance because the disk
+            is full. `"warn"`: one warning; training goes on, and the next `save` tries again.
+            `"raise"`: the next call raises, on all processes; `check` finds out early.
+        alone: Whether this process acts by itself, without the others.
+        prefix: What the names of the folders begin with. Checkpoints with different prefixes do not
+            see each other.
+
+    Raises:
+        ValueError: If `max_to_keep` is below 1, or `on_save_error` is unknown.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = 2,
+        on_save_error: OnSaveError = "warn",
+        alone: bool = False,
+        prefix: str = STEP_PREFIX,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(f"max_to_keep must be at least 1, but is {max_to_keep}.")
+        if on_save_error not in ("warn", "raise"):
+            raise ValueError(f"on_save_error must be 'warn' or 'raise', but is {on_save_error!r}.")
+        self.directory = Path(directory).absolute()
+        self._on_save_error = on_save_error
+        self._max_to_keep = max_to_keep
+        self._alone = alone
+        self._folders = OwnFolders(prefix)
+        # How the last checkpoint ended: only changes are reported.
+        self._last = Outcome("written")
+
+    def lock(self) -> None:
+        """Refuses other jobs the directory until `close`; `save` does so, too.
+
+        Raises:
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if the directory cannot be written to, whatever
+                `on_save_error` is.
+        """
+        try:
+            self._writer.lock()
+        except OSError as error:
+            raise OSError(
+                f"Checkpoints cannot be written to {self.directory}: {error}. Choose another "
+                "directory, or give this one space and permissions."
+            ) from error
+
+    @in_phase("save", spent="saving")
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        position: Position | None = None,
+        extra: Mapping[str, Any] | None = None,
+        notes: Mapping[str, Any] | None = None,
+        is_best: bool = False,
+        must_be_finite: bool = True,
+    ) -> int | None:
+        """Starts a checkpoint and returns its number, as soon as the arrays are copied to the host.
+
+        An earlier `save` that is still being written is waited for first. The number is that of the
+        step, or the next free one; None if the checkpoint could not be started and `on_save_error`
+        is `"warn"`.
+
+        Args:
+            state: State to save: a `TrainState`, or another pytree of arrays.
+            step: Number of the step; by default `state.step`.
+            position: Position in the data.
+            extra: Further arrays by path.
+            notes: JSON values to save along.
+            is_best: Whether this checkpoint stays besides the newest ones, until another is saved
+                as the best.
+            must_be_finite: Whether the checkpoint is refused, with a warning, if a parameter holds
+                NaN or infinity.
+
+        Raises:
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if this or the previous checkpoint could not be written and
+                `on_save_error` is `"raise"`.
+            TypeError: On all processes, if an array has a dtype that cannot be stored.
+            ValueError: On all processes, if two arrays have the same name.
+        """
+        trees = {"state": state_arrays(state), "extra": dict(extra or {})}
+        for arrays in trees.values():
+            check_savable(arrays)
+        self.wait()
+        # The steps that still run need every process.
+        with in_phase("step"):
+            jax.block_until_ready(state)
+        try:
+            number = self._writer.begin(int(state.step) if step is None else step)
+        except OSError as error:
+            self._report(Outcome("failed", str(error)))
+            return None
+        position_note = None if position is None else [position.epoch, position.batch]
+        if self._alone:
+            trees["state"] = without_accumulated(trees["state"])
+        content = Content.of(
+            trees,
+            {"position": position_note, "notes": dict(notes or {})},
+            is_best=is_best,
+            leads=self._writer.leads,
+        )
+        self._writer.start(
+            number, content, max_to_keep=self._max_to_keep, must_be_finite=must_be_finite
+        )
+        return number
+
+    def newest(self, *, before: int | None = None) -> int | None:
+        """Returns the number of the newest complete checkpoint, or None.
+
+        A checkpoint that is being written is waited for.
+
+        Args:
+            before: Look among those of smaller numbers only.
+        """
+        self.wait()
+        numbers = [n for n in self._on_all(self._complete())[0] if before is None or n < before]
+        return max(numbers, default=None)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of the newest checkpoint's arrays by path.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+        """
+        number = self.newest()
+        if number is None:
+            raise self._missing()
+        return read_shapes(self._folder(number) / "state")
+
+    @in_phase("save", spent="restarting")
+    def read(self, number: int | None = None, *, like: TrainState | None = None) -> Saved:
+        """Returns a checkpoint, if it is what was saved.
+
+        Args:
+            number: Number of the checkpoint; that of `read_newest_valid` by default.
+            like: As of `read_newest_valid`.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            OSError: On all processes, if one of them does not see the checkpoint, or finds it
+                damaged; the text names files and arrays.
+        """
+        if number is None:
+            saved, problem = self.read_newest_valid(like=like), ""
+        else:
+            saved, problem = self._read_on_all(number, like)
+        if problem:
+            raise DamagedCheckpointError(problem)
+        if saved is None:
+            raise self._missing()
+        return saved
+
+    @in_phase("save", spent="restarting")
+    def read_newest_valid(
+        self, *, before: int | None = None, like: TrainState | None = None
+    ) -> Saved | None:
+        """Returns the newest checkpoint that every process can read.
+
+        It is read in full on every process, or as far as the process needs it. All processes
+        return the same one. A newer one that is damaged, or of which only the folder is left, is
+        named in a warning. Returns None if there are no checkpoints, and no folders of any.
+
+        Args:
+            before: Look among those of smaller numbers only.
+            like: The state that the arrays are for. Of arrays that it spreads over processes, each
+                process reads its parts alone.
+
+        Raises:
+            OSError: On all processes, if there are checkpoints and none of them can be read.
+        """
+        self.wait()
+        problems: list[str] = []
+        found = self._on_all([*self._complete(), *self._folders.remains(self.directory)])
+        numbers = {n for seen in found for n in seen if before is None or n < before}
+        for number in sorted(numbers, reverse=True):
+            saved, problem = self._read_on_all(number, like)
+            if saved is not None:
+                if problems:
+                    logger.warning(
+                        "%s. Checkpoint %d is used instead.", ". ".join(problems), number
+                    )
+                return saved
+            problems.append(problem)
+            self._writer.damaged.add(number)
+        if problems:
+            raise DamagedCheckpointError(
+                f"No checkpoint in {self.directory} can be read: {'. '.join(problems)}. "
+                "Restore the files, or remove the directory to start over."
+            )
+        return None
+
+    @in_phase("save", spent="saving")
+    def wait(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+            OSError: On all processes, if a checkpoint could not be written and `on_save_error` is
+                `"raise"`.
+        """
+        outcome = self._writer.finish()
+        if outcome is not None:
+            self._report(outcome)
+
+    def folder_name(self, number: int) -> str:
+        """Returns the name of a checkpoint's folder in the directory."""
+        return self._folders.build_name(number)
+
+    @in_phase("save", spent="saving")
+    def check(self) -> bool:
+        """Returns whether everything is written, without waiting for it.
+
+        Without a call of it, a checkpoint that could not be written is noticed by the next one.
+
+        Raises:
+            OSError: As `wait`.
+        """
+        if not self._writer.is_done():
+            return False
+        self.wait()
+        return True
+
+    @property
+    def last_is_written(self) -> bool:
+        """Whether the last checkpoint was written, the same on all processes; ask after `wait`."""
+        return self._last.result == "written"
+
+    @in_phase("save", spent="saving")
+    def close(self) -> None:
+        """Waits until everything is written, and lets other jobs write to the directory.
+
+        Raises:
+            OSError: As `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            close_writer(self.directory, self._folders, alone=self._alone)
+
+    def remove_all(self) -> None:
+        """Removes all checkpoints with this prefix, and the directory if it is empty then.
+
+        In a job of several processes all of them call it, unless they act alone.
+        """
+        self.close()
+        if not self._alone:
+            collectives.barrier()
+        if self._alone or is_master_rank():
+            self._folders.remove_all(self.directory)
+
+    @property
+    def _writer(self) -> Writer:
+        return writer_of(self.directory, self._folders, alone=self._alone)
+
+    def _folder(self, number: int) -> Path:
+        return self.directory / self.folder_name(number)
+
+    def _report(self, outcome: Outcome) -> None:
+        """Raises or warns if a checkpoint was not written, unless the one before was not either."""
+        before, self._last = self._last, outcome
+        if outcome.result == "failed" and self._on_save_error == "raise":
+            raise OSError(f"A checkpoint could not be written. {outcome.problem}")
+        if outcome.result == before.result:
+            return
+        if outcome.result == "written":
+            logger.warning("Checkpoints are written to %s again.", self.directory)
+        elif outcome.result == "failed":
+            logger.warning(
+                "A checkpoint could not be written; training goes on, and the next one is tried. "
+                "%s",
+                outcome.problem,
+            )
+        else:
+            logger.warning(
+                "A checkpoint in %s was refused, and earlier ones stay: %s.",
+                self.directory,
+                outcome.problem,
+            )
+
+    def _complete(self) -> list[tuple[int, Path]]:
+        return self._folders.complete(self.directory)
+
+    def _on_all(self, folders: list[tuple[int, Path]]) -> list[list[int]]:
+        """Returns the numbers of the folders that each process sees."""
+        seen = [number for number, _ in folders]
+        return [seen] if self._alone else collectives.agree("Checkpoints.read", {}, note=seen)
+
+    def _missing(self) -> FileNotFoundError:
+        return FileNotFoundError(f"There is no complete checkpoint in {self.directory}.")
+
+    def _read_on_all(self, number: int, like: TrainState | None) -> tuple[Saved | None, str]:
+        """Returns a checkpoint, or what the first process says that cannot read it."""
+        problem = ""
+        saved = None
+        try:
+            saved = self._read(number, like)
+        except Exception as error:  # All processes must hear of it.
+            problem = str(error) or type(error).__name__
+        if not self._alone:
+            told = collectives.agree("Checkpoints.read", {"checkpoint": number}, note=problem)
+            problem = next(filter(None, told), "")
+        return (None if problem else saved), problem
+
+    def _read(self, number: int, like: TrainState | None) -> Saved:
+        wanted = None if like is None else spread_regions(state_arrays(like))
+        items, about = read_checkpoint(self._folder(number), wanted)
+        position = None if about["position"] is None else Position(*about["position"])
+        return Saved(number, items["state"], items.get("extra", {}), position, about["notes"])

@@ -1,0 +1,248 @@
+"""One checkpoint as files: a folder with trees of arrays, a text, and checksums of both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tnt_jax.files import irregular_entries, read_regular
+from tnt_jax.train.checkpoints.arrays import (
+    HostArray,
+    Regions,
+    describe_arrays,
+    is_spread,
+    merge_arrays,
+    read_arrays,
+    write_arrays,
+)
+from tnt_jax.train.checkpoints.checksums import (
+    damaged_files,
+    problem_of_array,
+    read_array_checksums,
+    write_array_checksums,
+    write_file_checksums,
+)
+from tnt_jax.train.checkpoints.folders import write_mark
+
+_ITEMS = ("state", "extra")
+_ABOUT = Path("about", "metadata")
+_PARAMS = "params/"
+# How many damaged arrays an error names before it says how many there are besides.
+_NAMED = 4
+
+
+class NotFiniteError(ValueError):
+    """A state holds NaN or infinity in its parameters."""
+
+
+class DamagedCheckpointError(OSError):
+    """A checkpoint does not hold what was saved."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds, copied to the host.
+
+    Attributes:
+        items: Arrays by path, of the state and of what was saved beside it.
+        about: Text that describes them.
+        is_best: Whether the checkpoint is the best so far.
+        is_spread: Whether each process writes a part.
+    """
+
+    items: dict[str, dict[str, HostArray]]
+    about: str
+    is_best: bool
+    is_spread: bool
+
+    @classmethod
+    def of(
+        cls,
+        trees: Mapping[str, Mapping[str, Any]],
+        about: Mapping[str, Any],
+        *,
+        is_best: bool,
+        leads: bool,
+    ) -> Content:
+        """Returns copies of what this process saves.
+
+        Args:
+            trees: Arrays by path, by the name of the tree.
+            about: JSON values that describe them.
+            is_best: See above.
+            leads: Whether this process saves what all processes hold.
+        """
+        for leaf in (leaf for tree in trees.values() for leaf in tree.values()):
+            if isinstance(leaf, jax.Array) and (leads or is_spread(leaf)):
+                leaf.copy_to_host_async()
+        items = {
+            name: {path: HostArray.of(leaf, has_whole=leads) for path, leaf in tree.items()}
+            for name, tree in trees.items()
+            if tree
+        }
+        spread = any(is_spread(leaf) for tree in trees.values() for leaf in tree.values())
+        return cls(items, json.dumps(dict(about)), is_best, spread)
+
+
+def check_finite(content: Content) -> None:
+    """Raises a NotFiniteError that names the first parameter with NaN or infinity."""
+    for path, array in content.items["state"].items():
+        if path.startswith(_PARAMS) and not all(_is_finite(values) for _, values in array.shards):
+            raise NotFiniteError(f"{path} holds NaN or infinity")
+
+
+def write_part(folder: Path, content: Content, *, process: int) -> None:
+    """Writes the arrays of this process, and their checksums.
+
+    Args:
+        folder: Folder of the checkpoint, which exists.
+        content: What it holds.
+        process: Number of this process.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    for item, arrays in content.items.items():
+        own = {path: array for path, array in arrays.items() if array.shards}
+        if own:
+            write_arrays(folder / item, own, process=process if content.is_spread else None)
+    flat = {
+        f"{item}/{path}": array
+        for item, arrays in content.items.items()
+        for path, array in arrays.items()
+    }
+    write_array_checksums(folder, flat, process=process)
+
+
+def complete(folder: Path, content: Content, target: Path) -> None:
+    """Adds what describes the arrays, then lets the checkpoint appear.
+
+    Args:
+        folder: Folder in which all processes have written their parts.
+        content: What the first process knows of it.
+        target: Name under which it appears.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    for item, arrays in content.items.items():
+        if content.is_spread:
+            merge_arrays(folder / item)
+        describe_arrays(folder / item, arrays)
+    (folder / _ABOUT).parent.mkdir()
+    (folder / _ABOUT).write_text(content.about)
+    write_mark(folder, list(content.items), is_best=content.is_best)
+    write_file_checksums(folder)
+    _sync_folder(folder)
+    folder.rename(target)
+    _sync_folder(target.parent)
+
+
+def read_checkpoint(
+    folder: Path, wanted: Mapping[str, Regions] | None = None
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns the arrays of a checkpoint by path, by tree, and what describes them.
+
+    Args:
+        folder: Folder of the checkpoint.
+        wanted: Parts to read of arrays of the state that are not needed whole.
+
+    Raises:
+        FileNotFoundError: If this process does not see the folder.
+        DamagedCheckpointError: If it does not hold what was saved; the text names files and arrays.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"Process {jax.process_index()} does not see {folder}: the directory must be on a file "
+            "system that all processes share."
+        )
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise DamagedCheckpointError(
+            f"{folder} has lost all of its files, as when a cluster purges old files"
+        )
+    if irregular := irregular_entries(folder):
+        raise DamagedCheckpointError(
+            f"{folder} is damaged: {', '.join(irregular[:_NAMED])} in it must be regular files, "
+            "but are links, pipes or devices, which lead out of the checkpoint."
+        )
+    problems = damaged_files(folder)
+    items, array_problems = _read_items(folder, wanted or {})
+    try:
+        about = json.loads(read_regular(folder / _ABOUT))
+    except (OSError, ValueError, RecursionError) as error:
+        about, problems = {}, problems or [f"{_ABOUT} cannot be read: {error}"]
+    if problems or array_problems:
+        raise DamagedCheckpointError(
+            f"{folder} is damaged: {'; '.join([*problems, *_in_words(array_problems)])}"
+        )
+    return items, about
+
+
+def _read_items(
+    folder: Path, wanted: Mapping[str, Regions]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the arrays of a checkpoint, and what is wrong with them, by tree and path."""
+    items: dict[str, dict[str, Any]] = {}
+    problems: dict[str, str] = {}
+    try:
+        sums = read_array_checksums(folder)
+    except ValueError as error:
+        return {}, {"": str(error)}
+    for item in _ITEMS:
+        if item != "state" and not (folder / item).is_dir():
+            continue
+        inside = {
+            path.removeprefix(f"{item}/"): text
+            for path, (text, _) in sums.items()
+            if path.startswith(f"{item}/")
+        }
+        try:
+            parts = wanted if item == "state" else {}
+            items[item], bad = read_arrays(folder / item, inside, parts)
+        except ValueError as error:
+            problems[item] = str(error)
+            continue
+        problems |= {f"{item}/{path}": problem for path, problem in bad.items()}
+    found = {f"{item}/{path}": leaf for item, tree in items.items() for path, leaf in tree.items()}
+    return items, problems | _differences(found, sums, problems)
+
+
+def _differences(
+    found: Mapping[str, Any], sums: Mapping[str, Any], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns what differs between arrays and their checksums, by path."""
+    differences = {}
+    for path, expected in sums.items():
+        if path in found:
+            differences[path] = problem_of_array(found[path], expected)
+        elif path not in known and path.split("/")[0] not in known:
+            differences[path] = "is missing"
+    return {path: problem for path, problem in differences.items() if problem}
+
+
+def _in_words(problems: Mapping[str, str]) -> list[str]:
+    """Returns what is wrong with arrays, the first few by name."""
+    told = [f"{path} {problem}".strip() for path, problem in problems.items()]
+    more = [f"{len(told) - _NAMED} more arrays"] if len(told) > _NAMED else []
+    return [*told[:_NAMED], *more]
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    return not jnp.issubdtype(values.dtype, jnp.inexact) or bool(np.isfinite(values).all())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,301 @@
+"""Writes the checkpoints of one directory, one at a time and in the background.
+
+The processes of a job agree twice on each checkpoint: when it begins, on its number, and when all
+have written, on whether it is complete. What fails on one of them reaches all the others through
+the job's coordination service, so that none waits for a process that has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import init
+from tnt_jax.distributed.liveness.rendezvous import read_key
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+from tnt_jax.train.checkpoints.files import (
+    Content,
+    NotFiniteError,
+    check_finite,
+    complete,
+    write_part,
+)
+from tnt_jax.train.checkpoints.folders import OwnFolders, remove
+from tnt_jax.train.checkpoints.lock import DirectoryLock, LockedError
+
+_KEY = "tnt_jax/checkpoint"
+_WHAT = "a checkpoint"
+# "written", "refused" because of its numbers, or "failed".
+Result = Literal["written", "refused", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How writing a checkpoint ended, the same on all processes.
+
+    Attributes:
+        result: How.
+        problem: What was wrong, if anything.
+    """
+
+    result: Result
+    problem: str = ""
+
+
+class Writer:
+    """Writes the checkpoints of one directory.
+
+    Args:
+        directory: The directory.
+        folders: Names of its checkpoints.
+        alone: Whether this process acts without the others.
+
+    Attributes:
+        damaged: Numbers of checkpoints that could not be read.
+    """
+
+    def __init__(self, directory: Path, folders: OwnFolders, *, alone: bool) -> None:
+        init()
+        self.directory = directory
+        self.damaged: set[int] = set()
+        self._folders = folders
+        self._alone = alone
+        self._process = jax.process_index()
+        self._is_clean = False
+        self._lock: DirectoryLock | None = None
+        self._thread: threading.Thread | None = None
+        self._attempts = 0
+        self._pending: Outcome | None = None
+        self._is_writing = False
+        identity = f"{directory} {folders.prefix}"
+        self._key = f"{_KEY}/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides, and writes what all processes hold."""
+        return self._alone or self._process == 0
+
+    def lock(self) -> None:
+        """Refuses other jobs the directory, which is created if it is missing.
+
+        Raises:
+            LockedError: On all processes, if another job writes to it.
+            OSError: On all processes, if it cannot be written to.
+        """
+        self._agree("Checkpoints.lock", self._hold_lock)
+
+    def begin(self, wanted: int) -> int:
+        """Returns the number of a new checkpoint, whose folder has been created.
+
+        Args:
+            wanted: The number, unless there are higher ones already.
+
+        Raises:
+            LockedError: On all processes, if another job writes to the directory.
+            OSError: On all processes, if it cannot be written to.
+        """
+        return self._agree("Checkpoints.save", lambda: self._prepare(wanted))
+
+    def start(
+        self, number: int, content: Content, *, max_to_keep: int | None, must_be_finite: bool
+    ) -> None:
+        """Writes a checkpoint in the background.
+
+        Args:
+            number: What `begin` returned.
+            content: What the checkpoint holds.
+            max_to_keep: How many stay.
+            must_be_finite: Whether it is refused if its parameters hold NaN or infinity.
+        """
+        self._attempts += 1
+        self._is_writing = True
+        if not (self.leads or content.is_spread):
+            return
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(number, content, max_to_keep, must_be_finite, f"{self._key}/{self._attempts}"),
+            name="tnt_jax checkpoint",
+        )
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Returns whether no checkpoint is being written; all processes ask together."""
+        is_done = self._thread is None or not self._thread.is_alive()
+        if self._alone or not self._is_writing:
+            return is_done
+        return collectives.agree("Checkpoints.check", {}, note=is_done)[0]
+
+    def finish(self) -> Outcome | None:
+        """Waits for the checkpoint that is being written.
+
+        Returns how it ended, None if there is none.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if not self._is_writing:
+            return None
+        self._is_writing = False
+        if not self.leads:
+            text = read_key(f"{self._key}/{self._attempts}/outcome", _WHAT)
+            return Outcome(*json.loads(text)) if text else None
+        outcome, self._pending = self._pending, None
+        return outcome
+
+    def close(self) -> None:
+        """Waits until everything is written, without asking the others, and frees the lock."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._pending is not None and self._pending.problem:
+            logger.warning("A checkpoint in %s: %s", self.directory, self._pending.problem)
+        self._is_writing = False
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _agree(self, call: str, prepare: Callable[[], int | None]) -> int:
+        """Returns what the leading process prepares; if that fails, all raise."""
+        number, error = -1, cast(Exception | None, None)
+        if self.leads:
+            try:
+                number = prepare() or 0
+            except Exception as raised:  # Raised below, on every process.
+                error = raised
+        if not self._alone:
+            kind = LockedError if isinstance(error, LockedError) else OSError
+            note = [number, kind.__name__ if error else "", str(error or "")]
+            number, kind, text = collectives.agree(call, {}, note=note)[0]
+            if kind and error is None:
+                error = LockedError(text) if kind == LockedError.__name__ else OSError(text)
+        if error is not None:
+            raise error
+        return number
+
+    def _hold_lock(self) -> None:
+        if self._lock is not None and not self._lock.is_held():
+            self._lock.release()
+            self._lock = None
+            if not self.directory.is_dir():
+                raise FileNotFoundError(
+                    f"{self.directory} vanished; the next checkpoint creates it again"
+                )
+            logger.warning("The lock of %s was lost, and is taken again.", self.directory)
+        if self._lock is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(self.directory / self._lock_name)
+
+    @property
+    def _lock_name(self) -> str:
+        return f".{self._folders.prefix}.lock"
+
+    def _prepare(self, wanted: int) -> int:
+        """Locks the directory and creates the folder of a checkpoint; returns its number."""
+        self._hold_lock()
+        if not self._is_clean:
+            self._folders.remove_unfinished(self.directory)
+            self._is_clean = True
+        number = max(wanted, self._folders.taken(self.directory) + 1)
+        self._temporary(number).mkdir()
+        return number
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / self._folders.build_temporary_name(number)
+
+    def _write(
+        self, number: int, content: Content, max_to_keep: int | None, finite: bool, key: str
+    ) -> None:
+        """Writes this process's part; the leading process then lets the checkpoint appear."""
+        outcome = self._write_part(number, content, finite)
+        if not self.leads:
+            told = json.dumps([outcome.result, outcome.problem])
+            _jax.coordination_client().key_value_set(f"{key}/{self._process}", told)
+            return
+        try:
+            if content.is_spread:
+                outcome = self._worst([outcome, *self._others(key)])
+            if outcome.result == "written":
+                target = self.directory / self._folders.build_name(number)
+                complete(self._temporary(number), content, target)
+                self._folders.remove_old(
+                    self.directory, max_to_keep=max_to_keep, ignored=self.damaged
+                )
+        except Exception as error:  # Each process must hear of it, whatever it is.
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._tell(outcome, number, key)
+
+    def _write_part(self, number: int, content: Content, finite: bool) -> Outcome:
+        try:
+            if finite:
+                check_finite(content)
+            write_part(self._temporary(number), content, process=self._process)
+        except NotFiniteError as error:
+            return Outcome("refused", str(error))
+        except Exception as error:  # Each process must hear of it, whatever it is.
+            return Outcome("failed", f"Process {self._process}: {type(error).__name__}: {error}")
+        return Outcome("written")
+
+    def _others(self, key: str) -> list[Outcome]:
+        """Returns how the other processes fared, once all have written."""
+        outcomes = []
+        for process in range(1, jax.process_count()):
+            told = read_key(f"{key}/{process}", _WHAT)
+            ends = Outcome("failed", "The script ended while a checkpoint was written")
+            outcomes.append(Outcome(*json.loads(told)) if told else ends)
+            _jax.coordination_client().key_value_delete(f"{key}/{process}")
+        return outcomes
+
+    def _worst(self, outcomes: list[Outcome]) -> Outcome:
+        bad = [outcome for outcome in outcomes if outcome.result != "written"]
+        return bad[0] if bad else Outcome("written")
+
+    def _tell(self, outcome: Outcome, number: int, key: str) -> None:
+        """Ends a checkpoint for all processes."""
+        if outcome.result != "written" and (left := self._temporary(number)).is_dir():
+            remove(left)
+        self._pending = outcome
+        if not self._alone and jax.process_count() > 1:
+            client = _jax.coordination_client()
+            client.key_value_set(f"{key}/outcome", json.dumps([outcome.result, outcome.problem]))
+            # All have read it before they began this one.
+            before = int(key.rsplit("/", 1)[1]) - 1
+            client.key_value_delete(f"{self._key}/{before}/outcome")
+
+
+def _close_all(writers: dict[tuple[Path, str, bool], Writer]) -> None:
+    with ExitStack() as closing:
+        for writer in writers.values():
+            closing.callback(writer.close)
+
+
+# By directory, prefix and `alone`: a run that ended by an exception may still write where the next
+# one begins.
+_writers = Slot[dict[tuple[Path, str, bool], Writer]](dict, close=_close_all)
+
+
+def writer_of(directory: Path, folders: OwnFolders, *, alone: bool) -> Writer:
+    """Returns the job's writer of the checkpoints of a kind in a directory."""
+    writers = _writers.get()
+    key = directory, folders.prefix, alone
+    if key not in writers:
+        writers[key] = Writer(directory, folders, alone=alone)
+    return writers[key]
+
+
+def close_writer(directory: Path, folders: OwnFolders, *, alone: bool) -> None:
+    """Closes the job's writer of a directory, if there is one."""
+    writer = _writers.get().pop((directory, folders.prefix, alone), None)
+    if writer is not None:
+        writer.close()

@@ -1,0 +1,299 @@
+"""The host's side of `on_nan`: reads how steps went, a few steps late, and decides what follows.
+
+The programs themselves leave a step that is not finite (`finite.py`), so that nothing is lost while
+the host has not read of it. All processes read the same numbers at the same steps, and so decide
+alike.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tnt_jax import _jax
+from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
+from tnt_jax.train.finite import CHECKED, OnNaN, first_counts
+from tnt_jax.train.health.diagnosis import diagnose
+from tnt_jax.train.state import TrainState
+
+# Losses that are compared, and how many spreads above their median is far. Losses of batches spread
+# about as normal numbers do, whose median absolute deviation is 0.67 standard deviations.
+_WINDOW, _FACTOR = 64, 20.0
+# Least spread, as a part of the median: a loss that hardly changes has none.
+_LEAST_SPREAD = 0.01
+
+
+class LossSpikes:
+    """Compares each loss that was read with those before it.
+
+    A loss is far if it exceeds the median of the last 64 by 20 times their median absolute
+    deviation, or by a fifth of the median if that is more. One warning is given until a loss is
+    below that bound again.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._bound, self._median = math.inf, math.nan
+        self._num_seen = 0
+        self._is_told = False
+
+    def see(self, loss: float, step: int) -> None:
+        """Warns if a loss is far above those before it.
+
+        Args:
+            loss: Loss of one step; one that is not finite is no spike.
+            step: Number of the step in the epoch, from 1 on.
+        """
+        if not math.isfinite(loss):
+            return
+        if loss > self._bound:
+            if not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "The loss of step %d of epoch %d is %.4g, far above the median %.4g of the %d "
+                    "losses before.",
+                    step, stall.here().epoch, loss, self._median, _WINDOW,
+                )  # fmt: skip
+        else:
+            self._is_told = False
+        self._losses.append(loss)
+        self._num_seen += 1
+        if self._num_seen % _WINDOW == 0:
+            self._renew()
+
+    def _renew(self) -> None:
+        losses = np.array(self._losses)
+        self._median = float(np.median(losses))
+        spread = float(np.median(np.abs(losses - self._median)))
+        self._bound = self._median + _FACTOR * max(spread, _LEAST_SPREAD * abs(self._median))
+
+
+# Steps in a row that may be skipped, and returns to one copy, before training ends.
+MOST_SKIPPED, MOST_ROLLBACKS = 100, 3
+# Steps after which the copy to go back to is renewed within an epoch.
+COPY_STEPS = 1000
+
+
+class _Started(NamedTuple):
+    """A program that may still run: its counts, its batches, and the steps up to its end."""
+
+    counts: jax.Array
+    group: DeviceBatches
+    index: int
+
+
+@dataclass
+class _Copy:
+    """What `on_nan="rollback"` goes back to: state and sums after `index` steps of the epoch."""
+
+    state: TrainState
+    sums: Any
+    index: int
+    skipped: int
+
+
+class NumberWatch:
+    """Watches the steps of one model.
+
+    Args:
+        on_nan: What follows a step that is not finite.
+        parts: What the step computes.
+        mesh: Ranks.
+    """
+
+    def __init__(self, on_nan: OnNaN, parts: Parts, mesh: Mesh) -> None:
+        self._on_nan, self._parts, self._mesh = on_nan, parts, mesh
+        self._running: deque[_Started] = deque()
+        self._spikes = LossSpikes()
+        self._in_a_row = 0
+        self._is_told = False
+        self._copy: _Copy | None = None
+        self._num_rollbacks, self._has_progressed = 0, False
+        # Steps before the epoch, and epochs in a row of which no step was kept.
+        self._first_step, self._lost_epochs = 0, 0
+
+    def with_counts(self, sums: Any) -> Any:
+        """Returns sums with counts of the steps that were left."""
+        return sums | {CHECKED: self._counts(self._in_a_row if self._on_nan == "skip" else 0)}
+
+    def restored(self, sums: Any, counts: np.ndarray) -> Any:
+        """Returns sums in the middle of an epoch with counts that were saved with them."""
+        self._begin()
+        return sums | {CHECKED: self._counts(0, skipped=int(counts[2]))}
+
+    def before(self, index: int, state: TrainState, sums: Any) -> Any:
+        """Returns the sums for the step after `index` steps of the epoch; keeps a copy if due."""
+        if CHECKED not in sums:
+            self._begin()
+            sums = self.with_counts(sums)
+        if self._on_nan == "rollback" and (
+            self._copy is None or index - self._copy.index >= COPY_STEPS
+        ):
+            if self._copy is None:
+                self._first_step = int(state.step)
+            skipped = 0 if self._copy is None else self._copy.skipped
+            self._copy = _Copy(_copied(state), sums, index, skipped)
+            if self._has_progressed:
+                self._num_rollbacks, self._has_progressed = 0, False
+        return sums
+
+    def after(
+        self, index: int, state: TrainState, sums: Any, group: DeviceBatches
+    ) -> tuple[TrainState, Any]:
+        """Reads the counts of an older program; returns the state and sums to go on with.
+
+        Args:
+            index: Steps of the epoch that were started.
+            state: State after them.
+            sums: Sums after them.
+            group: Batches of the last program.
+
+        Raises:
+            FloatingPointError: On all processes, if training ends because of a step that was not
+                finite.
+        """
+        self._running.append(_Started(sums[CHECKED], group, index))
+        if len(self._running) > IN_FLIGHT:
+            return self._read(self._running.popleft(), state, sums)
+        return state, sums
+
+    def settle(self, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        """Waits for all steps that were started, and does for each what `after` does."""
+        while self._running:
+            state, sums = self._read(self._running.popleft(), state, sums)
+        return state, sums
+
+    def end_epoch(self, state: TrainState) -> None:
+        """Warns of an epoch of which `"rollback"` has kept no step, and raises after a second one.
+
+        Raises:
+            FloatingPointError: On all processes, if two epochs in a row changed nothing.
+        """
+        if self._on_nan != "rollback" or self._copy is None:
+            return
+        is_lost = int(state.step) == self._first_step
+        self._lost_epochs = self._lost_epochs + 1 if is_lost else 0
+        if not is_lost:
+            return
+        text = (
+            f'on_nan="rollback" has undone every step{_of_epoch()}, which changed no weight. Its '
+            "copy of the state is that of the beginning of the epoch: correct the rows whose loss "
+            'is not finite, or compile(on_nan="skip") to lose only steps that are not finite.'
+        )
+        if self._lost_epochs > 1:
+            raise FloatingPointError(f"Two epochs in a row were lost. {text}")
+        logger.warning("%s", text)
+
+    def settle_before_saving(self, state: TrainState) -> None:
+        """Raises what `settle` would raise, so that no position after a bad step is saved."""
+        # To go back needs the sums of the epoch; until then the state is that before the bad step.
+        if self._on_nan != "rollback":
+            self.settle(state, None)
+
+    def _begin(self) -> None:
+        """Forgets what belongs to an epoch."""
+        self._running.clear()
+        self._copy, self._is_told = None, False
+
+    def _read(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        in_a_row, loss, skipped = np.asarray(started.counts).tolist()
+        self._in_a_row = int(in_a_row)
+        self._has_progressed |= not in_a_row
+        self._spikes.see(loss, started.index)
+        if self._on_nan == "skip":
+            self._report(started, int(skipped), loss)
+            if in_a_row >= MOST_SKIPPED:
+                self._end(started, state, f"{int(in_a_row)} steps in a row were skipped. ")
+        elif in_a_row:
+            if self._on_nan == "rollback":
+                return self._go_back(started, state, sums)
+            self._end(started, state)
+        return state, sums
+
+    def _report(self, started: _Started, skipped: int, loss: float) -> None:
+        """Warns of the first step of an epoch that was skipped."""
+        if not skipped or self._is_told:
+            return
+        self._is_told = True
+        first = started.index - (self._in_a_row or started.group.num_steps) + 1
+        where = (
+            f"Step {first}"
+            if self._in_a_row or started.group.num_steps == 1
+            else (f"One of the steps {first} to {started.index}")
+        )
+        logger.warning(
+            "%s%s was skipped: loss or gradients are not finite%s. The logs count such "
+            "steps as skipped_steps.",
+            where, _of_epoch(), f" (loss {loss})" if self._in_a_row == 1 else "",
+        )  # fmt: skip
+
+    def _go_back(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
+        assert self._copy is not None
+        copy = self._copy
+        self._num_rollbacks += 1
+        if self._num_rollbacks > MOST_ROLLBACKS:
+            self._end(started, state, f"Training went back {MOST_ROLLBACKS} times already. ")
+        newest = self._running[-1].index if self._running else started.index
+        self._running.clear()
+        jax.block_until_ready(state)
+        logger.warning(
+            "Step %d%s is not finite: training goes back to the state after step %d and "
+            "on with step %d.",
+            _first_left(started, self._in_a_row), _of_epoch(), copy.index, newest + 1,
+        )  # fmt: skip
+        self._in_a_row = 0
+        skipped = copy.skipped + newest - copy.index
+        return _copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}
+
+    def _end(self, started: _Started, state: TrainState, why: str = "") -> None:
+        """Raises the error that ends training, once no other program runs."""
+        self._running.clear()
+        jax.block_until_ready(state)
+        step = _first_left(started, 1 if self._on_nan == "skip" else self._in_a_row)
+        self._in_a_row = self._num_rollbacks = 0
+        group = started.group
+        position = step - (started.index - group.num_steps) - 1
+        text = f"{why}Step {step}{_of_epoch()} is not finite"
+        advice = (
+            "The weights are those before it. Look at these rows, lower the learning rate, or "
+            'compile(on_nan="skip") to leave such steps out.'
+        )
+        try:
+            batch = _batch_of(group, position)
+            found = diagnose(self._parts, state, batch, self._mesh, real_rows=group.real_rows)
+        except Exception as error:
+            raise FloatingPointError(f"{text}; why could not be found out. {advice}") from error
+        raise FloatingPointError(f"{text} (loss {found.loss}). {found.describe()} {advice}")
+
+    def _counts(self, in_a_row: int, *, skipped: int = 0) -> Any:
+        return _jax.replicate(first_counts(in_a_row, skipped=skipped), self._mesh)
+
+
+def _of_epoch() -> str:
+    """Returns " of epoch 3", or nothing outside an epoch, as in `train_on_batch`."""
+    epoch = stall.here().epoch
+    return f" of epoch {epoch}" if epoch else ""
+
+
+def _first_left(started: _Started, in_a_row: int) -> int:
+    """Returns the number of the first of the last steps that were left, from 1 on."""
+    return started.index - in_a_row + 1
+
+
+def _batch_of(group: DeviceBatches, position: int) -> Batch:
+    if group.num_steps == 1:
+        return group.batch
+    return jax.tree.map(lambda x: x[position], group.batch)
+
+
+def _copied(state: TrainState) -> TrainState:
+    """Returns a copy, as steps take the arrays of the state that they are given."""
+    return jax.tree.map(jnp.copy, state)

@@ -1,0 +1,1 @@
+"""The programs of training: what one step computes on the ranks."""

@@ -1,0 +1,194 @@
+"""The fastest steps: one program per step, with gradients summed as `Reduction` says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Variables
+from tnt_jax.data.feed import rank_slice_of
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.train.contracts import Apply, Parts
+from tnt_jax.train.execution import DeviceBatches, mapped, scanned
+from tnt_jax.train.finite import OnNaN, check_uncompressed
+from tnt_jax.train.state import TrainState, create_state, started_at_once
+from tnt_jax.train.steps.sharded_step import (
+    ShardedOptimizer,
+    make_sharded_train_step,
+    make_sharded_train_steps,
+    shardings_in_parts,
+)
+from tnt_jax.train.steps.step import (
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+    make_train_steps,
+)
+
+
+class DataParallelSteps:
+    """Implements `Steps` with one program per step.
+
+    Args:
+        runtime: Mesh to train on.
+        reduction: How gradients are summed over the ranks.
+
+    Attributes:
+        rank_slice: The slice of the data axis that this process feeds.
+        fused: Several steps as one program.
+        takes_host_arrays: Always True.
+        reduction: How gradients are summed over the ranks.
+        mesh: The mesh that the programs are mapped over.
+        without_padding: None: padded rows are masked.
+    """
+
+    takes_host_arrays = True
+    without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
+
+    def __init__(self, runtime: Runtime, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.rank_slice = rank_slice_of(runtime)
+        self.fused = _FusedSteps(runtime, reduction)
+        self.mesh = runtime.mesh
+
+    def train(
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
+    ) -> Callable:
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        if self.reduction.shard_optimizer_state:
+            placement = ShardedOptimizer(self.mesh, self.reduction)
+            return make_sharded_train_step(parts, optimizer, placement, **options)
+        return make_train_step(parts, optimizer, self.mesh, reduction=self.reduction, **options)
+
+    def evaluate(self, parts: Parts) -> Callable:
+        """Returns the function `(params, model_state, sums, batch) -> sums`."""
+        return make_eval_step(parts, self.mesh)
+
+    def predict(self, apply: Apply) -> Callable:
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
+        return make_predict_step(apply, self.mesh)
+
+    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
+        """Returns None: every device holds all variables."""
+
+    def create_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState:
+        """Returns the state before the first update, on the devices."""
+        # Parts of sums over the ranks are accumulated as one array.
+        rows = 1 if self.reduction.shard_optimizer_state else self.mesh.size
+        state = create_state(
+            *variables,
+            started_at_once(optimizer),
+            seed=seed,
+            accumulating_ranks=rows if accumulation_steps > 1 else 0,
+            compressing_ranks=self.mesh.size if self.reduction.keeps_residual else 0,
+        )
+        if self.reduction.keeps_residual:
+            check_uncompressed(state.opt_state)
+        return self.put_state(state)
+
+    def describe_state(
+        self,
+        variables: Variables,
+        optimizer: optax.GradientTransformation,
+        *,
+        seed: int,
+        accumulation_steps: int,
+    ) -> TrainState | None:
+        """Returns descriptions of a new state; None if ranks keep parts of it."""
+        if self.reduction.shard_optimizer_state or self.reduction.keeps_residual:
+            return None
+        rows = self.mesh.size if accumulation_steps > 1 else 0
+        create = partial(create_state, optimizer=optimizer, seed=seed, accumulating_ranks=rows)
+        return self.place(jax.eval_shape(create, *variables))
+
+    def place(self, state: TrainState) -> TrainState:
+        """Returns descriptions of a state's arrays, with their shardings on the devices.
+
+        Args:
+            state: State of any `Steps`, or its description; without a residual.
+        """
+        is_cut = self.reduction.shard_optimizer_state
+        rows = 1 if is_cut else self.mesh.size
+        accumulated = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), state.accumulated
+        )
+        state = replace(state, accumulated=accumulated)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        by_row = NamedSharding(self.mesh, PartitionSpec(_jax.rank_axes(self.mesh)))
+        places = replace(
+            jax.tree.map(lambda _: whole, state),
+            accumulated=jax.tree.map(lambda _: by_row, accumulated),
+        )
+        places = shardings_in_parts(state, self.mesh) if is_cut else places
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+        )
+
+    def put_state(self, state: TrainState) -> TrainState:
+        """Puts a state of host or device arrays on the devices."""
+        opt_state, accumulated = state.opt_state, state.accumulated
+        if self.reduction.shard_optimizer_state:
+            cut = shardings_in_parts(state, self.mesh)
+            opt_state = _jax.put(opt_state, cut.opt_state)
+            accumulated = _jax.put(accumulated, cut.accumulated)
+        else:
+            opt_state = _jax.replicate(opt_state, self.mesh)
+            # Each rank holds its own row.
+            accumulated = _jax.shard_rows(accumulated, self.mesh)
+        residual = _jax.shard_rows(state.residual, self.mesh)
+        shared = _jax.replicate(
+            replace(state, opt_state=None, accumulated=None, residual=None), self.mesh
+        )
+        return replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
+
+
+class _FusedSteps:
+    """Implements `FusedSteps` with loops inside a program."""
+
+    def __init__(self, runtime: Runtime, reduction: Reduction) -> None:
+        self._runtime = runtime
+        self._reduction = reduction
+        self._sharding = NamedSharding(runtime.mesh, PartitionSpec(None, _jax.DATA_AXIS))
+
+    def train(
+        self,
+        parts: Parts,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulation_steps: int,
+        on_nan: OnNaN | None = None,
+    ) -> Callable:
+        """Returns the function `(state, sums, batches) -> (state, sums)`."""
+        mesh, reduction = self._runtime.mesh, self._reduction
+        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        if reduction.shard_optimizer_state:
+            placement = ShardedOptimizer(mesh, reduction)
+            return make_sharded_train_steps(parts, optimizer, placement, **options)
+        return make_train_steps(parts, optimizer, mesh, reduction=reduction, **options)
+
+    def evaluate(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, sums, batches) -> sums`."""
+        return scanned(step, self._sharding)
+
+    def predict(self, step: Callable) -> Callable:
+        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
+        return mapped(step, self._sharding)

@@ -1,0 +1,85 @@
+"""The sums over an epoch that its logs are computed from, and their loss terms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.train.contracts import Batch, LossTerm, Parts
+from tnt_jax.train.state import TrainState
+
+
+def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
+    """Returns the initial sums of an epoch, for batches like `batch`, as host arrays."""
+
+    def measure(params: Any, model_state: Any, batch: Batch) -> Any:
+        measured = parts.measure(params, model_state, batch, key=None, train=False)
+        numbers = _jax.make_varying(
+            ([divide(term) for term in measured.terms], measured.increments)
+        )
+        return psum(numbers)
+
+    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(_jax.rank_axes(mesh)))
+    mapped = _jax.shard_map(measure, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    losses, increments = jax.eval_shape(mapped, state.params, state.model_state, batch)
+    zero = np.zeros((), np.float32)
+    increments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), increments)
+    return {"loss": (zero, zero), "losses": [(zero, zero) for _ in losses], "metrics": increments}
+
+
+def add_sums(
+    sums: Any, loss: jax.Array, losses: list[jax.Array], increments: Any, rows: jax.Array | float
+) -> Any:
+    """Returns the sums after a global batch of `rows` real rows.
+
+    The loss of a batch is weighted by its rows, as in Keras 3.
+    """
+
+    def add(pair: tuple[jax.Array, jax.Array], value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return pair[0] + value.astype(jnp.float32) * rows, pair[1] + rows
+
+    return {
+        "loss": add(sums["loss"], loss),
+        "losses": [add(pair, value) for pair, value in zip(sums["losses"], losses, strict=True)],
+        "metrics": jax.tree.map(jnp.add, sums["metrics"], increments),
+    }
+
+
+def divide(term: LossTerm) -> jax.Array:
+    """Returns this rank's share of a loss term, inside `shard_map`.
+
+    It is the local total over the global count, and 0 if that is 0. Its scale is left out: logs
+    show each loss without it, as in Keras.
+    """
+    # psum of a Python number is a multiplication, so a known count needs no communication.
+    return quotient(term, None if term.count is None else psum(term.count))
+
+
+def quotient(term: LossTerm, count: jax.Array | float | None) -> jax.Array:
+    """Returns a share of a loss term, given the count of the global batch; 0 if that is 0."""
+    if count is None:
+        return term.total
+    is_empty = jnp.equal(count, 0)
+    return jnp.where(is_empty, 0.0, term.total / jnp.where(is_empty, 1.0, count))
+
+
+def weighted_sum(losses: list[jax.Array], terms: list[LossTerm], penalty: Any) -> Any:
+    """Returns the loss: the loss of each term by its scale, and what the model adds itself."""
+    scaled = [loss * term.scale for loss, term in zip(losses, terms, strict=True)]
+    return sum(scaled, start=penalty)
+
+
+def num_local_rows(batch: Batch) -> int:
+    """Returns the rows of a batch, padding included."""
+    return jax.tree.leaves(batch.inputs)[0].shape[0]
+
+
+def num_real_rows(batch: Batch) -> jax.Array | float:
+    """Returns the real rows of the global batch, inside `shard_map`."""
+    if batch.mask is None:
+        return psum(float(num_local_rows(batch)))
+    return psum(jnp.sum(batch.mask))

@@ -1,0 +1,491 @@
+"""Finds out from a traced program whether values of a row depend on other rows of the batch.
+
+Nothing runs: for every array of the program it is known which dimension holds the rows. An
+operation that combines rows, such as a sum over that dimension, is found in every branch and loop,
+whatever the values are. What cannot be told stays unknown; a run with other rows may tell it
+(`keras_compat.compiling.row_checks`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from tnt_jax import _jax
+from tnt_jax.distributed.sums.random_rows import row_dim_of
+
+_MARK = "tnt_jax values of rows"
+
+
+@dataclass(frozen=True)
+class Free:
+    """An array that does not depend on the batch.
+
+    Attributes:
+        varying: Dimensions along which its values may differ.
+    """
+
+    varying: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array whose entries at index `i` of a dimension depend on row `i // inner` alone."""
+
+    dim: int
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An array of which it cannot be told how it depends on rows."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """An array whose values depend on several rows.
+
+    Attributes:
+        operation: Name of the operation that combined them.
+    """
+
+    operation: str
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """An array that is made of what ranks have exchanged, by the user's own call."""
+
+
+Dependence = Free | Rows | Unknown | Mixed | Exchanged
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The batch of a program.
+
+    Attributes:
+        num_rows: Its rows; arrays with so many that keys of `row_key` draw are drawn by row.
+        marked: How arrays depend on rows that were `marked`.
+    """
+
+    num_rows: int
+    marked: list[Dependence] = field(default_factory=list)
+
+
+def marked(values: jax.Array) -> jax.Array:
+    """Returns values of rows with a mark that `dependences` finds in a program."""
+    return checkpoint_name(values, _MARK)
+
+
+def dependences(
+    jaxpr: Any, holds_rows: Sequence[bool], num_rows: int
+) -> tuple[list[Dependence], list[Dependence]]:
+    """Returns how results of a program, and what it marks, depend on the rows of a batch.
+
+    Args:
+        jaxpr: The program, a `Jaxpr`.
+        holds_rows: For each operand, whether it is an array `[rows, ...]` of the batch.
+        num_rows: Rows of the batch.
+    """
+    batch = _Batch(num_rows)
+    given = [
+        Rows(0) if is_batch else _free(v.aval)
+        for v, is_batch in zip(jaxpr.invars, holds_rows, strict=True)
+    ]
+    return _of_program(jaxpr, given, batch), batch.marked
+
+
+def is_by_row(found: Dependence) -> bool:
+    """Returns whether it is known that an array `[rows, ...]` depends on each row by itself."""
+    is_alike = isinstance(found, Free) and 0 not in found.varying
+    return is_alike or found in (Rows(0), Exchanged())
+
+
+def _of_program(jaxpr: Any, operands: Sequence[Dependence], batch: _Batch) -> list[Dependence]:
+    known: dict[Any, Dependence] = {v: _free(v.aval) for v in jaxpr.constvars}
+    known |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def of(variable: Any) -> Dependence:
+        return _free(variable.aval) if isinstance(variable, _jax.Literal) else known[variable]
+
+    for equation in jaxpr.eqns:
+        found = _of_equation(equation, [of(v) for v in equation.invars], batch)
+        known.update(zip(equation.outvars, found, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _free(aval: Any) -> Free:
+    shape = getattr(aval, "shape", ())
+    return Free(frozenset(dim for dim, size in enumerate(shape) if size != 1))
+
+
+def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+    name = equation.primitive.name
+    inner = _CONTROL.get(name)
+    if inner is not None:
+        return inner(equation, found, batch)
+    called = _jax.called_program(equation) or equation.params.get("jaxpr")
+    if called is not None and name in (*_jax.CALLS, "shard_map", "remat2"):
+        return _of_program(getattr(called, "jaxpr", called), found, batch)
+    if name in ("random_bits", "random_split") and isinstance(found[0], Free):
+        drawn = name, equation.params["shape"]
+        rows = row_dim_of(equation.invars[0].aval.dtype, drawn)
+        return [_spread(equation, found) if rows is None else Rows(*rows)]
+    if _jax.is_collective(equation) and not all(isinstance(x, Free) for x in found):
+        return [Exchanged()] * len(equation.outvars)
+    if any(isinstance(x, (Exchanged, Mixed, Unknown)) for x in found):
+        return [joined(*found)] * len(equation.outvars)
+    rule = _RULES.get(name)
+    if rule is None:
+        return [_spread(equation, found, out) for out in equation.outvars]
+    result = rule(equation, found)
+    return [result] * len(equation.outvars)
+
+
+def _spread(equation: Any, found: list[Dependence], out: Any = None) -> Dependence:
+    """Returns what an unknown operation makes."""
+    aval = (equation.outvars[0] if out is None else out).aval
+    return _free(aval) if all(isinstance(x, Free) for x in found) else Unknown()
+
+
+def joined(*found: Dependence) -> Dependence:
+    """Returns how arrays of one shape, combined element by element, depend on rows."""
+    for kind in (Exchanged, Mixed):
+        if (worst := next((x for x in found if isinstance(x, kind)), None)) is not None:
+            return worst
+    if any(isinstance(x, Unknown) for x in found):
+        return Unknown()
+    rows = {x for x in found if isinstance(x, Rows)}
+    if len({x.dim for x in rows}) > 1:
+        return Mixed("a combination of each row with each")
+    if len(rows) > 1:
+        return Unknown()
+    varying = frozenset[int]().union(*(x.varying for x in found if isinstance(x, Free)))
+    if not rows:
+        return Free(varying)
+    (only,) = rows
+    # What differs by the position of a row is no function of the row.
+    return Unknown() if only.dim in varying else only
+
+
+def _elementwise(equation: Any, found: list[Dependence]) -> Dependence:
+    return joined(*found)
+
+
+def _cast(equation: Any, found: list[Dependence]) -> Dependence:
+    (x,), (result,) = equation.invars, equation.outvars
+    return found[0] if x.aval.shape == result.aval.shape else _spread(equation, found)
+
+
+def _moved(position: Callable[[Any, int], int | None], *, mixes: bool = True) -> Callable:
+    """Returns the rule of an operation that works along some dimensions of its operands.
+
+    Args:
+        position: From the equation and a dimension to the dimension of the result; None if the
+            operation works along it.
+        mixes: Whether it combines the entries along such a dimension; else the result is unknown.
+    """
+
+    def rule(equation: Any, found: list[Dependence]) -> Dependence:
+        moved: list[Dependence] = []
+        for x in found:
+            if isinstance(x, Rows):
+                dim = position(equation, x.dim)
+                lost = Mixed(equation.primitive.name) if mixes else Unknown()
+                moved.append(lost if dim is None else Rows(dim, x.inner))
+            elif isinstance(x, Free):
+                dims = (position(equation, dim) for dim in x.varying)
+                moved.append(Free(frozenset(dim for dim in dims if dim is not None)))
+        return joined(*moved)
+
+    return rule
+
+
+def _reduced(equation: Any, dim: int) -> int | None:
+    axes = equation.params["axes"]
+    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+
+
+def _squeezed(equation: Any, dim: int) -> int | None:
+    axes = equation.params["dimensions"]
+    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+
+
+def _unless(name: str) -> Callable[[Any, int], int | None]:
+    """Returns the position of a dimension along which an operation does not work."""
+
+    def position(equation: Any, dim: int) -> int | None:
+        axes = equation.params[name]
+        return None if dim in (axes if isinstance(axes, tuple) else (axes,)) else dim
+
+    return position
+
+
+def _last(equation: Any, dim: int) -> int | None:
+    return None if dim == equation.invars[0].aval.ndim - 1 else dim
+
+
+def _whole(equation: Any, dim: int) -> int | None:
+    """Returns the position of a dimension of which everything is kept, as by a slice."""
+    sizes = [v.aval.shape[dim] for v in (equation.invars[0], *equation.outvars)]
+    return dim if len(set(sizes)) == 1 else None
+
+
+def _of_window(equation: Any, dim: int) -> int | None:
+    params = equation.params
+    is_alone = params["window_dimensions"][dim] == 1 and params["padding"][dim] == (0, 0)
+    return dim if is_alone and params["window_strides"][dim] == 1 else None
+
+
+def _broadcast(equation: Any, found: list[Dependence]) -> Dependence:
+    places = equation.params["broadcast_dimensions"]
+    x = found[0]
+    if isinstance(x, Rows):
+        return Rows(places[x.dim], x.inner)
+    return Free(frozenset(places[dim] for dim in x.varying)) if isinstance(x, Free) else x
+
+
+def _reshaped(equation: Any, found: list[Dependence]) -> Dependence:
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    x = found[0]
+    if isinstance(x, Rows):
+        before, after = math.prod(old[: x.dim]), math.prod(old[x.dim + 1 :])
+        row_size, rows = x.inner * after, old[x.dim] // x.inner
+        for dim, size in enumerate(new):
+            rest = math.prod(new[dim + 1 :])
+            is_same_place = math.prod(new[:dim]) == before and rest and row_size % rest == 0
+            if is_same_place and size == rows * (row_size // rest):
+                return Rows(dim, row_size // rest)
+        return Unknown()
+    assert isinstance(x, Free)
+    spans = [(math.prod(old[:dim]), math.prod(old[: dim + 1])) for dim in x.varying]
+    return Free(
+        frozenset(
+            dim
+            for dim, size in enumerate(new)
+            if size != 1
+            and any(
+                low < math.prod(new[: dim + 1]) and math.prod(new[:dim]) < high
+                for low, high in spans
+            )
+        )
+    )
+
+
+def _transposed(equation: Any, dim: int) -> int | None:
+    return equation.params["permutation"].index(dim)
+
+
+def _dot(equation: Any, found: list[Dependence]) -> Dependence:
+    contracted, batched = equation.params["dimension_numbers"]
+    ranks = [v.aval.ndim for v in equation.invars]
+    kept = [
+        [dim for dim in range(rank) if dim not in (*over, *batch)]
+        for rank, over, batch in zip(ranks, contracted, batched, strict=True)
+    ]
+    firsts = (len(batched[0]), len(batched[0]) + len(kept[0]))
+    moved: list[Dependence] = []
+    for x, over, batch, own, first in zip(found, contracted, batched, kept, firsts, strict=True):
+        places = {dim: place for place, dim in enumerate(batch)}
+        places |= {dim: first + place for place, dim in enumerate(own)}
+        if isinstance(x, Rows) and x.dim in over:
+            return Mixed("dot_general")
+        if isinstance(x, Rows):
+            moved.append(Rows(places[x.dim], x.inner))
+        elif isinstance(x, Free):
+            moved.append(Free(frozenset(places[dim] for dim in x.varying if dim in places)))
+    return joined(*moved)
+
+
+def _convolved(equation: Any, found: list[Dependence]) -> Dependence:
+    x, kernel = found
+    numbers = equation.params["dimension_numbers"]
+    is_plain = equation.params["batch_group_count"] == 1 and isinstance(kernel, Free)
+    if isinstance(x, Rows) and is_plain and x.dim == numbers.lhs_spec[0]:
+        return Rows(numbers.out_spec[0], x.inner)
+    return _spread(equation, found)
+
+
+def _gathered(equation: Any, found: list[Dependence]) -> Dependence:
+    x, indices = found
+    numbers = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    num_batch = equation.invars[1].aval.ndim - 1
+    out_rank = equation.outvars[0].aval.ndim
+    batch_out = [dim for dim in range(out_rank) if dim not in numbers.offset_dims]
+    over, with_ = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    moved: list[Dependence] = []
+    if isinstance(indices, Rows):
+        if indices.dim == num_batch:
+            return Unknown()
+        moved.append(Rows(batch_out[indices.dim], indices.inner))
+    if isinstance(x, Rows):
+        windows = [d for d in range(len(shape)) if d not in (*numbers.collapsed_slice_dims, *over)]
+        if x.dim in over:
+            moved.append(Rows(batch_out[with_[over.index(x.dim)]], x.inner))
+        elif x.dim in windows and equation.params["slice_sizes"][x.dim] == shape[x.dim]:
+            moved.append(Rows(numbers.offset_dims[windows.index(x.dim)], x.inner))
+        else:
+            return Unknown()
+    return joined(*moved) if moved else _free(equation.outvars[0].aval)
+
+
+def _updated(equation: Any, found: list[Dependence]) -> Dependence:
+    """The rule of `dynamic_update_slice`: the part has all rows, or none is known."""
+    whole, part = (v.aval.shape for v in equation.invars[:2])
+    rows = next((x for x in found[:2] if isinstance(x, Rows)), None)
+    if rows is not None and whole[rows.dim] != part[rows.dim]:
+        return Unknown()
+    return joined(*found[:2])
+
+
+def _padded(equation: Any, found: list[Dependence]) -> Dependence:
+    x = found[0]
+    if isinstance(x, Rows) and any(equation.params["padding_config"][x.dim]):
+        return Unknown()
+    return joined(x, found[1]) if isinstance(x, Rows) else _spread(equation, found)
+
+
+def _concatenated(equation: Any, found: list[Dependence]) -> Dependence:
+    dim = equation.params["dimension"]
+    result = joined(*found)
+    if isinstance(result, Free):
+        return Free(result.varying | {dim})
+    return Unknown() if isinstance(result, Rows) and result.dim == dim else result
+
+
+def _stacked(equation: Any, found: list[Dependence]) -> Dependence:
+    axis, result = equation.params["axis"], joined(*found)
+    if isinstance(result, Free):
+        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in result.varying)]))
+    return (
+        Rows(result.dim + (result.dim >= axis), result.inner)
+        if isinstance(result, Rows)
+        else result
+    )
+
+
+def _counted(equation: Any, found: list[Dependence]) -> Dependence:
+    return Free(frozenset([equation.params["dimension"]]))
+
+
+def _cond(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+    index, *operands = found
+    results = [_of_program(branch.jaxpr, operands, batch) for branch in equation.params["branches"]]
+    both = [joined(*found) for found in zip(*results, strict=True)]
+    return both if isinstance(index, Free) else [joined(index, x) for x in both]
+
+
+def _while(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+    params = equation.params
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = found[second:]
+    carry = _fixed_point(
+        lambda carry: _of_program(
+            params["body_jaxpr"].jaxpr, [*found[first:second], *carry], batch
+        ),
+        carry,
+    )
+    (goes_on,) = _of_program(params["cond_jaxpr"].jaxpr, [*found[:first], *carry], batch)
+    return carry if isinstance(goes_on, Free) else [joined(x, Unknown()) for x in carry]
+
+
+def _scan(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+    first, num_carry = _jax.loop_sizes(equation)
+    second = first + num_carry
+    body = equation.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    slices = [_within(x) for x in found[second:]]
+    outputs: list[Dependence] = []
+
+    def run(carry: list[Dependence]) -> list[Dependence]:
+        results = _of_program(body, [*found[:first], *carry, *slices], batch)
+        outputs[:] = [_around(x) for x in results[num_carry:]]
+        return results[:num_carry]
+
+    return _fixed_point(run, found[first:second]) + outputs
+
+
+def _within(x: Dependence) -> Dependence:
+    """Returns how a slice depends on rows that a loop takes of an array's first dimension."""
+    if isinstance(x, Rows):
+        return Rows(x.dim - 1, x.inner) if x.dim else Unknown()
+    return Free(frozenset(dim - 1 for dim in x.varying if dim)) if isinstance(x, Free) else x
+
+
+def _around(x: Dependence) -> Dependence:
+    """Returns how slices that a loop stacks depend on rows."""
+    if isinstance(x, Rows):
+        return Rows(x.dim + 1, x.inner)
+    return Free(frozenset([0, *(dim + 1 for dim in x.varying)])) if isinstance(x, Free) else x
+
+
+def _fixed_point(run: Callable, carry: list[Dependence]) -> list[Dependence]:
+    while True:
+        after = [joined(old, new) for old, new in zip(carry, run(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after
+
+
+def _named(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+    if equation.params["name"] == _MARK:
+        batch.marked.extend(found)
+    return found
+
+
+_CONTROL = {
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "name": _named,
+    "optimization_barrier": lambda equation, found, batch: found,
+}
+_ELEMENTWISE = [
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
+    "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pcast", "population_count",
+    "pow", "pvary", "real", "reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n",
+    "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+]  # fmt: skip
+_RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **{
+        f"reduce_{name}": _moved(_reduced)
+        for name in ("sum", "max", "min", "prod", "and", "or", "xor")
+    },
+    **{name: _moved(_reduced) for name in ("argmax", "argmin")},
+    **{
+        f"cum{name}": _moved(_unless("axis")) for name in ("sum", "prod", "max", "min", "logsumexp")
+    },
+    **{f"reduce_window{name}": _moved(_of_window) for name in ("", "_sum", "_max", "_min")},
+    "sort": _moved(_unless("dimension")),
+    "top_k": _moved(_last),
+    "rev": _moved(_unless("dimensions")),
+    **dict.fromkeys(("slice", "dynamic_slice", "split"), _moved(_whole, mixes=False)),
+    "squeeze": _moved(_squeezed, mixes=False),
+    "transpose": _moved(_transposed),
+    "dynamic_update_slice": _updated,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolved,
+    "gather": _gathered,
+    "pad": _padded,
+    "concatenate": _concatenated,
+    "stack": _stacked,
+    "bitcast_convert_type": _cast,
+    "iota": _counted,
+    # The dimensions of an array of keys are the first ones of what they draw.
+    **dict.fromkeys(
+        ("random_bits", "random_split", "random_fold_in", "random_unwrap"), _elementwise
+    ),
+}

@@ -1,0 +1,393 @@
+"""One training, evaluation or prediction step: a jitted `shard_map` over the axis `data`.
+
+A step is built once from pure functions (`Parts`) and compiled once for each shape of a batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.distributed.sums.averages import StateAverage
+from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.gradients import Summed, sum_gradients, trace_grads
+from tnt_jax.distributed.sums.random_rows import batch_key, evaluation_key
+from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+from tnt_jax.train.contracts import Apply, Batch, Parts
+from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, loss_scale, take_or_leave
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.steps.epoch_sums import (
+    add_sums,
+    divide,
+    num_local_rows,
+    num_real_rows,
+    weighted_sum,
+)
+from tnt_jax.train.steps.kept_inputs import keep_inputs
+
+
+def accumulate(
+    state: TrainState,
+    grads: Any,
+    update: Callable[[Any, Any, Any], tuple[Any, Any]],
+    num_steps: int,
+) -> tuple[Any, Any, Any]:
+    """Adds a step's gradients to the sums and updates in every `num_steps`-th step, as Keras does.
+
+    Called inside `shard_map`.
+
+    Args:
+        state: State before the step; its `accumulated` arrays are this rank's, `[1, ...]`, or None
+            if every step updates.
+        grads: This rank's part of the gradients of the step.
+        update: Maps mean gradients, parameters and optimizer state to the updated parameters and
+            optimizer state; it sums the gradients over the ranks unless they are summed already.
+        num_steps: Steps per update.
+
+    Returns:
+        Parameters, optimizer state and sums after the step.
+    """
+    if num_steps == 1:
+        return *update(grads, state.params, state.opt_state), None
+    totals = with_step(state.accumulated, grads)
+
+    def update_by_mean(totals: Any) -> tuple[Any, Any, Any]:
+        means = jax.tree.map(lambda total: total[0] / num_steps, totals)
+        params, opt_state = update(means, state.params, state.opt_state)
+        return params, opt_state, _jax.zeros_like(totals)
+
+    def go_on(totals: Any) -> tuple[Any, Any, Any]:
+        return state.params, state.opt_state, totals
+
+    # The step number is the same on all ranks, so either all of them exchange gradients or none.
+    return jax.lax.cond((state.step + 1) % num_steps == 0, update_by_mean, go_on, totals)
+
+
+def with_step(accumulated: Any, grads: Any) -> Any:
+    """Returns a rank's accumulated gradients `[1, ...]` with those of a further step."""
+    return jax.tree.map(lambda total, grad: total + grad[None], accumulated, grads)
+
+
+# Fewer rows make poor statistics (Wu and He 2018, arXiv:1803.08494, figure 1).
+_FEW_ROWS = 16
+# Parts of steps that have been traced.
+_traced = Slot[WeakSet[Parts]](WeakSet)
+_REPLICATED: Any = PartitionSpec()
+_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
+_STACKED = PartitionSpec(None, _jax.DATA_AXIS)
+# Everything is replicated except what each rank keeps of its own gradients.
+_STATE = TrainState(*[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW)
+
+
+def make_train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
+) -> Callable:
+    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
+
+    `state` is donated; `sums` is not, so that the sums of any step can be read later.
+
+    Args:
+        parts: What the step computes.
+        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+        mesh: Ranks, over the axis `data`.
+        reduction: How gradients are summed over the ranks.
+        accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
+            gradients; ranks exchange them only in the step that updates.
+        on_nan: What follows a step that is not finite; None to take it.
+    """
+    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan)
+    mapped = _jax.shard_map(
+        step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED)
+    )
+    return compiled(mapped, mesh, donate_argnums=0)
+
+
+def make_train_steps(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    reduction: Reduction,
+    accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
+) -> Callable:
+    """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
+
+    It is one program for several steps. The batches are stacked: arrays `[steps, rows, ...]`. The
+    arguments are those of `make_train_step`.
+    """
+    steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan))
+    mapped = _jax.shard_map(
+        steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED)
+    )
+    return compiled(mapped, mesh, donate_argnums=0)
+
+
+def repeated(step: Callable) -> Callable:
+    """Returns the function `(state, sums, batches) -> (state, sums)` that scans a step.
+
+    The batches are stacked, `[steps, rows, ...]`.
+    """
+
+    # Its name is that of the program, for the profiler and the messages of JAX.
+    def steps(state: Any, sums: Any, batches: Any) -> Any:
+        return jax.lax.scan(
+            lambda carry, batch: (step(*carry, batch), None), (state, sums), batches
+        )[0]
+
+    return steps
+
+
+def compiled(function: Callable, mesh: Mesh, **options: Any) -> Callable:
+    """Returns a jitted function with the compiler options that suit the devices of a mesh.
+
+    Args:
+        function: The function.
+        mesh: The mesh.
+        **options: Other arguments of `jax.jit`.
+    """
+    return jax.jit(function, compiler_options=_jax.convolution_options(mesh), **options)
+
+
+class LocalStep(NamedTuple):
+    """What one rank computes in a step before it communicates.
+
+    Attributes:
+        numbers: Loss, loss of each term, and increments of the metrics.
+        model_state: Model state after the pass.
+        grads: This rank's part of the gradients; of the scaled loss if the optimizer scales it.
+        order: Indices of the leaves of `grads`, in order of availability, earliest first.
+    """
+
+    numbers: Any
+    model_state: Any
+    grads: Any
+    order: list[int]
+
+
+def differentiate(
+    parts: Parts,
+    state: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    first_rank: jax.Array | int = 0,
+) -> LocalStep:
+    """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`.
+
+    Args:
+        parts: What the step computes.
+        state: State before the step.
+        batch: This rank's rows.
+        mesh: Ranks, over the axis `data`.
+        first_rank: Ranks of other meshes that compute earlier rows of the global batch.
+    """
+    key = batch_key(state.key, state.step, num_local_rows(batch), first_rank=first_rank)
+    scale = loss_scale(state.opt_state)
+
+    def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        measured = parts.measure(params, state.model_state, batch, key=key, train=True)
+        losses = [divide(term) for term in measured.terms]
+        total = weighted_sum(losses, measured.terms, measured.penalty / _jax.num_ranks(mesh))
+        loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
+        scaled = loss if scale is None else loss * scale
+        return scaled, (
+            _jax.make_varying((loss, losses, measured.increments)),
+            measured.model_state,
+        )
+
+    def rewrite(program: Any) -> Any:
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        return keep_inputs(program, step=state.step) if is_cpu else program
+
+    (_, (numbers, model_state)), grads, order = trace_grads(
+        jax.value_and_grad(objective, has_aux=True),
+        _jax.make_varying(state.params),
+        rewrite=rewrite,
+    )
+    # Later traces are those of last batches, which may well be small.
+    if parts not in _traced.get():
+        _traced.get().add(parts)
+        _warn_of_statistics(model_state, num_local_rows(batch))
+    return LocalStep(numbers, model_state, grads, order)
+
+
+def _train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    reduction: Reduction,
+    accumulation_steps: int,
+    on_nan: OnNaN | None,
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
+    """Returns one rank's training step, which runs inside `shard_map`."""
+
+    def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:
+        updates, opt_state = optimizer.update(summed.grads, opt_state, params)
+        return optax.apply_updates(params, updates), (opt_state, summed.residual)
+
+    def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
+        local = differentiate(parts, state, batch, mesh)
+        rows = num_real_rows(batch)
+        average = StateAverage(local.model_state, share_of_rows(batch, rows))
+        total_of = partial(sum_gradients, reduction=reduction, order=local.order)
+        grads, unfit = None, 0
+        if accumulation_steps == 1:
+            summed = total_of(
+                local.grads,
+                first=local.numbers,
+                others=average.summands,
+                residual=state.residual,
+            )
+            numbers, totals, grads = summed.first, summed.others, summed.grads
+
+            def update_state() -> tuple[Any, Any, Any]:
+                return *update(summed, state.params, state.opt_state), None
+        else:
+            numbers, unfit = sums_of_numbers(
+                local, state, mesh, checked=on_nan and with_step(state.accumulated, local.grads)
+            )
+            totals = psum(average.summands)
+
+            def reduce_and_update(means: Any, params: Any, carried: Any) -> tuple[Any, Any]:
+                opt_state, residual = carried
+                summed = total_of(means, residual=residual)
+                return update(summed, params, opt_state)
+
+            def update_state() -> tuple[Any, Any, Any]:
+                before = replace(state, opt_state=(state.opt_state, state.residual))
+                return accumulate(before, local.grads, reduce_and_update, accumulation_steps)
+
+        model_state = average.result(totals)
+        loss, losses, increments = numbers
+
+        def finish() -> tuple[TrainState, Any]:
+            params, (opt_state, residual), accumulated = update_state()
+            new_state = replace(
+                state,
+                step=state.step + 1,
+                params=params,
+                model_state=model_state,
+                opt_state=opt_state,
+                accumulated=accumulated,
+                residual=residual,
+            )
+            return new_state, add_sums(sums, loss, losses, increments, rows)
+
+        if on_nan is None:
+            return finish()
+        is_finite = is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0))
+        return take_or_leave(
+            on_nan,
+            is_finite,
+            (state, sums),
+            finish,
+            loss=loss,
+            platform=mesh.devices.flat[0].platform,
+        )
+
+    return step
+
+
+def sums_of_numbers(
+    local: LocalStep, state: TrainState, mesh: Mesh, *, checked: Any
+) -> tuple[Any, Any]:
+    """Returns the sums of a step's numbers over the ranks.
+
+    They come with the number of ranks whose gradients could not be summed.
+
+    Args:
+        local: What this rank has computed.
+        state: State before the step.
+        mesh: Ranks.
+        checked: Gradients of this rank to check, which are not summed on all ranks; None to check
+            nothing.
+    """
+    if checked is None:
+        return psum(local.numbers), 0
+    unfit = ~can_be_summed(state, checked, _jax.num_ranks(mesh))
+    loss, *others = local.numbers
+    # In one array with the loss: a sum of its own would be one more collective.
+    pair, *others = psum((_jax.make_varying(jnp.stack([loss, unfit])), *others))
+    return (pair[0], *others), pair[1]
+
+
+def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
+    """Returns the jitted function `(params, model_state, sums, batch) -> sums`."""
+    specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
+    step = evaluation(parts, mesh)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+
+
+def evaluation(parts: Parts, mesh: Mesh) -> Callable:
+    """Returns one rank's step `(params, model_state, sums, batch) -> sums`, for `shard_map`."""
+
+    def step(params: Any, model_state: Any, sums: Any, batch: Batch) -> Any:
+        key = evaluation_key(sums["loss"][1], num_local_rows(batch))
+        measured = parts.measure(params, model_state, batch, key=key, train=False)
+        losses = [divide(term) for term in measured.terms]
+        local_loss = weighted_sum(
+            losses, measured.terms, jnp.float32(measured.penalty) / _jax.num_ranks(mesh)
+        )
+        numbers = _jax.make_varying((local_loss, losses, measured.increments))
+        loss, losses, increments = psum(numbers)
+        return add_sums(sums, loss, losses, increments, num_real_rows(batch))
+
+    return step
+
+
+def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
+    """Returns the jitted function `(params, model_state, inputs, first_row) -> outputs`.
+
+    `first_row` counts the rows of the data before; the outputs `[rows, ...]` are sharded by row.
+    """
+    specs = (_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED)
+    step = prediction(apply)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
+
+
+def prediction(apply: Apply) -> Callable:
+    """Returns a rank's `(params, model_state, inputs, first_row) -> outputs`, for `shard_map`."""
+
+    def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
+        key = evaluation_key(first_row, jax.tree.leaves(inputs)[0].shape[0])
+        return _jax.make_varying(
+            apply(params, model_state, inputs, key=key, train=False, mask=None).outputs
+        )
+
+    return step
+
+
+def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
+    """Warns if statistics of each rank's own rows make results depend on the number of ranks."""
+    if any(_jax.is_varying(x) for x in jax.tree.leaves(model_state)):
+        logger.warning(
+            "Statistics such as BatchNorm's are computed over each rank's %d row(s) of a batch, so "
+            "results depend on the number of ranks%s. Synchronize them: "
+            "BatchNorm(axis_name='data') in Flax, synchronized=True in Keras.",
+            num_rows,
+            f"; below {_FEW_ROWS} rows they are also inaccurate" if num_rows < _FEW_ROWS else "",
+        )  # fmt: skip
+
+
+def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
+    """Returns this rank's share of the `rows` real rows of the global batch.
+
+    The result is None if all ranks have equally many.
+    """
+    return None if batch.mask is None else jnp.sum(batch.mask) / rows
