@@ -10,7 +10,7 @@ from pages import PAGES, ROOT, blocks, run
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.launch.options import parse_options
+from tnt_jax.launch.planning.options import parse_options
 
 WITH_BLOCKS = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
 NAMED = re.compile(r"\btnt\.([a-zA-Z_][\w.]*\w)")
@@ -38,11 +38,11 @@ def test_pages_about_processes_run_in_two(tmp_path):
     assert all(f"{name} has run" in done.stdout for name in names)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
-def test_a_page_names_only_what_is_there(page):
-    names = set(NAMED.findall(page.read_text()))
-    unknown = {name for name in names if not is_there(name)}
-    assert not unknown
+def test_pages_name_only_what_is_there():
+    pages = [ROOT / "README.md", *PAGES]
+    names = {(page.stem, name) for page in pages for name in NAMED.findall(page.read_text())}
+    assert len(names) > 100
+    assert {(page, name) for page, name in names if not is_there(name)} == set()
 
 
 def is_there(name):
@@ -54,13 +54,13 @@ def is_there(name):
 
 
 COMMANDS = [
-    pytest.param(line, id=f"{page.stem}: {line}")
+    line
     for page in [ROOT / "README.md", *PAGES]
     for line in re.findall(r"tnt-jax [^`\n]*?-- [^`\n|&]*", page.read_text())
 ]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_has_options_that_the_launcher_knows(line):
-    words = line.split()[1:]
-    assert parse_options(words, version="") is not None
+def test_commands_have_options_that_the_launcher_knows():
+    assert len(COMMANDS) > 10
+    for line in COMMANDS:
+        assert parse_options(line.split()[1:], version="") is not None, line
