@@ -177,14 +177,9 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
     worker = [sys.executable, str(Path(__file__).with_name("scaling_worker.py")), description]
     running = []
     for process in range(task["processes"]):
-        cores = (
-            str(process % (os.cpu_count() or 1))
-            if task["kind"] != VIRTUAL
-            else f"0-{task['ranks'] - 1}"
-        )
-        is_bound = on_cpus(args.platform) and not is_free(task)
-        bound = ["taskset", "-c", cores] if is_bound else []
         prefix = shlex.split(args.prefix.format(number=process + 1, index=process))
+        cores = cores_of(task, process, is_local=not prefix) if on_cpus(args.platform) else ""
+        bound = ["taskset", "-c", cores] if cores else []
         command = [*prefix, *bound, *worker, str(process)]
         chosen = environment_of(args.platform, task, process, addresses, is_local=not prefix)
         running.append(
@@ -211,6 +206,18 @@ def run_task(args: argparse.Namespace, task: dict[str, Any], port: int) -> dict[
         return json.loads(found[0].removeprefix("RESULT "))
     messages = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
     return {"reason": messages[-1][:300] if messages else f"exit code {running[0].returncode}"}
+
+
+def cores_of(task: dict[str, Any], process: int, *, is_local: bool) -> str:
+    """Returns the cores to which a process is bound; "" for all."""
+    if not is_free(task):
+        is_virtual = task["kind"] == VIRTUAL
+        return f"0-{task['ranks'] - 1}" if is_virtual else str(process % (os.cpu_count() or 1))
+    # The launcher of tnt_jax divides the cores of a host if they can be shared evenly.
+    share, rest = divmod(count_cores(), task["processes"])
+    if not task["contender"].startswith("tnt_jax") or rest or not is_local:
+        return ""
+    return f"{process * share}-{(process + 1) * share - 1}"
 
 
 def is_free(task: dict[str, Any]) -> bool:
@@ -277,7 +284,7 @@ def threads_of(task: dict[str, Any], num_devices: int, num_here: int) -> dict[st
     """
     num_threads = num_devices
     if is_free(task) and task["contender"].startswith("tnt_jax"):
-        num_threads = max(1, count_cores() // num_here)  # As tnt_jax/launch/environment.py.
+        num_threads = max(1, count_cores() // num_here)  # As the launcher sets it.
     elif is_free(task) and not task["contender"].startswith("PyTorch"):
         return {}
     return {

@@ -61,3 +61,17 @@ def test_cpu_kind_depends_on_the_instructions_alone(tmp_path, monkeypatch):
     assert amd == kind("model name\t: B\nflags\t\t: avx2 fpu avx\n")
     assert amd != kind("model name\t: A\nflags\t\t: fpu avx\n")
     assert len(amd) == 8
+
+
+def test_processors_of_a_core_are_listed_together(tmp_path, monkeypatch):
+    # Two sockets of two cores with two processors each, numbered as Linux does.
+    for number in range(8):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{number % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{number % 2}\n")
+    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)))
+    assert devices.list_processors() == [0, 4, 1, 5, 2, 6, 3, 7]
+    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "none")
+    assert devices.list_processors() == list(range(8))

@@ -19,7 +19,7 @@ FACTS = Facts(
     python="3.11.7",
     versions={"tnt-jax": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2"},
     cpu_kind="0a1b2c3d",
-    num_cores=8,
+    processors=tuple(range(8)),
     gpus=(),
     has_cuda_jax=True,
     numa_nodes=(0, 1),
@@ -86,6 +86,7 @@ def test_cpu_process_in_full():
         "log_file": None,
         "terminals": (),
         "columns": 80,
+        "processors": (),
     }
 
 
@@ -212,12 +213,22 @@ def test_lone_process_is_restricted_to_its_gpus_by_cuda():
 )
 def test_cores_are_divided_fairly(num_cores, num_processes, expected):
     processes = plan(
-        [host(num_cores=num_cores)],
+        [host(processors=tuple(range(num_cores)))],
         options(use_gpus=False, devices_per_node=num_processes),
     )
     assert {(p.environment["OMP_NUM_THREADS"], p.environment["PJRT_NPROC"]) for p in processes} == {
         expected
     }
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "expected"),
+    [(1, [()]), (2, [(0, 4, 1, 5), (2, 6, 3, 7)]), (3, [(), (), ()]), (16, [()] * 16)],
+)
+def test_processes_get_processors_of_their_own_if_they_share_them_evenly(num_processes, expected):
+    cores = host(processors=(0, 4, 1, 5, 2, 6, 3, 7))
+    processes = plan([cores], options(use_gpus=False, devices_per_node=num_processes))
+    assert [process.processors for process in processes] == expected
 
 
 def test_what_the_user_set_is_left_alone():

@@ -12,6 +12,7 @@ from pathlib import Path
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 _NUMA_NODES = Path("/sys/devices/system/node")
+_PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -82,6 +83,24 @@ def _driver_gpus() -> int:
 def count_cores() -> int:
     """Returns the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def list_processors() -> list[int]:
+    """Returns the processors that this process may run on, those of a core together."""
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(count_cores()))
+    return sorted(os.sched_getaffinity(0), key=lambda number: (_core_of(number), number))
+
+
+def _core_of(processor: int) -> tuple[int, ...]:
+    """Returns a processor's socket and core; zeros where the kernel does not say."""
+    topology = _PROCESSORS / f"cpu{processor}" / "topology"
+    try:
+        return tuple(
+            int((topology / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
+    except (OSError, ValueError):
+        return (0, 0)
 
 
 def cpu_kind() -> str:

@@ -7,14 +7,16 @@ Filters the lines that Gloo prints on standard output for each group of processe
 Gloo is the library for CPU collectives.
 """
 
+import contextlib
 import errno
+import functools
 import os
 import re
 import signal
 import subprocess
 import termios
 import tty
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from tnt_jax.launch.processtree import descendants, die_with_parent, is_handled, send_signal
@@ -204,11 +206,15 @@ def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess
         stderr=streams["stderr"],
         start_new_session=True,
         # Safe here: the supervisor has no other thread yet.
-        preexec_fn=_before_exec,
+        preexec_fn=functools.partial(_before_exec, process["processors"]),
     )
 
 
-def _before_exec() -> None:
+def _before_exec(processors: Sequence[int]) -> None:
     die_with_parent()
+    # One may have been taken away since the host was asked.
+    with contextlib.suppress(OSError):
+        if processors:
+            os.sched_setaffinity(0, processors)
     # The supervisor ignores Ctrl-C, and its children would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.cluster.devices import count_cores, cpu_kind, list_gpus, numa_nodes
+from tnt_jax.cluster.devices import cpu_kind, list_gpus, list_processors, numa_nodes
 from tnt_jax.cluster.machine import machine_id
 from tnt_jax.files import UnsafeFolder, is_own, private_folder
 
@@ -84,7 +84,7 @@ class Facts:
         python: Python version.
         versions: Installed version by package name (tnt-jax, jax, jaxlib); None if not installed.
         cpu_kind: Identifies the instruction set of the processors.
-        num_cores: Number of processors that the processes may use.
+        processors: Numbers of the processors that the processes may use, those of a core together.
         gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
         numa_nodes: Numbers of the NUMA nodes.
@@ -103,7 +103,7 @@ class Facts:
     python: str
     versions: dict[str, str | None]
     cpu_kind: str
-    num_cores: int
+    processors: tuple[int, ...]
     gpus: tuple[str, ...]
     has_cuda_jax: bool
     numa_nodes: tuple[int, ...]
@@ -112,6 +112,11 @@ class Facts:
     no_cache_because: str
     package_root: str | None
     missing: tuple[str, ...]
+
+    @property
+    def num_cores(self) -> int:
+        """Number of processors that the processes may use."""
+        return len(self.processors)
 
     @property
     def num_gpus(self) -> int:
@@ -126,9 +131,8 @@ class Facts:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Facts":
         """Returns the facts from plain data."""
-        tuples = {
-            name: tuple(fields[name]) for name in ("own_addresses", "gpus", "numa_nodes", "missing")
-        }
+        names = ("own_addresses", "processors", "gpus", "numa_nodes", "missing")
+        tuples = {name: tuple(fields[name]) for name in names}
         return cls(**{**fields, **tuples})
 
 
@@ -149,7 +153,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         python=".".join(map(str, sys.version_info[:3])),
         versions={name: package_version(name) for name in ("tnt-jax", "jax", "jaxlib")},
         cpu_kind=cpu_kind(),
-        num_cores=count_cores(),
+        processors=tuple(list_processors()),
         gpus=tuple(list_gpus(environ)),
         has_cuda_jax=any(package_version(name) for name in _CUDA_PLUGINS),
         numa_nodes=tuple(numa_nodes()),

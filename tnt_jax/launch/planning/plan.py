@@ -5,7 +5,7 @@ Everything here is a pure function of its arguments.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tnt_jax.launch.planning.environment import (
@@ -74,6 +74,7 @@ class Process:
         terminals: Which of its streams are terminals, so that progress bars work: those shown alone
             on a terminal.
         columns: Width of these terminals, in characters.
+        processors: Processors of the host on which it runs; empty for any.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class Process:
     log_file: str | None = None
     terminals: tuple[str, ...] = ()
     columns: int = 80
+    processors: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the process as plain data."""
@@ -230,9 +232,11 @@ def plan_processes(
                 restart_count=launch.restart_count,
             )
             pinning = _pinning(host, local_rank, count, options)
-            processes.append(
-                _process(host, rank, local_rank, pinning, environment, options, launch)
-            )
+            process = _process(host, rank, local_rank, pinning, environment, options, launch)
+            if devices.kind == "cpu" and not pinning:
+                own = _own_processors(host.facts.processors, local_rank, count)
+                process = replace(process, processors=own)
+            processes.append(process)
     return processes
 
 
@@ -300,6 +304,18 @@ def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple
     memory = "--membind" if options.pin_memory_to_socket else "--preferred"
     node = nodes[local_rank]
     return (host.facts.numactl, f"--cpunodebind={node}", f"{memory}={node}")
+
+
+def _own_processors(processors: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
+    """Returns a process's share of the processors; none if they cannot be shared evenly.
+
+    Elsewhere the threads of one process hold up the other, on whose processor they come to run
+    (benchmarks/scaling.py).
+    """
+    share, rest = divmod(len(processors), count)
+    if count == 1 or rest:
+        return ()
+    return tuple(processors[local_rank * share : (local_rank + 1) * share])
 
 
 def _shown(rank: int, options: Options) -> tuple[str, ...]:
