@@ -89,9 +89,14 @@ def deterministic_options(mesh: Mesh) -> dict[str, Any]:
 
 
 _PARAMETERS = (
-    "backend", "computation", "devices", "compile_options", "host_callbacks",
-    "executable_devices", "pgle_profiler",
-)  # fmt: skip
+    "backend",
+    "computation",
+    "devices",
+    "compile_options",
+    "host_callbacks",
+    "executable_devices",
+    "pgle_profiler",
+)
 
 
 class _Compilation:

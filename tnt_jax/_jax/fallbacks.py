@@ -50,5 +50,8 @@ def warn_changed(error: Exception, lost: str) -> None:
     """Warns that JAX has changed and what the job does without."""
     logger.warning(
         "JAX %s differs from the versions that tnt_jax knows (%s: %s). %s",
-        jax.__version__, type(error).__name__, error, lost,
-    )  # fmt: skip
+        jax.__version__,
+        type(error).__name__,
+        error,
+        lost,
+    )

@@ -85,9 +85,14 @@ def _find_or_compile(
     cache = _open_cache(backend) if is_kept else None
     if cache is None:
         return compile_before(
-            backend, computation, devices, compile_options, host_callbacks, executable_devices,
+            backend,
+            computation,
+            devices,
+            compile_options,
+            host_callbacks,
+            executable_devices,
             pgle_profiler,
-        )  # fmt: skip
+        )
     key = _key_of(computation, compile_options, backend, processor)
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)

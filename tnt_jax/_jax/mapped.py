@@ -56,9 +56,13 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     if num_ranks(mesh) > 1:
         function = refusing_draws(function)
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-        check_vma=num_ranks(mesh) > 1 or has_stages, **mapped,
-    )  # fmt: skip
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=num_ranks(mesh) > 1 or has_stages,
+        **mapped,
+    )
 
 
 def _named(function: Callable, axis_name: str) -> Callable:

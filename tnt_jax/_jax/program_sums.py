@@ -119,9 +119,10 @@ def _group_size(operation: Any) -> int:
     while top.parent is not None:
         top = top.parent
     (mesh,) = (
-        inner for inner in top.regions[0].blocks[0].operations
+        inner
+        for inner in top.regions[0].blocks[0].operations
         if inner.operation.name == "sdy.mesh" and str(inner.attributes["sym_name"]) == f'"{name}"'
-    )  # fmt: skip
+    )
     size = 1
     for part in str(mesh.attributes["mesh"]).split("[")[1].split("]")[0].split(","):
         axis, _, length = part.strip().partition("=")
@@ -135,16 +136,24 @@ def _call_each_once(ir: Any, module: Any, num_devices: int) -> None:
 
     Sums of two calls may run at the same time, and must be told apart.
     """
-    functions = {_symbol(function, "sym_name"): function for function in module.body.operations
-                 if function.operation.name == "func.func"}  # fmt: skip
-    sums = {name: any(_is_sum(x, num_devices) for x in _operations(function.operation))
-            for name, function in functions.items()}  # fmt: skip
+    functions = {
+        _symbol(function, "sym_name"): function
+        for function in module.body.operations
+        if function.operation.name == "func.func"
+    }
+    sums = {
+        name: any(_is_sum(x, num_devices) for x in _operations(function.operation))
+        for name, function in functions.items()
+    }
     called: set[str] = set()
 
     @functools.cache
     def has_sums(name: str) -> bool:
-        inner = (_symbol(x, "callee") for x in _operations(functions[name].operation)
-                 if x.name == "func.call")  # fmt: skip
+        inner = (
+            _symbol(x, "callee")
+            for x in _operations(functions[name].operation)
+            if x.name == "func.call"
+        )
         return sums[name] or any(has_sums(callee) for callee in inner)
 
     def visit(function: Any) -> None:

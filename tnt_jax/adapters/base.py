@@ -9,9 +9,15 @@ import jax
 
 # The argument names of train flags, with their values in training.
 TRAIN_FLAGS = {
-    "train": True, "training": True, "is_training": True, "is_train": True,
-    "deterministic": False, "inference": False, "eval_mode": False, "use_running_average": False,
-}  # fmt: skip
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "is_train": True,
+    "deterministic": False,
+    "inference": False,
+    "eval_mode": False,
+    "use_running_average": False,
+}
 
 # Names of Linen collections and of classes of NNX variables whose values are added to the training
 # loss.

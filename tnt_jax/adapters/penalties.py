@@ -89,8 +89,9 @@ def warn_of_repeated_rows(adapter: Any, advice: str = "") -> None:
             "The model %r adds a scalar loss. In batches whose rows do not divide evenly among the "
             "ranks, often the last one, it includes repeated rows, so it depends on the number of "
             "devices. %sChoose a batch size that avoids them, or leave out the last batch.",
-            adapter.name, advice,
-        )  # fmt: skip
+            adapter.name,
+            advice,
+        )
 
 
 def kinds_of_losses(once: list[Any], twice: list[Any]) -> tuple[Kind, ...]:

@@ -25,9 +25,17 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 Phase = Literal[
-    "computing", "data", "saving", "compiling", "validating", "callbacks", "starting",
-    "restarting", "lost", "other",
-]  # fmt: skip
+    "computing",
+    "data",
+    "saving",
+    "compiling",
+    "validating",
+    "callbacks",
+    "starting",
+    "restarting",
+    "lost",
+    "other",
+]
 _PHASES: tuple[Phase, ...] = Phase.__args__  # pyright: ignore[reportAttributeAccessIssue]
 # Nanoseconds between two writes of the file while steps run.
 _WRITE_NS = 5_000_000_000

@@ -30,22 +30,39 @@ from tnt_jax.models.attention import Implementation, fastest_implementation
 # is for experiments.
 DECODER_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "vocab_size": 256, "width": 32, "num_layers": 4, "num_heads": 4, "num_key_heads": 2,
+        "vocab_size": 256,
+        "width": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_key_heads": 2,
         "filter_dim": 64,
     },
     "1.1b": {
-        "vocab_size": 32000, "width": 2048, "num_layers": 22, "num_heads": 32, "num_key_heads": 4,
+        "vocab_size": 32000,
+        "width": 2048,
+        "num_layers": 22,
+        "num_heads": 32,
+        "num_key_heads": 4,
         "filter_dim": 5632,
     },
     "7b": {
-        "vocab_size": 32000, "width": 4096, "num_layers": 32, "num_heads": 32, "num_key_heads": 32,
+        "vocab_size": 32000,
+        "width": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_key_heads": 32,
         "filter_dim": 11008,
     },
     "8b": {
-        "vocab_size": 128256, "width": 4096, "num_layers": 32, "num_heads": 32, "num_key_heads": 8,
-        "filter_dim": 14336, "max_wavelength": 5e5,
+        "vocab_size": 128256,
+        "width": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_key_heads": 8,
+        "filter_dim": 14336,
+        "max_wavelength": 5e5,
     },
-}  # fmt: skip
+}
 
 _NORMAL = nn.initializers.normal(0.02)
 

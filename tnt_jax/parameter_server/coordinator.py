@@ -249,8 +249,10 @@ class Coordinator:
     def _replace(self, worker: int, why: str) -> None:
         logger.warning(
             "Worker %d of the parameter server %s. Another one takes its place, and the work is "
-            "done again.", worker, why,
-        )  # fmt: skip
+            "done again.",
+            worker,
+            why,
+        )
         self.statistics.lost_workers += 1
         self.free.discard(worker)
         actor = self.actors.start_worker(worker)
@@ -275,8 +277,10 @@ class Coordinator:
                 del self._starting[ref]
                 logger.warning(
                     "Worker %d has not started again within %.0f s: the Ray cluster has no place "
-                    "for it. Training goes on without it.", worker, self.actors.timeout_s,
-                )  # fmt: skip
+                    "for it. Training goes on without it.",
+                    worker,
+                    self.actors.timeout_s,
+                )
 
     def _look_for_silent_workers(self) -> None:
         """Names workers that do not answer, and replaces them after the user's timeout."""
@@ -288,8 +292,11 @@ class Coordinator:
                 flight.is_named = True
                 logger.warning(
                     "Worker %d has not answered for %.0f s at %s. worker_timeout_s=... replaces "
-                    "such workers.", flight.worker, waited_s, flight.work.what,
-                )  # fmt: skip
+                    "such workers.",
+                    flight.worker,
+                    waited_s,
+                    flight.work.what,
+                )
 
     def _discard_flights(self) -> None:
         """Waits for work that nobody waits for any more, such as after an interrupt."""

@@ -166,19 +166,25 @@ class ParameterServer:
         start_timeout_s: float = 120.0,
     ) -> None:
         check_arguments(
-            num_servers=num_servers, num_workers=num_workers, max_staleness=max_staleness,
-            backup_workers=backup_workers, compression=compression,
+            num_servers=num_servers,
+            num_workers=num_workers,
+            max_staleness=max_staleness,
+            backup_workers=backup_workers,
+            compression=compression,
             checkpoint_every=checkpoint_every,
-        )  # fmt: skip
+        )
         self._core: Core = model._core
         check_options(self._core.options)
         self.model = model
         self.statistics = Statistics()
         self._actors = Actors(
-            num_servers=num_servers, num_workers=num_workers,
-            resources_per_server=resources_per_server, resources_per_worker=resources_per_worker,
-            worker_env=worker_env or {}, start_timeout_s=start_timeout_s,
-        )  # fmt: skip
+            num_servers=num_servers,
+            num_workers=num_workers,
+            resources_per_server=resources_per_server,
+            resources_per_worker=resources_per_worker,
+            worker_env=worker_env or {},
+            start_timeout_s=start_timeout_s,
+        )
         servers = ServerGroup(self._actors, self.statistics, checkpoint_every=checkpoint_every)
         self._coordinator = Coordinator(
             self._actors, servers, self.statistics, worker_timeout_s=worker_timeout_s
@@ -190,10 +196,12 @@ class ParameterServer:
         self._trainer.training = asynchronous
         if is_synchronous:
             self._trainer.training = Synchronous(
-                self._coordinator, num_shares=self._num_shares,
-                ranks_per_share=self._actors.devices_per_worker, backs_up=backup_workers > 0,
+                self._coordinator,
+                num_shares=self._num_shares,
+                ranks_per_share=self._actors.devices_per_worker,
+                backs_up=backup_workers > 0,
                 counts=self._trainer.counts,
-            )  # fmt: skip
+            )
         self._scheduler = Scheduler(asynchronous, self._actors.ray.put, self._trainer.note_update)
         # The functions that the trainer was compiled for.
         self._functions: Any = None
@@ -337,8 +345,9 @@ class ParameterServer:
         except RuntimeError as error:
             logger.warning(
                 "The variables of the servers cannot be read (%s). The model keeps those that it "
-                "had before.", error,
-            )  # fmt: skip
+                "had before.",
+                error,
+            )
 
     def _make_trainer(self, partitioner: Partitioner | None, compresses: bool) -> ServedTrainer:
         job = runtime.init()

@@ -323,8 +323,10 @@ class Actors:
         described = [answers[number] for number in range(self._num_servers, len(self._resources))]
         logger.info(
             "%d servers and %d workers with %d device(s) each.",
-            self._num_servers, len(described), described[-1][0],
-        )  # fmt: skip
+            self._num_servers,
+            len(described),
+            described[-1][0],
+        )
         return described
 
     def _answers(self, bundles: Iterable[int], last_time: bool = False) -> dict[int, Any]:
@@ -517,8 +519,11 @@ class ServerGroup:
         self._statistics.redone_updates += redone
         logger.warning(
             "Server(s) %s of the parameter server were lost. All go back to version %d; %d "
-            "update(s) are made again.", lost, self.kept_version, redone,
-        )  # fmt: skip
+            "update(s) are made again.",
+            lost,
+            self.kept_version,
+            redone,
+        )
         self.give(self._snapshots)
 
     def go_on(self) -> None:
@@ -552,8 +557,10 @@ class ServerGroup:
                 )
                 logger.warning(
                     "Server %d of the parameter server %s: %d update(s) of its variables are lost.",
-                    number, why, missed,
-                )  # fmt: skip
+                    number,
+                    why,
+                    missed,
+                )
         self._updates, self._pulled = [], None
 
     def _get(self, refs: list[Any]) -> list[Any]:

@@ -117,12 +117,16 @@ class GradientStep:
         self._reduction = reduction
         whole = _jax.shard_map(
             lambda state, batch: self._compute(state, batch, None),
-            mesh=mesh, in_specs=(_REPLICATED, _BY_ROW), out_specs=_REPLICATED,
-        )  # fmt: skip
+            mesh=mesh,
+            in_specs=(_REPLICATED, _BY_ROW),
+            out_specs=_REPLICATED,
+        )
         shared = _jax.shard_map(
             self._compute,
-            mesh=mesh, in_specs=(_REPLICATED, _BY_ROW, _REPLICATED), out_specs=_REPLICATED,
-        )  # fmt: skip
+            mesh=mesh,
+            in_specs=(_REPLICATED, _BY_ROW, _REPLICATED),
+            out_specs=_REPLICATED,
+        )
         self._whole = compiled(whole, mesh)
         self._shared = compiled(shared, mesh)
 
@@ -339,9 +343,13 @@ class Worker:
         if self._extra_s:
             threading.Event().wait(self._extra_s)
         report = Report(
-            computed.loss, computed.losses, computed.increments, float(computed.rows),
-            time.perf_counter() - start, is_finite,
-        )  # fmt: skip
+            computed.loss,
+            computed.losses,
+            computed.increments,
+            float(computed.rows),
+            time.perf_counter() - start,
+            is_finite,
+        )
         return (report, *pushes)
 
     def evaluate(self, batch: Batch, *pulled: Pulled) -> Any:

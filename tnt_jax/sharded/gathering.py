@@ -25,8 +25,13 @@ from jax.sharding import PartitionSpec
 from tnt_jax import _jax
 
 # Equations that call a program with their own operands, by the name of its parameter.
-_CALLS = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr",
-          "remat2": "jaxpr"}  # fmt: skip
+_CALLS = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
 
 
 _ADVICE = (

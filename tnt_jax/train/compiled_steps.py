@@ -69,9 +69,13 @@ class CompiledSteps:
         if self._train_steps is None:
             assert self._make_train_steps is not None
             self._train_steps = execution.fused_unless_slow(
-                self._make_train_steps(), self._train_step,
-                state, sums, group.batch, platform=self._platform,
-            )  # fmt: skip
+                self._make_train_steps(),
+                self._train_step,
+                state,
+                sums,
+                group.batch,
+                platform=self._platform,
+            )
         return self._train_steps
 
     def evaluation(self, group: DeviceBatches) -> Callable:

@@ -202,9 +202,13 @@ class Trainer:
             on_nan: What follows a step that is not finite; None to take it.
         """
         self._compiled = CompiledSteps(
-            self.runtime, self.steps, parts, optimizer,
-            accumulation_steps=accumulation_steps, on_nan=on_nan,
-        )  # fmt: skip
+            self.runtime,
+            self.steps,
+            parts,
+            optimizer,
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 
     def use_optimizer(

@@ -190,9 +190,13 @@ class TokenBatchSource:
         logger.info(
             "Text: %d pairs in %d buckets of %s tokens, %d steps per epoch, at most %d tokens a "
             "side in a global batch, %.0f %% padding.",
-            len(lengths), len(used), self.buckets[used].tolist(), self.num_batches,
-            self._spec.tokens_per_batch, 100 * padding,
-        )  # fmt: skip
+            len(lengths),
+            len(used),
+            self.buckets[used].tolist(),
+            self.num_batches,
+            self._spec.tokens_per_batch,
+            100 * padding,
+        )
 
 
 def _padded(sequences: list[np.ndarray], length: int) -> np.ndarray:

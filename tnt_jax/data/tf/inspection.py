@@ -81,12 +81,23 @@ def _inner_reasons(function: Any) -> Iterator[str]:
 read = _tensorflow.parameter
 
 _TRANSPARENT = (
-    *MAPS, "_OptionsDataset", "_PrefetchDataset", "CacheDataset", "_TakeDataset", "_SkipDataset",
-    "_RepeatDataset", "_ShardDataset",
-    "_ShuffleDataset", "_FilterDataset", "_TakeWhileDataset", "_ConcatenateDataset", "_ZipDataset",
-    "_ScanDataset", "_IgnoreErrorsDataset",
+    *MAPS,
+    "_OptionsDataset",
+    "_PrefetchDataset",
+    "CacheDataset",
+    "_TakeDataset",
+    "_SkipDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_ShuffleDataset",
+    "_FilterDataset",
+    "_TakeWhileDataset",
+    "_ConcatenateDataset",
+    "_ZipDataset",
+    "_ScanDataset",
+    "_IgnoreErrorsDataset",
     "_AssertCardinalityDataset",
-)  # fmt: skip
+)
 _KEEPS_EVERY_EXAMPLE = (
     *MAPS,
     "_OptionsDataset",

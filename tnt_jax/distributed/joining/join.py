@@ -105,8 +105,11 @@ def _make_threads_for_virtual_devices() -> None:
         logger.warning(
             "%s virtual CPU devices share %s threads, and their collectives may deadlock. Set "
             "PJRT_NPROC=%d before JAX starts, or call "
-            "tnt_jax.init() before JAX is used.", counts[-1], os.cpu_count(), threads,
-        )  # fmt: skip
+            "tnt_jax.init() before JAX is used.",
+            counts[-1],
+            os.cpu_count(),
+            threads,
+        )
 
 
 def _join(job: Job, settings: Settings) -> str | None:

@@ -115,8 +115,11 @@ def _start(devices: Sequence[int] | None) -> Runtime:
             shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
-        runtime.num_ranks, runtime.platform, jax.process_count(), socket.gethostname(),
-    )  # fmt: skip
+        runtime.num_ranks,
+        runtime.platform,
+        jax.process_count(),
+        socket.gethostname(),
+    )
     log_start_phase("devices open")
     return runtime
 

@@ -140,9 +140,18 @@ class Here:
         """A copy that can be sent."""
         phase, what = self.doing
         return Note(
-            self.meetings, self.calls, self.epoch, self.step, phase, what, self.limit_s,
-            self.num_waits, self.awaits, self.members, has_left=self.has_left,
-        )  # fmt: skip
+            self.meetings,
+            self.calls,
+            self.epoch,
+            self.step,
+            phase,
+            what,
+            self.limit_s,
+            self.num_waits,
+            self.awaits,
+            self.members,
+            has_left=self.has_left,
+        )
 
 
 _here = Slot(Here)

@@ -136,9 +136,14 @@ def _opened(
     processes = (ctypes.c_int32 * len(members))(*members)
     numbers = (ctypes.c_int32 * len(device_ids))(*device_ids)
     failed = library.tnt_jax_sums_open(
-        memory, members.index(jax.process_index()), len(members), processes, len(device_ids),
-        numbers, looking_us,
-    )  # fmt: skip
+        memory,
+        members.index(jax.process_index()),
+        len(members),
+        processes,
+        len(device_ids),
+        numbers,
+        looking_us,
+    )
     return f"shared memory cannot be used: {os.strerror(failed)}" if failed else ""
 
 

@@ -30,9 +30,12 @@ def load_library() -> ctypes.CDLL:
     if not compiler:
         raise OSError("there is no C compiler (cc)")
     known = (
-        _SOURCE.read_bytes(), importlib.metadata.version("jaxlib"), platform.machine(), compiler,
+        _SOURCE.read_bytes(),
+        importlib.metadata.version("jaxlib"),
+        platform.machine(),
+        compiler,
         _OPTIONS,
-    )  # fmt: skip
+    )
     name = f"sums-{_digest(repr(known).encode())}"
     folder = _own_folder()
     if folder is None:
@@ -73,8 +76,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compiled(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
     partial = folder / f"{name}.{os.getpid()}"
-    command = [*compiler.split(), *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o",
-               str(partial)]  # fmt: skip
+    command = [
+        *compiler.split(),
+        *_OPTIONS,
+        f"-I{jax.ffi.include_dir()}",
+        str(_SOURCE),
+        "-o",
+        str(partial),
+    ]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         path = partial.replace(folder / f"{name}-{_digest(partial.read_bytes())}.so")

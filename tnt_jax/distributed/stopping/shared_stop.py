@@ -159,8 +159,10 @@ class SharedStop:
                 "stop_training was set on %s alone. All processes end training together, %d "
                 "program(s) later or with the epoch. A callback should decide alike on every "
                 "process.",
-                asking, self._ahead, extra={"on_every_process": True},
-            )  # fmt: skip
+                asking,
+                self._ahead,
+                extra={"on_every_process": True},
+            )
 
     def _watch(self) -> None:
         """Answers the process that asks, if this one does not."""

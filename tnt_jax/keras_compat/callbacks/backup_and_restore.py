@@ -409,9 +409,11 @@ class BackupAndRestore(Callback):
         resumption = self.model.resumption
         try:
             changes = resumption.compare_run(
-                saved.notes.get("run"), self.where, has_ended=has_ended,
+                saved.notes.get("run"),
+                self.where,
+                has_ended=has_ended,
                 alone=self.scope != "all_processes",
-            )  # fmt: skip
+            )
             arrays = saved.arrays | _new_settings(self.model.state, changes)
             self.model.set_state(with_arrays(self.model.state, arrays))
             position = resumption.resume_at(

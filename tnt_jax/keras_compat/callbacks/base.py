@@ -29,10 +29,17 @@ Scope = Literal["all_processes", "main_process", "per_process"]
 
 # Callbacks that control training or return its result; every process must make their decisions.
 DECIDING = (
-    "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau", "LearningRateWarmup",
-    "TerminateOnNaN", "SwapEMAWeights", "OptunaPruning",
-    "BackupAndRestore", "RayReport", "History",
-)  # fmt: skip
+    "EarlyStopping",
+    "LearningRateScheduler",
+    "ReduceLROnPlateau",
+    "LearningRateWarmup",
+    "TerminateOnNaN",
+    "SwapEMAWeights",
+    "OptunaPruning",
+    "BackupAndRestore",
+    "RayReport",
+    "History",
+)
 # Keras's own callbacks that write files or send data.
 _KERAS_WRITERS = (
     "ModelCheckpoint",

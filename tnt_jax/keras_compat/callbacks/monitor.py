@@ -144,10 +144,19 @@ Mode = Literal["auto", "min", "max"]
 
 # Parts of metric class names, classified as by Keras 3's attribute `_direction`.
 _UP = (
-    "accuracy", "auc", "precision", "recall", "specificity", "sensitivity", "iou", "fbetascore",
-    "f1score", "cosinesimilarity",
-    "r2score", "correlation",
-)  # fmt: skip
+    "accuracy",
+    "auc",
+    "precision",
+    "recall",
+    "specificity",
+    "sensitivity",
+    "iou",
+    "fbetascore",
+    "f1score",
+    "cosinesimilarity",
+    "r2score",
+    "correlation",
+)
 _DOWN = ("error", "crossentropy", "divergence", "hinge", "poisson", "logcosh", "loss")
 
 

@@ -46,11 +46,13 @@ class LambdaCallback(Callback):
     ) -> None:
         super().__init__()
         hooks |= {
-            "on_epoch_begin": on_epoch_begin, "on_epoch_end": on_epoch_end,
+            "on_epoch_begin": on_epoch_begin,
+            "on_epoch_end": on_epoch_end,
             "on_train_begin": on_train_begin,
-            "on_train_end": on_train_end, "on_train_batch_begin": on_train_batch_begin,
+            "on_train_end": on_train_end,
+            "on_train_batch_begin": on_train_batch_begin,
             "on_train_batch_end": on_train_batch_end,
-        }  # fmt: skip
+        }
         known = sorted(name for name in dir(Callback) if name.startswith("on_"))
         unknown = sorted(name for name in hooks if name.startswith("on_") and name not in known)
         if unknown:

@@ -14,10 +14,16 @@ from tnt_jax.keras_compat.saving import keras_files
 
 # Methods by which a Keras model changes fit and evaluate, and those for predict.
 _OF_TRAINING = (
-    "train_step", "test_step", "compute_loss", "compute_metrics", "get_metrics_result",
+    "train_step",
+    "test_step",
+    "compute_loss",
+    "compute_metrics",
+    "get_metrics_result",
     "compute_loss_and_updates",
-    "stateless_compute_loss", "make_train_function", "make_test_function",
-)  # fmt: skip
+    "stateless_compute_loss",
+    "make_train_function",
+    "make_test_function",
+)
 _OF_PREDICTION = ("predict_step", "make_predict_function")
 
 

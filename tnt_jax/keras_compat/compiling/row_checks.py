@@ -151,8 +151,12 @@ def _warn_of_ids(traced: Any, inputs: Any) -> None:
                 "Ids from %d to %d of the inputs%s are looked up in an embedding of %d entries, "
                 "which gives NaN for ids that it lacks: the largest is %d. Correct the ids, or "
                 "make the embedding larger (num_embeddings).",
-                ids.min(), ids.max(), jax.tree_util.keystr(path), size, size - 1,
-            )  # fmt: skip
+                ids.min(),
+                ids.max(),
+                jax.tree_util.keystr(path),
+                size,
+                size - 1,
+            )
 
 
 @jax.disable_jit(False)  # Programs that are compiled by hand do not run where it is disabled.
@@ -312,8 +316,9 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
     found = f"{seen.what} gives a row values that depend on the number of rows"
     logger.warning(
         "%s: %s in a smaller batch. Do not average over the rows of the batch: the step does.",
-        found, seen,
-    )  # fmt: skip
+        found,
+        seen,
+    )
     return found
 
 

@@ -113,10 +113,22 @@ class Model(SingleBatches, Inspection):
         remat: Remat | Mapping[str, Remat] = "none",
     ) -> None:
         options = ModelOptions(
-            seed_or_default(seed), precision, trainable, frozen, synchronize_batch_norm,
-            fusion_threshold, gradient_compression, ranks_per_host, shard_optimizer_state,
-            reproducible, virtual_ranks, mesh, sharding_rules, pipeline, remat,
-        )  # fmt: skip
+            seed_or_default(seed),
+            precision,
+            trainable,
+            frozen,
+            synchronize_batch_norm,
+            fusion_threshold,
+            gradient_compression,
+            ranks_per_host,
+            shard_optimizer_state,
+            reproducible,
+            virtual_ranks,
+            mesh,
+            sharding_rules,
+            pipeline,
+            remat,
+        )
         self._core = core = Core(module, variables, options)
         self._shared = shared = Shared.of(core)
         self.training_state, self.resumption = shared.state, shared.resumption
@@ -164,12 +176,19 @@ class Model(SingleBatches, Inspection):
                 (docs/keras_models.md).
         """
         self._core.compilation = new_compilation(
-            self._core.module, run_eagerly=run_eagerly, jit_compile=jit_compile,
-            optimizer=optimizer, loss=loss, loss_weights=loss_weights,
-            metrics=metrics, weighted_metrics=weighted_metrics,
-            steps_per_execution=steps_per_execution, objective=objective,
-            auto_scale_loss=auto_scale_loss, on_nan=on_nan,
-        )  # fmt: skip
+            self._core.module,
+            run_eagerly=run_eagerly,
+            jit_compile=jit_compile,
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            steps_per_execution=steps_per_execution,
+            objective=objective,
+            auto_scale_loss=auto_scale_loss,
+            on_nan=on_nan,
+        )
 
     @called("Model.fit")
     def fit(
@@ -240,11 +259,20 @@ class Model(SingleBatches, Inspection):
             x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
         )
         arguments = FitArguments(
-            class_weight, initial_epoch, epochs, steps_per_epoch, validation_split, validation_data,
+            class_weight,
+            initial_epoch,
+            epochs,
+            steps_per_epoch,
+            validation_split,
+            validation_data,
             validation_steps,
-            validation_batch_size, tnt_validation_micro_batch_size, validation_freq,
-            tnt_distribute_validation_dataset, directory, check_changes(tnt_ignore_changes),
-        )  # fmt: skip
+            validation_batch_size,
+            tnt_validation_micro_batch_size,
+            validation_freq,
+            tnt_distribute_validation_dataset,
+            directory,
+            check_changes(tnt_ignore_changes),
+        )
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         with self._fit_loop.ending_on_request(calls):
             with collected_later():
@@ -322,9 +350,14 @@ class Model(SingleBatches, Inspection):
             tnt_distribute_dataset: As in `fit`.
         """
         data = DataArguments(
-            x, None, None, batch_size, tnt_micro_batch_size,
-            distribute=tnt_distribute_dataset, predicts=True,
-        )  # fmt: skip
+            x,
+            None,
+            None,
+            batch_size,
+            tnt_micro_batch_size,
+            distribute=tnt_distribute_dataset,
+            predicts=True,
+        )
         return predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
 
     @called("Model.build")

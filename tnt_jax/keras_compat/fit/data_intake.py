@@ -245,13 +245,16 @@ class DataIntake:
         logger.info(
             "Global batch %s = %s rows on each of %d %s; %s examples, %s steps per epoch; %s "
             "padded row(s) per full batch, %s in the last one; shuffle seed %d.",
-            size, None if size is None else micro_batch_size(size, num_ranks), num_ranks,
-            rank_slice.kind, examples or "an unknown number of",
+            size,
+            None if size is None else micro_batch_size(size, num_ranks),
+            num_ranks,
+            rank_slice.kind,
+            examples or "an unknown number of",
             steps or "an unknown number of",
             None if size is None else num_padded_rows(size, num_ranks),
             num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown",
             self._core.options.seed,
-        )  # fmt: skip
+        )
 
     def _reading(self, data: DataArguments) -> ReadOptions:
         if not data.distribute and self._core.trainer.runtime.shares_ranks:

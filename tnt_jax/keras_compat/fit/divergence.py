@@ -135,8 +135,9 @@ class Divergence:
             logger.warning(
                 "%s The processes run on different processors (%s), which may round differently; "
                 "results then depend on which process saves them.",
-                text, ", ".join(sorted(processors)),
-            )  # fmt: skip
+                text,
+                ", ".join(sorted(processors)),
+            )
 
 
 def describe_drift(

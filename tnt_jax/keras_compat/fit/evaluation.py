@@ -54,14 +54,25 @@ def evaluate_source(
     batches = read_in_lockstep(
         islice(stream.epoch(0), steps), stream.source, where="the data to evaluate"
     )
-    with _stopping(hooks) as stop, device_feed(
-        trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
-        gives_up=points.gives_up,
-    ) as feed:  # fmt: skip
-        phase_hooks = PhaseHooks(
-            "test", hooks, progress=shared.progress, read=shared.core.logs, stop=stop,
+    with (
+        _stopping(hooks) as stop,
+        device_feed(
+            trainer,
+            batches,
+            to_batch,
+            threaded=not source.in_memory,
             num_steps=num_steps,
-        )  # fmt: skip
+            gives_up=points.gives_up,
+        ) as feed,
+    ):
+        phase_hooks = PhaseHooks(
+            "test",
+            hooks,
+            progress=shared.progress,
+            read=shared.core.logs,
+            stop=stop,
+            num_steps=num_steps,
+        )
         sums = trainer.evaluate(points.before_each(feed), phase_hooks)
         phase_hooks.end_group(sums)
         logs = shared.core.logs(sums)
@@ -92,10 +103,14 @@ def predict(
         preemption.ending_call() as points,
         _stopping(hooks) as stop,
         device_feed(
-            trainer, batches, to_batch, threaded=not source.in_memory, num_steps=num_steps,
+            trainer,
+            batches,
+            to_batch,
+            threaded=not source.in_memory,
+            num_steps=num_steps,
             gives_up=points.gives_up,
         ) as feed,
-    ):  # fmt: skip
+    ):
         hooks.call("on_predict_begin", {})
         phase_hooks = PhaseHooks(
             "predict", hooks, progress=shared.progress, read=dict, stop=stop, num_steps=num_steps

@@ -75,8 +75,10 @@ def report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
             "(dataset.map(..., "
             "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or "
             "decode less per step.",
-            input_wait_s, epoch_s, epoch + 1,
-        )  # fmt: skip
+            input_wait_s,
+            epoch_s,
+            epoch + 1,
+        )
 
 
 def report_loss(epoch: int, loss: float) -> None:
@@ -129,13 +131,16 @@ class FitLoop:
         weighting = class_weighting(arguments.class_weight)
         with self._core.trainer.building_meanwhile():
             stream, first = self._shared.intake.open(
-                "Model.fit", data, epoch=arguments.initial_epoch,
-                steps_per_epoch=arguments.steps_per_epoch, epochs=arguments.epochs,
+                "Model.fit",
+                data,
+                epoch=arguments.initial_epoch,
+                steps_per_epoch=arguments.steps_per_epoch,
+                epochs=arguments.epochs,
                 validates=arguments.validation_data is not None,
                 validation_freq=arguments.validation_freq,
                 checkpoint_directory=arguments.checkpoint_directory,
                 meanwhile=self._beside_first_batch(arguments, weighting),
-            )  # fmt: skip
+            )
             self._shared.preparation.prepare(first, weighting)
             self._shared.preparation.check_classes(arguments.class_weight)
             self._shared.preparation.choose_mesh(first, weighting)
@@ -243,9 +248,13 @@ class FitLoop:
         for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
             phase_hooks = PhaseHooks(
-                "train", hooks, progress=progress, read=self._core.training_logs, stop=stop,
+                "train",
+                hooks,
+                progress=progress,
+                read=self._core.training_logs,
+                stop=stop,
                 before_step=self._core.read_assigned,
-            )  # fmt: skip
+            )
             check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
             with stall.in_phase(""):
@@ -304,8 +313,9 @@ class FitLoop:
                 "The data ended after %d of %d epochs, and training ends with it. A generator is "
                 "read once: let it yield steps_per_epoch * epochs batches, or pass data that can "
                 "be read again.",
-                epoch, plan.arguments.epochs,
-            )  # fmt: skip
+                epoch,
+                plan.arguments.epochs,
+            )
             return None
         if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
@@ -411,9 +421,13 @@ class _EpochSteps:
         """
         first, self._hooks.num_steps = self.index, num_steps
         with device_feed(
-            self._trainer, batches, self._unpack, threaded=self._threaded, num_steps=num_steps,
+            self._trainer,
+            batches,
+            self._unpack,
+            threaded=self._threaded,
+            num_steps=num_steps,
             gives_up=self._points.gives_up,
-        ) as feed:  # fmt: skip
+        ) as feed:
             self.sums = self._trainer.train_epoch(
                 self._counted(feed), self._hooks, first_index=first, sums=self.sums
             )

@@ -157,9 +157,13 @@ class Preparation:
         assert functions is not None
         batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
         dependence, is_known = traced_dependence(
-            core.trainer, batch, per_row, train=train, sizes=functions.has_own_losses,
+            core.trainer,
+            batch,
+            per_row,
+            train=train,
+            sizes=functions.has_own_losses,
             last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
-        )  # fmt: skip
+        )
         compilation.traced_rows.add(train)
         reason = dependence or (self._why_rows_move(batch, per_row) if train else None)
         if is_known or reason is not None:
@@ -193,9 +197,11 @@ class Preparation:
         functions = compilation.functions
         assert functions is not None
         dependence = self._seen_dependence(
-            to_batch(first, weighting), functions.per_row(core.adapter),
-            train=train, sizes=functions.has_own_losses,
-        )  # fmt: skip
+            to_batch(first, weighting),
+            functions.per_row(core.adapter),
+            train=train,
+            sizes=functions.has_own_losses,
+        )
         self._choose_step(dependence, train=train)
 
     def check_outputs(self, batch: Batch) -> None:
@@ -289,9 +295,11 @@ class Preparation:
         transformation = compilation.transformation
         assert transformation is not None
         self._core.trainer.compile(
-            parts, transformation,
-            accumulation_steps=compilation.accumulation_steps, on_nan=compilation.on_nan,
-        )  # fmt: skip
+            parts,
+            transformation,
+            accumulation_steps=compilation.accumulation_steps,
+            on_nan=compilation.on_nan,
+        )
         compilation.functions = functions
         runtime.log_start_phase("weights made")
 

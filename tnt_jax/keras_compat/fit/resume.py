@@ -47,8 +47,12 @@ CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "ba
 """What `tnt_ignore_changes` may name."""
 # Options of `Model` that change results by more than rounding, besides the seed.
 _OPTIONS = (
-    "precision", "trainable", "frozen", "synchronize_batch_norm", "gradient_compression",
-)  # fmt: skip
+    "precision",
+    "trainable",
+    "frozen",
+    "synchronize_batch_norm",
+    "gradient_compression",
+)
 _LOSS = ("loss", "objective", "class_weight")
 _RATE_STEPS = (0, 1, 10, 100, 1000, 10_000)
 # Rows of which there is a checksum: processes may hold few rows of a batch.
@@ -573,13 +577,19 @@ def save_and_exit(
         code = PREEMPTED_EXIT_CODE
         logger.warning(
             "%s: the state %s is saved. Ending with exit code %d; the same command goes on from "
-            "there.", watch.reason, place, code,
-        )  # fmt: skip
+            "there.",
+            watch.reason,
+            place,
+            code,
+        )
     else:
         code = 128 + watch.signum
         logger.error(
             "%s: the state %s could not be saved. Ending with exit code %d; the same command goes "
-            "on from the checkpoint before.", watch.reason, place, code,
-        )  # fmt: skip
+            "on from the checkpoint before.",
+            watch.reason,
+            place,
+            code,
+        )
     callbacks.call("on_train_end", logs)
     preemption.leave(code)

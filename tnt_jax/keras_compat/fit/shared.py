@@ -38,6 +38,11 @@ class Shared:
         """Returns them for a model."""
         builder, state, progress = Builder(core), ModelState(core), Progress()
         return cls(
-            core, state, builder, DataIntake(core, builder), Preparation(core, state, builder),
-            progress, Resumption(core, progress),
-        )  # fmt: skip
+            core,
+            state,
+            builder,
+            DataIntake(core, builder),
+            Preparation(core, state, builder),
+            progress,
+            Resumption(core, progress),
+        )

@@ -169,10 +169,15 @@ class SingleBatches:
     @contextmanager
     def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:
         """Yields the batch on the devices, for a step within the block."""
-        with stall.in_phase("step"), device_feed(
-            self._core.trainer, iter([first]), lambda item: to_batch(item, weighting),
-            threaded=False,
-        ) as feed:  # fmt: skip
+        with (
+            stall.in_phase("step"),
+            device_feed(
+                self._core.trainer,
+                iter([first]),
+                lambda item: to_batch(item, weighting),
+                threaded=False,
+            ) as feed,
+        ):
             yield feed
 
     def _results(self, return_dict: bool) -> float | list[float] | dict[str, float]:

@@ -12,11 +12,17 @@ from tnt_jax.train.finite import with_dynamic_scale
 
 # Keras writes these into configurations, with values that have no effect.
 _SAYING_NOTHING = {
-    "dynamic": True, "weight_decay": None, "clipnorm": None, "global_clipnorm": None,
-    "clipvalue": None, "use_ema": False,
-    "ema_momentum": 0.99, "ema_overwrite_frequency": None, "loss_scale_factor": None,
+    "dynamic": True,
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
-}  # fmt: skip
+}
 
 
 class LossScaleOptimizer(Optimizer):
@@ -68,10 +74,11 @@ class LossScaleOptimizer(Optimizer):
         They include those of the inner optimizer.
         """
         return {
-            "name": self.name, "initial_scale": self.initial_scale,
+            "name": self.name,
+            "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
             "inner_optimizer": plain(self.inner_optimizer),
-        }  # fmt: skip
+        }
 
     @property
     def learning_rate(self) -> LearningRate | None:  # type: ignore[override]

@@ -58,10 +58,11 @@ class ModelOptions:
     def for_reduction(self) -> dict[str, Any]:
         """Returns the options of `distributed.sums.reduction.choose_reduction`, by its names."""
         return {
-            "threshold_kb": self.fusion_threshold, "compression": self.gradient_compression,
+            "threshold_kb": self.fusion_threshold,
+            "compression": self.gradient_compression,
             "ranks_per_host": self.ranks_per_host,
             "shard_optimizer_state": self.shard_optimizer_state,
-        }  # fmt: skip
+        }
 
     def for_sharding(self) -> ShardingOptions | None:
         """Returns how the model is sharded; None for data parallelism alone.
@@ -71,10 +72,14 @@ class ModelOptions:
             ValueError: If a value is invalid, or options exclude one another.
         """
         return ShardingOptions.of(
-            self.mesh, self.sharding_rules, self.pipeline, reproducible=self.reproducible,
-            gradient_compression=self.gradient_compression, ranks_per_host=self.ranks_per_host > 1,
+            self.mesh,
+            self.sharding_rules,
+            self.pipeline,
+            reproducible=self.reproducible,
+            gradient_compression=self.gradient_compression,
+            ranks_per_host=self.ranks_per_host > 1,
             shard_optimizer_state=self.shard_optimizer_state,
-        )  # fmt: skip
+        )
 
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model.
@@ -82,10 +87,17 @@ class ModelOptions:
         They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
         """
         return self._named(
-            "seed", "precision", "trainable", "frozen", "synchronize_batch_norm",
-            "fusion_threshold", "gradient_compression",
-            "shard_optimizer_state", "reproducible", "virtual_ranks",
-        )  # fmt: skip
+            "seed",
+            "precision",
+            "trainable",
+            "frozen",
+            "synchronize_batch_norm",
+            "fusion_threshold",
+            "gradient_compression",
+            "shard_optimizer_state",
+            "reproducible",
+            "virtual_ranks",
+        )
 
     def _named(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -174,9 +186,11 @@ class Core:
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
         assert compilation.transformation is not None
         step = auto.TrainingStep(
-            self.step_parts(), compilation.transformation, compilation.accumulation_steps,
+            self.step_parts(),
+            compilation.transformation,
+            compilation.accumulation_steps,
             compilation.on_nan,
-        )  # fmt: skip
+        )
 
         @cache
         def steps_on(axes: sharded.MeshAxes) -> tuple[runtime.Runtime, auto.StepsInPlaces]:
@@ -241,9 +255,11 @@ class Core:
             return
         assert compilation.transformation is not None
         trainer.compile(
-            self.step_parts(), compilation.transformation,
-            accumulation_steps=compilation.accumulation_steps, on_nan=compilation.on_nan,
-        )  # fmt: skip
+            self.step_parts(),
+            compilation.transformation,
+            accumulation_steps=compilation.accumulation_steps,
+            on_nan=compilation.on_nan,
+        )
 
     @property
     def has_open_mesh(self) -> bool:

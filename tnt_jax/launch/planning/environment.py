@@ -12,9 +12,14 @@ PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
 """Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
 
 _CARRIED_NAMES = (
-    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV",
+    "PATH",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "CONDA_DEFAULT_ENV",
     "GLIBC_TUNABLES",
-)  # fmt: skip
+)
 _CARRIED_PREFIXES = (
     "TNT_",
     "XLA_",
@@ -29,8 +34,15 @@ _CARRIED_PREFIXES = (
 )
 # What describes a host or a login there, and what Ray sets for the process that it starts.
 _NAMES_OF_A_HOST = (
-    "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "DISPLAY", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "HOSTNAME",
+    "TMPDIR",
+    "DISPLAY",
+    "CUDA_VISIBLE_DEVICES",
+)
 _PREFIXES_OF_A_HOST = ("RAY_", "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMIX_")
 _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 

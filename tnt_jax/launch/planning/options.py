@@ -12,10 +12,15 @@ from tnt_jax.settings import LOG_LEVELS, parse_save_freq
 
 # Options that say how a single job runs, or goes on.
 _NOT_WITH_SCALE = {
-    "num_processes": "-n", "max_restarts": "--max-restarts", "min_hosts": "--min-hosts",
-    "min_devices": "--min-devices", "checkpoint_dir": "--checkpoint-dir",
-    "checkpoint_every": "--checkpoint-every", "timeline": "--timeline", "cleanup": "--cleanup",
-}  # fmt: skip
+    "num_processes": "-n",
+    "max_restarts": "--max-restarts",
+    "min_hosts": "--min-hosts",
+    "min_devices": "--min-devices",
+    "checkpoint_dir": "--checkpoint-dir",
+    "checkpoint_every": "--checkpoint-every",
+    "timeline": "--timeline",
+    "cleanup": "--cleanup",
+}
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,18 @@ class Scaling:
 
 def _rows(points: Sequence[Point]) -> list[str]:
     heads = (
-        "ranks", "batch", "examples per s", "ms/step", "efficiency", "compute", "exchange", "data",
-        "host", "compile s", "MiB",
-    )  # fmt: skip
+        "ranks",
+        "batch",
+        "examples per s",
+        "ms/step",
+        "efficiency",
+        "compute",
+        "exchange",
+        "data",
+        "host",
+        "compile s",
+        "MiB",
+    )
     cells = [heads, *(_cells(point) for point in points)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in cells]

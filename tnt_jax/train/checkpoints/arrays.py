@@ -158,11 +158,14 @@ def write_arrays(
     with _as_os_error(f"{folder} cannot be written"):
         stores = [
             ts.open(
-                _spec(base, path) | _layout(array), context=context, transaction=transaction,
-                create=True, open=True,
+                _spec(base, path) | _layout(array),
+                context=context,
+                transaction=transaction,
+                create=True,
+                open=True,
             )
             for path, array in arrays.items()
-        ]  # fmt: skip
+        ]
         writes = [
             store.result()[_region(starts, values.shape)].write(
                 values, can_reference_source_data_indefinitely=True

@@ -60,8 +60,12 @@ class LossSpikes:
                 logger.warning(
                     "The loss of step %d of epoch %d is %.4g, far above the median %.4g of the %d "
                     "losses before.",
-                    step, stall.here().epoch, loss, self._median, _WINDOW,
-                )  # fmt: skip
+                    step,
+                    stall.here().epoch,
+                    loss,
+                    self._median,
+                    _WINDOW,
+                )
         else:
             self._is_told = False
         self._losses.append(loss)
@@ -232,8 +236,10 @@ class NumberWatch:
         logger.warning(
             "%s%s was skipped: loss or gradients are not finite%s. The logs count such "
             "steps as skipped_steps.",
-            where, _of_epoch(), f" (loss {loss})" if self._in_a_row == 1 else "",
-        )  # fmt: skip
+            where,
+            _of_epoch(),
+            f" (loss {loss})" if self._in_a_row == 1 else "",
+        )
 
     def _go_back(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
         assert self._copy is not None
@@ -247,8 +253,11 @@ class NumberWatch:
         logger.warning(
             "Step %d%s is not finite: training goes back to the state after step %d and "
             "on with step %d.",
-            _first_left(started, self._in_a_row), _of_epoch(), copy.index, newest + 1,
-        )  # fmt: skip
+            _first_left(started, self._in_a_row),
+            _of_epoch(),
+            copy.index,
+            newest + 1,
+        )
         self._in_a_row = 0
         skipped = copy.skipped + newest - copy.index
         return _copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}

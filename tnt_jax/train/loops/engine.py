@@ -100,9 +100,13 @@ class Engine:
             mesh = self._with_whole_batches(prepared.operation)
             mapped = self._program.mapped(mesh, stacked=stacked)
             self._compiled[stacked] = divided(
-                mapped, mesh, at=2, dim=int(stacked), donate_argnums=donated,
+                mapped,
+                mesh,
+                at=2,
+                dim=int(stacked),
+                donate_argnums=donated,
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
-            )  # fmt: skip
+            )
         return self._compiled[stacked]
 
     def _with_whole_batches(self, operation: str) -> Mesh:

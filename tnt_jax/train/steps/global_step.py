@@ -81,9 +81,12 @@ class WholeBatches:
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
         step = make_sharded_train_step(
-            parts, optimizer, _OneRank(self.placement),
-            accumulation_steps=accumulation_steps, on_nan=on_nan,
-        )  # fmt: skip
+            parts,
+            optimizer,
+            _OneRank(self.placement),
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
         out_shardings = (None, _whole(self.mesh))
         return divided(
             _jax.unjitted(step), self.mesh, at=2, donate_argnums=0, out_shardings=out_shardings
@@ -132,9 +135,12 @@ class _FusedSteps:
     ) -> Callable:
         """Returns the function `(state, sums, batches) -> (state, sums)`."""
         steps = make_sharded_train_steps(
-            parts, optimizer, _OneRank(self._placement),
-            accumulation_steps=accumulation_steps, on_nan=on_nan,
-        )  # fmt: skip
+            parts,
+            optimizer,
+            _OneRank(self._placement),
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
         out_shardings = (None, _whole(self._mesh))
         return divided(
             steps, self._mesh, at=2, dim=1, donate_argnums=0, out_shardings=out_shardings
@@ -198,8 +204,9 @@ def log_choice(reason: str, num_ranks: int) -> None:
         "results are those of one device. It chooses what is exchanged, and sums gradients by its "
         "own choice, not in fused buckets; a batch whose rows the devices cannot share equally is "
         "computed on fewer of them, in copies.",
-        reason, num_ranks,
-    )  # fmt: skip
+        reason,
+        num_ranks,
+    )
 
 
 class RealRows:

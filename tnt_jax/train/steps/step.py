@@ -382,7 +382,7 @@ def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
             "BatchNorm(axis_name='data') in Flax, synchronized=True in Keras.",
             num_rows,
             f"; below {_FEW_ROWS} rows they are also inaccurate" if num_rows < _FEW_ROWS else "",
-        )  # fmt: skip
+        )
 
 
 def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:

@@ -86,8 +86,10 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
     computing = _spans(e for e in operations if not _EXCHANGES.search(e.name))
     exchanging = _spans(e for e in operations if _EXCHANGES.search(e.name))
     waiting = _spans(e for e in inside if e.name == DATA and not e.is_operation)
-    covered = [_length(_union(s)) for s in (computing, computing + exchanging,
-                                            computing + exchanging + waiting)]  # fmt: skip
+    covered = [
+        _length(_union(s))
+        for s in (computing, computing + exchanging, computing + exchanging + waiting)
+    ]
     total = end - start
     ends = [0.0, *covered, total]
     compute, exchange, data, host = ((b - a) / total for a, b in pairwise(ends))
