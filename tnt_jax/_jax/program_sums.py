@@ -50,14 +50,7 @@ def replace_sums(target: str, handler: Any, hosts: Sequence[Sequence[int]]) -> b
 def _with_calls(
     module: Any, target: str, num_devices: int, leads: Sequence[bool] | None = None
 ) -> Any:
-    """Returns the module with calls in place of its sums, or the module itself.
-
-    Args:
-        module: The module.
-        target: What is called.
-        num_devices: Number of its devices.
-        leads: Which of its devices are the first ones of their hosts; None for one host.
-    """
+    """Returns the module with calls in place of its sums, or the module itself."""
     # Outside JAX's promise of compatibility. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
     from jax.extend.mlir import ir
 

@@ -188,11 +188,7 @@ def _random_access_source(x: Any, options: ReadOptions) -> Source:
 
 
 def _with_arguments(x: _Spec, options: ReadOptions) -> _Spec:
-    """Returns a `RandomAccess` or `RayData` with the arguments of the call.
-
-    Raises:
-        ValueError: If the call passes another batch size.
-    """
+    """Returns a `RandomAccess` or `RayData` with the arguments of the call."""
     if options.batch_size is not None and x.batch_size not in (None, options.batch_size):
         raise ValueError(
             f"A batch size of {options.batch_size} was passed with a {type(x).__name__} that has "

@@ -82,11 +82,7 @@ def open_stream(
 def _announced_everywhere(
     call: str, stream: EpochStream | None, error: Exception | None
 ) -> HostBatch | None:
-    """Returns the batch that the data announces if that of all processes does, else None.
-
-    Raises:
-        Exception: On every process, if the data of one could not be opened.
-    """
+    """Returns the batch that the data announces if that of all processes does, else None."""
     announce = getattr(stream and stream.source, "announce", lambda: None)
     announced: HostBatch | None = announce()
     note = None if announced is None else describe(announced)
@@ -126,15 +122,7 @@ def facts_of(source: Source) -> dict[str, Any]:
 
 
 def _check_contents(checksums: Sequence[Sequence[Any] | None]) -> None:
-    """Compares the first batch of data of which each process reads all rows.
-
-    Args:
-        checksums: For each process, the result of `checksums_of` for its first batch, or None.
-
-    Raises:
-        ValueError: On every process, if the rows are others: an iterable that is shuffled without
-            a seed is an example.
-    """
+    """Compares the first batch of data of which each process reads all rows."""
     other = next((process for process, sums in enumerate(checksums) if sums != checksums[0]), None)
     if other is None:
         return

@@ -455,11 +455,7 @@ class Server:
 
 
 def _combined(index: int, pushes: Sequence[Push]) -> np.ndarray:
-    """Returns an array of model state after a batch: the mean over its rows.
-
-    Raises:
-        TypeError: If it differs between shares and is not floating.
-    """
+    """Returns an array of model state after a batch: the mean over its rows."""
     arrays = [push.model_state[index] for push in pushes]
     if all(np.array_equal(array, arrays[0]) for array in arrays[1:]):
         return np.array(arrays[0])

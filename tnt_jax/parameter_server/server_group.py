@@ -257,11 +257,7 @@ class Actors:
             self.ray.shutdown()
 
     def _places(self) -> Any:
-        """Returns a placement group with a bundle for each process, once there is room for it.
-
-        Raises:
-            RuntimeError: If there is none in time.
-        """
+        """Returns a placement group with a bundle for each process, once there is room for it."""
         module = import_ray(_NEEDED_BY, "ray.util.placement_group")
         group = module.placement_group(self._resources, strategy="SPREAD")
         if group.wait(timeout_seconds=_PLACEMENT_S):
@@ -330,11 +326,7 @@ class Actors:
         return described
 
     def _answers(self, bundles: Iterable[int], last_time: bool = False) -> dict[int, Any]:
-        """Returns the first answer of the process in each place, and None of those that were lost.
-
-        Raises:
-            RuntimeError: If one is late, cannot start, or was lost the last time.
-        """
+        """Returns the first answer of the process in each place; None of those that were lost."""
         asked = {
             number: self.servers[number].version.remote()
             if number < self._num_servers
@@ -564,11 +556,7 @@ class ServerGroup:
         self._updates, self._pulled = [], None
 
     def _get(self, refs: list[Any]) -> list[Any]:
-        """Returns answers of servers.
-
-        Raises:
-            ServerFailure: If one was lost, or is at another version.
-        """
+        """Returns answers of servers."""
         try:
             return self._ray.get(refs)
         except self._ray.exceptions.RayError as error:

@@ -154,12 +154,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _rewritten(jaxpr: Any, cuts: dict[int, tuple[Any, Cut]]) -> Any:
-    """Returns a program some of whose arguments are parts, which it gathers where it needs them.
-
-    Args:
-        jaxpr: Program of whole arrays.
-        cuts: Types of the parts, and how they are cut, by position of the argument.
-    """
+    """Returns a program some of whose arguments are parts, which it gathers where it needs them."""
     rewriter = _Rewriter()
     invars = [
         rewriter.cut(variable, *cuts[index]) if index in cuts else variable

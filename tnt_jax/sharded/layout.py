@@ -161,11 +161,7 @@ def _with_stages(
     num_stages: int,
     num_parts: int,
 ) -> dict[str, tuple[Axis, ...]]:
-    """Returns axes with `stage` for the first dimension of the stacked layers.
-
-    Raises:
-        ValueError: If there are no such layers, the stages do not divide them, or a rule does.
-    """
+    """Returns axes with `stage` for the first dimension of the stacked layers."""
     stacked = [path for path in shapes if pipeline.holds(path)]
     if not stacked:
         known = sorted({path.rpartition("/")[0] for path in shapes if "/" in path})
@@ -196,9 +192,6 @@ def _with_listed_stages(
     """Returns axes with `stage` for a dimension of each array of the blocks of a list.
 
     It is the largest one that is free and that the stages divide; without one an array stays whole.
-
-    Raises:
-        ValueError: If the stages do not divide the blocks, or rules cut blocks differently.
     """
     if len(blocks.names) % num_stages:
         raise ValueError(

@@ -71,12 +71,7 @@ def _stacked(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def _exchanged(stacks: Sequence[jax.Array], axes: Sequence[Sequence[Axis]]) -> list[jax.Array]:
-    """Returns the stacked arrays of this stage's blocks.
-
-    Args:
-        stacks: Parts of the arrays of all blocks, stacked.
-        axes: Mesh axis of each dimension of the arrays of a block.
-    """
+    """Returns the stacked arrays of this stage's blocks."""
     found = [
         None if STAGE_AXIS in of_array else _own(x)
         for x, of_array in zip(stacks, axes, strict=True)
@@ -106,12 +101,7 @@ def _own(stack: jax.Array) -> jax.Array:
 
 
 def _all_to_all(stacks: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-    """Returns whole arrays of this stage's blocks, from parts of those of all blocks.
-
-    Args:
-        stacks: Arrays `[blocks, ...]` of one dtype, of which this stage holds one part of `stages`.
-        dims: Dimension of a block's array that is cut, for each.
-    """
+    """Returns whole arrays of this stage's blocks, from parts of those of all blocks."""
     if len(stacks) == 1:
         return [
             jax.lax.all_to_all(

@@ -141,11 +141,7 @@ class RaySource:
                 ray.wait([*blocks], num_returns=len(blocks), timeout=0, fetch_local=True)
 
     def _await(self, reference: Any) -> Any:
-        """Returns a value, or the values of a list of references, once they are on this node.
-
-        Raises:
-            InterruptedError: If the batches of this thread are no longer used.
-        """
+        """Returns a value, or the values of a list of references, once they are on this node."""
         ray, stopped = self._connection.ray, reader_stopped.get()
         references = [*dict.fromkeys(reference if isinstance(reference, list) else [reference])]
         while True:

@@ -127,14 +127,7 @@ def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
 
 
 def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: float) -> str | None:
-    """Asks for a key again and again, until it exists or `is_over` is true.
-
-    Args:
-        client: Client of the coordination service.
-        is_over: Called before each question.
-        key: The key.
-        shortest_s: Seconds between the first two questions. The longer it waits, the rarer it asks.
-    """
+    """Asks for a key again and again, until it exists or `is_over` is true."""
     shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
     longest_s = max(_TICK_S, jax.process_count() / 200)
     began_at = time.monotonic()
@@ -284,11 +277,6 @@ def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> No
 
     Where process sets differ, two processes can wait for each other in different meetings. The one
     in the smaller meeting then goes to the other, where calls are compared.
-
-    Args:
-        together: The processes that this one waits among.
-        number: Number of their meeting.
-        call: What it came for.
     """
     process = jax.process_index()
     everybody = tuple(range(jax.process_count()))
@@ -333,11 +321,7 @@ def _in_words(call: str, calls: list[str]) -> str:
 
 
 def _check_calls(names: Mapping[int, str]) -> None:
-    """Raises a RuntimeError unless all processes made the same call, within the same calls.
-
-    Args:
-        names: The call of each process.
-    """
+    """Raises a RuntimeError unless all processes made the same call, within the same calls."""
     if len(set(names.values())) <= 1:
         return
     groups: dict[str, list[int]] = {}

@@ -324,13 +324,6 @@ def _group_size(rest: str, num_devices: int = 0) -> int:
 
     Groups are listed, `{{0,1},{2,3}}`; counted, `[2,2]<=[4]`; or axes of a mesh,
     `mesh['a'=2,'b'=4] {'b'}`, which may take part of an axis, `{'b':(1)2}`.
-
-    Args:
-        rest: Text that has the groups.
-        num_devices: Devices of the program, which all take part where no group is listed.
-
-    Returns:
-        0 if the text has no groups.
     """
     if "replica_groups={}" in rest:
         return num_devices
@@ -345,11 +338,7 @@ def _group_size(rest: str, num_devices: int = 0) -> int:
 
 
 def _required_group_size(rest: str) -> int:
-    """As `_group_size`.
-
-    Raises:
-        ValueError: If the text has no groups.
-    """
+    """As `_group_size`."""
     size = _group_size(rest)
     if not size:
         raise ValueError(

@@ -414,11 +414,7 @@ class _EpochSteps:
         self._has_started = has_started()
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
-        """Runs the steps of some batches, `num_steps` in one program, and waits for the last.
-
-        Raises:
-            Preempted: Once they have run, if all processes stop after them.
-        """
+        """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
         first, self._hooks.num_steps = self.index, num_steps
         with device_feed(
             self._trainer,

@@ -213,9 +213,6 @@ def _rebuilt(optimizer: Any, **changes: Any) -> Any:
     """Returns a copy of a Keras optimizer, not built, without accumulation and loss scaling.
 
     The training step does both.
-
-    Raises:
-        ValueError: If the configuration of a custom class leaves out an argument.
     """
     # Ranks accumulate by themselves and exchange gradients once per update.
     changes |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
@@ -263,11 +260,7 @@ def _counting_steps(schedule: Any, num_steps: int) -> Any:
 
 
 def _first_values(given: Any, built: Any) -> list[Any]:
-    """Returns the initial values of the variables of `built`: those of `given`, if it was built.
-
-    Raises:
-        ValueError: If `given` was built for other variables.
-    """
+    """Returns the initial values of the variables of `built`: those of `given`, if it was built."""
     if not given.built:
         return [variable.value for variable in built.variables]
     sums = {id(variable) for variable in getattr(given, "_accumulated_gradients", ())}

@@ -160,16 +160,7 @@ class _Measuring:
     environ: Mapping[str, str]
 
     def run_once(self, ranks: int, *, tune_steps: int | None = None) -> "_Result":
-        """Runs the script to the end of its first `fit`.
-
-        Args:
-            ranks: Number of ranks.
-            tune_steps: Steps of a trial of a way to sum gradients; None to time steps as they are.
-
-        Raises:
-            _Stopped: If a signal has ended the run.
-            ValueError, FileNotFoundError, HostError: If it could not be started.
-        """
+        """Runs the script to the end of its first `fit`."""
         options = replace(self.options, tune_steps=tune_steps)
         limit_s = self.scale.run_timeout_s
         with _hosts(ranks, self.layouts.get(ranks), options, limit_s) as (entries, options):
@@ -201,12 +192,7 @@ class _Result(NamedTuple):
 
 
 def _take_turns(measure: _Measuring, scale: Scale) -> tuple[list[Run], dict[int, str]]:
-    """Returns all runs, round after round, and why numbers of ranks have none.
-
-    Raises:
-        _Stopped: If a signal has ended a run.
-        ValueError, FileNotFoundError, HostError: If the first run could not be started.
-    """
+    """Returns all runs, round after round, and why numbers of ranks have none."""
     runs: list[Run] = []
     failures: dict[int, str] = {}
     for round in range(scale.rounds):

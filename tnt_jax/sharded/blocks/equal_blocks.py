@@ -54,14 +54,7 @@ def same_equation(a: Any, b: Any) -> bool:
 
 
 def _same(x: Any, y: Any, *, is_custom: bool = False) -> bool:
-    """Returns whether two parameters of equations are equal.
-
-    Args:
-        x: A parameter.
-        y: Another one.
-        is_custom: Whether they are those of a function with a derivative of its own. Every trace
-            wraps the derivative anew; it is the same if the function is.
-    """
+    """Returns whether two parameters of equations are equal."""
     if x is y:
         return True
     if isinstance(x, _jax.ClosedJaxpr) and isinstance(y, _jax.ClosedJaxpr):
@@ -388,14 +381,7 @@ class EqualBlocks:
     def _compare(
         self, blocks: Sequence[int], ends: list[Atoms], starts: Sequence[Any], found: _Match
     ) -> bool:
-        """Returns whether some blocks compute their ends in the same way, backward to the starts.
-
-        Args:
-            blocks: Numbers of the blocks.
-            ends: What stands at the end of each of them.
-            starts: What each starts from; None for the first of them if it is not known.
-            found: Receives what is found.
-        """
+        """Returns whether blocks compute their ends in the same way, backward to the starts."""
         pending, seen = list(ends), set()
         while pending:
             atoms = pending.pop()

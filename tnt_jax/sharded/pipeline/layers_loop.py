@@ -209,15 +209,7 @@ class LayersLoop:
         return sources.passes(equation) and self._holds(sources.of(equation.invars[0]))
 
     def _loop_over_layers(self, users: list[Any], sources: Sources) -> tuple[Any, dict[int, int]]:
-        """Returns the loop over the layers, and the parameters that it runs over by position.
-
-        Args:
-            users: Equations that use the stacked layers.
-            sources: Which parameters variables stand for.
-
-        Raises:
-            ValueError: If the layers are used in any other way.
-        """
+        """Returns the loop over the layers, and the parameters that it runs over by position."""
         stacked = {index for index in range(len(self._paths)) if self._holds(index)}
         layers: dict[int, int] = {}
         if len(users) == 1 and users[0].primitive.name == "scan":

@@ -74,14 +74,7 @@ def _run(blocks: EqualBlocks, equations: list[Any], values: Values, layers: list
 def _layer(
     blocks: EqualBlocks, values: Values, carried: list[Any], own: tuple[list[Any], list[Any]]
 ) -> tuple[list[Any], None]:
-    """Returns what a block hands on; the body of a loop.
-
-    Args:
-        blocks: The blocks.
-        values: Values that all blocks share.
-        carried: What the block before hands on.
-        own: The block's arrays, and its other inputs.
-    """
+    """Returns what a block hands on; the body of a loop."""
     given = [*zip(*blocks.carried[:-1], strict=True), *blocks.arrays, *blocks.items]
     known = dict(zip(map(key_of, given), [*carried, *own[0], *own[1]], strict=True))
 

@@ -103,12 +103,6 @@ def _differentiate(
     """Returns the loss of the global batch with other results, and the summed gradients.
 
     The gradients are summed over the ranks.
-
-    Args:
-        objective: From parameters to `(loss, (loss, others))`, or to `(part, (None, others))` where
-            the loss is the sum of the ranks' parts.
-        params: Parameters.
-        step: The step that is traced.
     """
     rewrite = partial(keep_inputs, step=step.step) if step.platform == "cpu" else None
     (value, (loss, others)), grads, order = trace_grads(

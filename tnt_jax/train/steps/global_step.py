@@ -55,11 +55,7 @@ class WholeBatches:
     placement: Placement
 
     def _compute_whole_batches(self, runtime: Runtime) -> None:
-        """Begins to compute whole batches.
-
-        Args:
-            runtime: The mesh of the ranks that batches are read for.
-        """
+        """Begins to compute whole batches."""
         self.rank_slice = rank_slice_of(runtime)
         self.fused = _FusedSteps(self.mesh, self.placement)
         self._take = RealRows(self.mesh)

@@ -182,13 +182,7 @@ def _cast(equation: Any, found: list[Dependence]) -> Dependence:
 
 
 def _moved(position: Callable[[Any, int], int | None], *, mixes: bool = True) -> Callable:
-    """Returns the rule of an operation that works along some dimensions of its operands.
-
-    Args:
-        position: From the equation and a dimension to the dimension of the result; None if the
-            operation works along it.
-        mixes: Whether it combines the entries along such a dimension; else the result is unknown.
-    """
+    """Returns the rule of an operation that works along some dimensions of its operands."""
 
     def rule(equation: Any, found: list[Dependence]) -> Dependence:
         moved: list[Dependence] = []
