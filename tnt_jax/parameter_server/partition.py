@@ -23,66 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
+from tnt_jax.train.steps.row_dependence import ELEMENTWISE
 
-_ELEMENTWISE = frozenset(
-    (
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "atan2",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-    )
-)
 _REDUCTIONS = {
     "reduce_sum": "sum",
     "reduce_max": "max",
@@ -217,7 +159,7 @@ def _kind_of(equation: Any, out: Any, kinds: list[Kind]) -> Kind:
     depth = max((kind.depth for kind in kinds), default=0)
     variables = frozenset().union(*(kind.variables for kind in kinds))
     whole = next((kind for kind in kinds if kind.name == "whole"), None)
-    if whole is None and name in _ELEMENTWISE and len(variables) <= 1:
+    if whole is None and name in ELEMENTWISE and len(variables) <= 1:
         return Kind("rows" if variables else "same", variables, depth)
     if name in _RESHAPING and whole is None:
         if not variables:

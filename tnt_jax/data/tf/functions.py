@@ -16,7 +16,7 @@ _HARMLESS = frozenset(
     """Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather If While Case
     StatefulPartitionedCall PartitionedCall
     HashTableV2 MutableHashTableV2 LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2
-    AnonymousHashTable""".split()  # noqa: SIM905
+    AnonymousHashTable""".split()
 )
 # Datasets made inside a function are marked as stateful because they are resources; only these draw
 # random numbers.

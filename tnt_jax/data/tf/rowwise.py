@@ -23,7 +23,7 @@ _ELEMENTWISE = frozenset(
     Add AddV2 Sub Mul RealDiv Div DivNoNan FloorDiv FloorMod Maximum Minimum Pow SquaredDifference
     Greater GreaterEqual Less LessEqual
     Equal NotEqual LogicalAnd LogicalOr SelectV2 ClipByValue BitwiseAnd BitwiseOr
-    BitwiseXor""".split()  # noqa: SIM905
+    BitwiseXor""".split()
 )
 _RESIZES = frozenset(
     ["ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "AdjustContrastv2"]

@@ -143,20 +143,10 @@ def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | Sav
 Mode = Literal["auto", "min", "max"]
 
 # Parts of metric class names, classified as by Keras 3's attribute `_direction`.
-_UP = (
-    "accuracy",
-    "auc",
-    "precision",
-    "recall",
-    "specificity",
-    "sensitivity",
-    "iou",
-    "fbetascore",
-    "f1score",
-    "cosinesimilarity",
-    "r2score",
-    "correlation",
-)
+_UP = """
+    accuracy auc precision recall specificity sensitivity iou fbetascore f1score cosinesimilarity
+    r2score correlation
+""".split()
 _DOWN = ("error", "crossentropy", "divergence", "hinge", "poisson", "logcosh", "loss")
 
 

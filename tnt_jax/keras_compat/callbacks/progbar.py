@@ -14,31 +14,10 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.log import beside_bars, logger
 
 # Methods of dict that read its contents.
-_READERS = (
-    "__contains__",
-    "__delitem__",
-    "__eq__",
-    "__getitem__",
-    "__ior__",
-    "__iter__",
-    "__len__",
-    "__ne__",
-    "__or__",
-    "__repr__",
-    "__reversed__",
-    "__ror__",
-    "__setitem__",
-    "clear",
-    "copy",
-    "get",
-    "items",
-    "keys",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
-    "values",
-)
+_READERS = """
+    __contains__ __delitem__ __eq__ __getitem__ __ior__ __iter__ __len__ __ne__ __or__ __repr__
+    __reversed__ __ror__ __setitem__ clear copy get items keys pop popitem setdefault update values
+""".split()
 
 
 class LazyLogs(dict[str, float]):

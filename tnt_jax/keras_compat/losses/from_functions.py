@@ -40,23 +40,10 @@ class KerasLoss(Loss):
 
 
 # Argument names that functions use for the outputs of a model, and for targets.
-_OUTPUTS = (
-    "logits",
-    "predictions",
-    "log_predictions",
-    "predictor_outputs",
-    "scores",
-    "preds",
-    "pred",
-    "y_pred",
-    "y_hat",
-    "outputs",
-    "output",
-    "prediction",
-    "predicted",
-    "probs",
-    "probabilities",
-)
+_OUTPUTS = """
+    logits predictions log_predictions predictor_outputs scores preds pred y_pred y_hat outputs
+    output prediction predicted probs probabilities
+""".split()
 _TARGETS = (
     "labels",
     "targets",

@@ -13,197 +13,40 @@ from types import ModuleType
 from typing import Any
 
 _BUILTINS = ("bool", "complex", "float", "int")
-_LINEN = (
-    "BatchNorm",
-    "Bidirectional",
-    "Conv",
-    "ConvLSTMCell",
-    "ConvLocal",
-    "ConvTranspose",
-    "Dense",
-    "DenseGeneral",
-    "Dropout",
-    "Einsum",
-    "Embed",
-    "GRUCell",
-    "GroupNorm",
-    "InstanceNorm",
-    "LSTMCell",
-    "LayerNorm",
-    "MGUCell",
-    "MultiHeadAttention",
-    "MultiHeadDotProductAttention",
-    "OptimizedLSTMCell",
-    "PReLU",
-    "RMSNorm",
-    "RNN",
-    "SelfAttention",
-    "Sequential",
-    "SimpleCell",
-    "SpectralNorm",
-    "WeightNorm",
-    "avg_pool",
-    "combine_masks",
-    "dot_product_attention",
-    "make_attention_mask",
-    "make_causal_mask",
-    "max_pool",
-)
-_ACTIVATIONS = (
-    "celu",
-    "elu",
-    "gelu",
-    "glu",
-    "hard_sigmoid",
-    "hard_silu",
-    "hard_swish",
-    "hard_tanh",
-    "identity",
-    "leaky_relu",
-    "log_sigmoid",
-    "log_softmax",
-    "logsumexp",
-    "mish",
-    "one_hot",
-    "relu",
-    "relu6",
-    "selu",
-    "sigmoid",
-    "silu",
-    "soft_sign",
-    "softmax",
-    "softplus",
-    "sparse_plus",
-    "sparse_sigmoid",
-    "squareplus",
-    "standardize",
-    "swish",
-    "tanh",
-)
-_INITIALIZERS = (
-    "constant",
-    "delta_orthogonal",
-    "glorot_normal",
-    "glorot_uniform",
-    "he_normal",
-    "he_uniform",
-    "lecun_normal",
-    "lecun_uniform",
-    "normal",
-    "ones",
-    "orthogonal",
-    "truncated_normal",
-    "uniform",
-    "variance_scaling",
-    "zeros",
-)
-_NUMPY = (
-    "abs",
-    "absolute",
-    "add",
-    "arccos",
-    "arcsin",
-    "arcsinh",
-    "arctan",
-    "arctan2",
-    "arctanh",
-    "argmax",
-    "argmin",
-    "clip",
-    "concatenate",
-    "cos",
-    "cosh",
-    "cumsum",
-    "divide",
-    "dot",
-    "einsum",
-    "exp",
-    "exp2",
-    "expand_dims",
-    "expm1",
-    "isfinite",
-    "isnan",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logaddexp",
-    "matmul",
-    "max",
-    "maximum",
-    "mean",
-    "min",
-    "minimum",
-    "multiply",
-    "nan_to_num",
-    "negative",
-    "power",
-    "prod",
-    "ravel",
-    "reciprocal",
-    "reshape",
-    "round",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "squeeze",
-    "std",
-    "subtract",
-    "sum",
-    "swapaxes",
-    "tan",
-    "tanh",
-    "tensordot",
-    "transpose",
-    "var",
-    "where",
-)
-_DTYPES = (
-    "bool_",
-    "int4",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint4",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "bfloat16",
-    "float16",
-    "float32",
-    "float64",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "complex64",
-    "complex128",
-)
-_OPTAX_LOSSES = (
-    "convex_kl_divergence",
-    "cosine_distance",
-    "cosine_similarity",
-    "ctc_loss",
-    "hinge_loss",
-    "huber_loss",
-    "kl_divergence",
-    "kl_divergence_with_log_targets",
-    "l2_loss",
-    "log_cosh",
-    "poly_loss_cross_entropy",
-    "safe_softmax_cross_entropy",
-    "sigmoid_binary_cross_entropy",
-    "sigmoid_focal_loss",
-    "smooth_labels",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_with_integer_labels",
-    "squared_error",
-)
+_LINEN = """
+    BatchNorm Bidirectional Conv ConvLSTMCell ConvLocal ConvTranspose Dense DenseGeneral Dropout
+    Einsum Embed GRUCell GroupNorm InstanceNorm LSTMCell LayerNorm MGUCell MultiHeadAttention
+    MultiHeadDotProductAttention OptimizedLSTMCell PReLU RMSNorm RNN SelfAttention Sequential
+    SimpleCell SpectralNorm WeightNorm avg_pool combine_masks dot_product_attention
+    make_attention_mask make_causal_mask max_pool
+""".split()
+_ACTIVATIONS = """
+    celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
+    log_softmax logsumexp mish one_hot relu relu6 selu sigmoid silu soft_sign softmax softplus
+    sparse_plus sparse_sigmoid squareplus standardize swish tanh
+""".split()
+_INITIALIZERS = """
+    constant delta_orthogonal glorot_normal glorot_uniform he_normal he_uniform lecun_normal
+    lecun_uniform normal ones orthogonal truncated_normal uniform variance_scaling zeros
+""".split()
+_NUMPY = """
+    abs absolute add arccos arcsin arcsinh arctan arctan2 arctanh argmax argmin clip concatenate cos
+    cosh cumsum divide dot einsum exp exp2 expand_dims expm1 isfinite isnan log log10 log1p log2
+    logaddexp matmul max maximum mean min minimum multiply nan_to_num negative power prod ravel
+    reciprocal reshape round sign sin sinh sqrt square squeeze std subtract sum swapaxes tan tanh
+    tensordot transpose var where
+""".split()
+_DTYPES = """
+    bool_ int4 int8 int16 int32 int64 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32
+    float64 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64
+    complex128
+""".split()
+_OPTAX_LOSSES = """
+    convex_kl_divergence cosine_distance cosine_similarity ctc_loss hinge_loss huber_loss
+    kl_divergence kl_divergence_with_log_targets l2_loss log_cosh poly_loss_cross_entropy
+    safe_softmax_cross_entropy sigmoid_binary_cross_entropy sigmoid_focal_loss smooth_labels
+    softmax_cross_entropy softmax_cross_entropy_with_integer_labels squared_error
+""".split()
 _OPTAX_SCHEDULES = (
     "constant_schedule",
     "cosine_decay_schedule",
@@ -217,25 +60,12 @@ _OPTAX_SCHEDULES = (
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",
 )
-_LOSSES = (
-    "binary_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_crossentropy",
-    "categorical_focal_crossentropy",
-    "categorical_hinge",
-    "cosine_similarity",
-    "hinge",
-    "huber",
-    "kl_divergence",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "poisson",
-    "sparse_categorical_crossentropy",
-    "squared_hinge",
-)
+_LOSSES = """
+    binary_crossentropy binary_focal_crossentropy categorical_crossentropy
+    categorical_focal_crossentropy categorical_hinge cosine_similarity hinge huber kl_divergence
+    log_cosh mean_absolute_error mean_absolute_percentage_error mean_squared_error
+    mean_squared_logarithmic_error poisson sparse_categorical_crossentropy squared_hinge
+""".split()
 _METRICS = (
     "binary_accuracy",
     "categorical_accuracy",
