@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tnt_jax.cluster.devices import count_cores
 from tnt_jax.launch.processtree import descendants, processes_with
 
 pytestmark = pytest.mark.multiprocess
@@ -34,6 +35,16 @@ def test_master_alone_is_shown_with_its_arguments_untouched(run, script):
     odd = ["a b", "'\"", "$HOME", "line\nbreak", "", "--", "-n"]
     code, out, err = run("-n", 3, "--no-gpu", "--", path, *odd)
     assert (code, out, err) == (0, f"0 3 {odd}\n", "")
+
+
+@pytest.mark.skipif(count_cores() % 2, reason="needs an even number of processors")
+def test_processes_run_on_processors_of_their_own(run, script):
+    path = script("import os; print(*os.sched_getaffinity(0))")
+    code, out, err = run("-n", 2, "--no-gpu", "--output-on-all-devices", "--", path)
+    assert (code, err) == (0, "")
+    first, second = (set(line.split("] ")[1].split()) for line in out.splitlines())
+    assert len(first) == len(second) == count_cores() // 2
+    assert first | second == set(map(str, os.sched_getaffinity(0)))
 
 
 def test_each_line_carries_its_rank_where_all_print(run, script):

@@ -9,6 +9,7 @@ from ray_rows import columns, dataset_of, in_processes, rank_slices
 import tnt_jax as tnt
 from tnt_jax.data.ray.connection import Connection
 from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
+from tnt_jax.data.ray.row_stream import RowStreams
 from tnt_jax.data.ray.source import RaySource
 from tnt_jax.data.ray.spec import RayData
 from tnt_jax.data.sources import ArraySource
@@ -40,6 +41,16 @@ def assert_like_arrays(found, num_rows, size, num_processes, *, local_ranks=1, s
             np.testing.assert_array_equal(one.data[1], other.data[1])
             np.testing.assert_array_equal(one.mask, other.mask)
             assert one.num_rows == other.num_rows
+
+
+def test_a_stream_is_dropped_with_the_last_process_that_reads_it():
+    streams = RowStreams()
+    streams.open("rows", None, 2)
+    streams.close("rows", 0)
+    streams.close("rows", 0)
+    assert streams._streams.keys() == {"rows"}
+    streams.close("rows", 1)
+    assert not streams._streams
 
 
 @pytest.mark.parametrize(
