@@ -18,7 +18,7 @@ from typing import Any
 
 from machine import add_platform, environment, on_cpus
 
-from tnt_jax.distributed.sums import reduction as modelled
+from tnt_jax.distributed.sums import reduction
 
 MODELS = ("resnet50", "transformer_base", "transformer_big")
 # A line of tune's table for a size of buckets: the option, and the median in ms.
@@ -114,9 +114,9 @@ def main(words: list[str] | None = None) -> None:
     way, share = best_threshold(times)
     print(f"Best for all: {way}, {share:.3f} of the time of what they use.")
     print(
-        f"Now: HOST_BUCKET_BYTES {modelled.HOST_BUCKET_BYTES >> 20} MiB up to "
-        f"{modelled.RANKS_OF_A_HOST} ranks, else CLUSTER_BUCKET_BYTES "
-        f"{modelled.CLUSTER_BUCKET_BYTES >> 20} MiB, in tnt_jax/distributed/sums/reduction.py."
+        f"Now: HOST_BUCKET_BYTES {reduction.HOST_BUCKET_BYTES >> 20} MiB up to "
+        f"{reduction.RANKS_OF_A_HOST} ranks, else CLUSTER_BUCKET_BYTES "
+        f"{reduction.CLUSTER_BUCKET_BYTES >> 20} MiB, in tnt_jax/distributed/sums/reduction.py."
     )
     if args.output:
         found = {"arguments": vars(args), **environment(), "ms": times, "best": way}

@@ -16,20 +16,20 @@ import statistics
 import threading
 import time
 
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.slow_ranks import OwnTimes
 
 _WAITS = 3
 _WINDOW_S = 60.0
 
 
-def step_with_notes(here: stall.Here, index: int) -> None:
+def step_with_notes(here: phases.Here, index: int) -> None:
     outer, here.doing = here.doing, ("data", "")
     here.doing = outer
     here.step = index
     here.doing = ("step", "")
     for _ in range(_WAITS):
-        with stall.waiting("values of other processes"):
+        with phases.waiting("values of other processes"):
             pass
     outer, here.doing = here.doing, ("callback", "Callback.on_train_batch_end")
     here.doing = outer
@@ -41,7 +41,7 @@ def pass_time(seconds: float) -> None:
         pass
 
 
-def step_us(step_s: float, here: stall.Here | None, index: int) -> float:
+def step_us(step_s: float, here: phases.Here | None, index: int) -> float:
     """Returns the microseconds of one step."""
     start_ns = time.perf_counter_ns()
     pass_time(step_s)
@@ -50,7 +50,7 @@ def step_us(step_s: float, here: stall.Here | None, index: int) -> float:
     return (time.perf_counter_ns() - start_ns) / 1000
 
 
-def sampling_share(here: stall.Here, seconds: float = 5.0) -> float:
+def sampling_share(here: phases.Here, seconds: float = 5.0) -> float:
     """Returns the part of a core that the samples take, on an idle main thread."""
     stopped = threading.Event()
     thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
@@ -63,7 +63,7 @@ def sampling_share(here: stall.Here, seconds: float = 5.0) -> float:
 
 
 def measure(step_s: float, num_steps: int) -> dict:
-    here, stopped = stall.here(), threading.Event()
+    here, stopped = phases.here(), threading.Event()
     times: dict[str, list[float]] = {"without": [], "with": []}
     thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
     thread.start()
