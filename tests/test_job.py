@@ -14,7 +14,7 @@ from processes import SCRIPTS, launch
 import tnt_jax as tnt
 from tnt_jax import job, seeding
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot, end_job, once_per_job
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
@@ -172,10 +172,10 @@ def test_a_seed_is_of_its_job_and_may_come_before_it(tmp_path):
 
 
 def test_a_call_that_runs_while_the_job_ends_leaves_nothing_in_the_next(monkeypatch):
-    with stall.calling("Model.fit"), stall.waiting("a sum"):
+    with phases.calling("Model.fit"), phases.waiting("a sum"):
         tnt.shutdown()
-        assert stall.here().note() == stall.Note()
-    assert stall.here().note() == stall.Note()
+        assert phases.here().note() == phases.Note()
+    assert phases.here().note() == phases.Note()
 
 
 def test_checkpoints_go_on_in_the_next_job(tmp_path):

@@ -16,8 +16,7 @@ from tnt_jax.data import agreement
 from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.shards import ShardSource
-from tnt_jax.distributed.liveness import phases as stall
-from tnt_jax.distributed.liveness import rendezvous
+from tnt_jax.distributed.liveness import phases, rendezvous
 
 
 def run(shards, *, local_ranks=1, epochs=1, **kwargs):
@@ -223,7 +222,7 @@ def test_who_waits_for_the_data_of_a_process_says_so(monkeypatch):
     service, noted = Service(misses=2), []
     get = service.key_value_try_get
     service.key_value_try_get = lambda *args: (
-        noted.append(stall.here().note().waits),
+        noted.append(phases.here().note().waits),
         get(*args),
     )[1]
     monkeypatch.setattr(rendezvous._jax, "coordination_client", lambda: service)
@@ -232,7 +231,7 @@ def test_who_waits_for_the_data_of_a_process_says_so(monkeypatch):
     exchange.post(Report([1], has_ended=False, local_ranks=1))
     assert [report.num_rows for report in exchange.read()] == [[1], [3]]
     assert noted == ["data of process 1"] * 3
-    assert stall.here().note().waits == ""
+    assert phases.here().note().waits == ""
     exchange.post(Report([1], has_ended=False, local_ranks=1))
     stopped = threading.Event()
     stopped.set()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tnt_jax.data.indexed import fetch
-from tnt_jax.data.indexed import fetch as shared_blocks
 from tnt_jax.data.indexed.fetch import Fetcher, Recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -19,15 +18,15 @@ def numbers(*shape):
 
 
 def test_values_come_back_as_they_were():
-    block = shared_blocks.Block()
+    block = fetch.Block()
     # Each larger than the one before, then a small one; not all of them in the memory's order.
     for value in (
         {"x": numbers(3), "empty": numbers(0, 4), "text": np.array(["a", "bc"])},
         (numbers(1000, 70).T, numbers(9, 9)[::2, ::3], 5),
         [np.array(["object", None], object), numbers(2)],
     ):
-        written = shared_blocks.write(block.path, value)
-        assert isinstance(written, shared_blocks.Written)
+        written = fetch.write(block.path, value)
+        assert isinstance(written, fetch.Written)
         for copy in (False, True):
             np.testing.assert_equal(block.read(written, copy=copy), value)
 
@@ -35,17 +34,17 @@ def test_values_come_back_as_they_were():
 def test_an_array_may_need_several_writes(monkeypatch):
     write_all = os.pwrite  # Linux writes 2 GB at most.
     monkeypatch.setattr(os, "pwrite", lambda file, raw, at: write_all(file, raw[:10], at))
-    block = shared_blocks.Block()
-    written = shared_blocks.write(block.path, numbers(7, 9))
+    block = fetch.Block()
+    written = fetch.write(block.path, numbers(7, 9))
     np.testing.assert_array_equal(block.read(written, copy=True), numbers(7, 9))
 
 
 def test_copies_and_they_alone_outlive_the_next_value():
-    block = shared_blocks.Block()
+    block = fetch.Block()
     first, second = numbers(1000), numbers(1000) + 1
-    written = shared_blocks.write(block.path, first)
+    written = fetch.write(block.path, first)
     shared, own = block.read(written, copy=False), block.read(written, copy=True)
-    shared_blocks.write(block.path, second)
+    fetch.write(block.path, second)
     np.testing.assert_array_equal(shared, second)
     np.testing.assert_array_equal(own, first)
     own += 1
@@ -54,18 +53,18 @@ def test_copies_and_they_alone_outlive_the_next_value():
 @pytest.mark.parametrize("path", ["", "/proc/self/fd/100000", "/proc/1/no/such"])
 def test_where_there_is_no_memory_to_share_the_value_itself_is_sent(path):
     value = {"x": numbers(3)}
-    assert shared_blocks.write(path, value) is value
-    assert shared_blocks.Block().read(value, copy=False) is value
+    assert fetch.write(path, value) is value
+    assert fetch.Block().read(value, copy=False) is value
 
 
 def test_values_without_arrays_need_no_memory():
-    assert shared_blocks.write(shared_blocks.Block().path, "skipped") == "skipped"
+    assert fetch.write(fetch.Block().path, "skipped") == "skipped"
 
 
 def test_memory_goes_with_its_block():
-    block = shared_blocks.Block()
+    block = fetch.Block()
     path = block.path
-    array = block.read(shared_blocks.write(path, numbers(50)), copy=False)
+    array = block.read(fetch.write(path, numbers(50)), copy=False)
     del block
     gc.collect()
     np.testing.assert_array_equal(array, numbers(50))

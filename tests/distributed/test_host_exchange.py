@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tnt_jax.distributed.host import exchange as host_exchange
+from tnt_jax.distributed.host import exchange
 from tnt_jax.distributed.host.exchange import (
     Brought,
     are_small,
@@ -134,5 +134,5 @@ def test_two_threads_cannot_exchange_at_once():
 
 @pytest.mark.parametrize(("members", "limit"), [(2, 16384), (8, 16384), (16, 4096), (512, 1024)])
 def test_what_goes_along_with_the_comparison_does_not_burden_the_coordinator(members, limit):
-    assert host_exchange._small_bytes(members) == limit
+    assert exchange._small_bytes(members) == limit
     assert members <= 32 or members**2 * limit <= 2**28

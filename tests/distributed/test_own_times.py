@@ -12,7 +12,7 @@ from tnt_jax.distributed.liveness.slow_ranks import OwnTimes
 
 def test_time_counts_under_the_phase_of_the_sample_unless_the_process_waits():
     here = Here()
-    times = OwnTimes(here, 60.0)
+    times = OwnTimes(here, 60.0, lambda: False)
     here.doing = ("data", "")
     times.sample(2.0)
     here.doing = ("callback", "Act.on_epoch_end")
@@ -24,7 +24,7 @@ def test_time_counts_under_the_phase_of_the_sample_unless_the_process_waits():
 
 def test_a_thread_that_reads_ahead_waits_for_itself_until_its_data_is_needed():
     here = Here()
-    times = OwnTimes(here, 60.0)
+    times = OwnTimes(here, 60.0, lambda: False)
     here.readers.add(7)
     here.waits[7] = "data of process 1"
     here.doing = ("callback", "")
@@ -37,7 +37,7 @@ def test_a_thread_that_reads_ahead_waits_for_itself_until_its_data_is_needed():
 def test_the_thread_counts_all_time_that_passes():
     here, stopped = Here(), threading.Event()
     here.doing = ("step", "")
-    times = OwnTimes(here, 1.0)
+    times = OwnTimes(here, 1.0, lambda: False)
     thread = threading.Thread(target=times.run, args=(stopped,))
     start_s = time.monotonic()
     thread.start()
@@ -54,7 +54,7 @@ def test_the_random_numbers_of_the_user_are_left_alone():
     random.seed(3)
     expected = random.getstate()
     stopped = threading.Event()
-    thread = threading.Thread(target=OwnTimes(Here(), 0.2).run, args=(stopped,))
+    thread = threading.Thread(target=OwnTimes(Here(), 0.2, lambda: False).run, args=(stopped,))
     thread.start()
     time.sleep(0.05)
     stopped.set()

@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from tnt_jax.distributed.liveness import phases as stall
-from tnt_jax.distributed.liveness import rendezvous
+from tnt_jax.distributed.liveness import phases, rendezvous
 
 
 class Time:
@@ -92,12 +91,12 @@ def test_checks_run_each_second_and_end_the_wait(monkeypatch, time):
     with pytest.raises(OSError, match="nobody comes"):
         rendezvous.read_key("k", "test", check=check)
     assert seen == pytest.approx([1, 2, 3], abs=0.75)
-    assert stall.here().note().waits == ""
+    assert phases.here().note().waits == ""
 
 
 def test_who_is_forsaken_says_so(monkeypatch, time):
     serve(monkeypatch, time, 60)
-    monkeypatch.setattr(stall.here(), "left_alone", "Process 1 has gone.")
+    monkeypatch.setattr(phases.here(), "left_alone", "Process 1 has gone.")
     with pytest.raises(
         RuntimeError, match=r"Process 1 has gone\. Every process must make the same"
     ):

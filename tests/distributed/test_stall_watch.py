@@ -6,7 +6,7 @@ import threading
 import jax
 import pytest
 
-from tnt_jax.distributed.liveness import causes as stacks
+from tnt_jax.distributed.liveness import causes
 from tnt_jax.distributed.liveness import watch as stall_watch
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.distributed.liveness.watch import Patience
@@ -40,7 +40,7 @@ def service(monkeypatch):
 
 
 def watch():
-    return stall_watch._Watch(Patience(0.1, 0), lambda cause, answers: None)
+    return stall_watch._Watch(Patience(0.1, 0), lambda cause, answers: None, lambda: False)
 
 
 def test_a_look_that_fails_is_told_once_and_the_process_posts_on(monkeypatch, service, caplog):
@@ -51,7 +51,7 @@ def test_a_look_that_fails_is_told_once_and_the_process_posts_on(monkeypatch, se
             raise failures.pop(0)
         return False
 
-    monkeypatch.setattr(stacks, "compiles", compiles)
+    monkeypatch.setattr(causes, "compiles", compiles)
     own = watch()
     service.wait_for(lambda: len(service.posts) >= 3)
     own.stop()
@@ -64,7 +64,7 @@ def test_a_look_that_fails_is_told_once_and_the_process_posts_on(monkeypatch, se
 
 def test_a_judgement_that_fails_keeps_no_note_from_the_others(monkeypatch, service, caplog):
     monkeypatch.setattr(stall_watch, "find_cause", lambda *args: 1 / 0)
-    own = stall_watch._Watch(Patience(0.1, 60), lambda cause, answers: None)
+    own = stall_watch._Watch(Patience(0.1, 60), lambda cause, answers: None, lambda: False)
     service.wait_for(lambda: len(service.posts) >= 3)
     own.stop()
     assert "division by zero" in caplog.text

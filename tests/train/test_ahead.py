@@ -13,7 +13,7 @@ import pytest
 import tnt_jax as tnt
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource, announced_batch
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.train import ahead
 
@@ -143,7 +143,7 @@ def test_evaluation_is_compiled_beside_training_and_validation_waits_for_it(
     use_ranks, compiled, monkeypatch
 ):
     use_ranks(1)
-    compile_it, here = ahead._compile, stall.here()
+    compile_it, here = ahead._compile, phases.here()
     seen, is_trained = [], threading.Event()
 
     def wait_and_compile(lowered):
@@ -236,7 +236,7 @@ class _Held:
 
     def __init__(self, monkeypatch):
         self.may_begin, self.phases = threading.Event(), []
-        compile_it, here = ahead._compile, stall.here()
+        compile_it, here = ahead._compile, phases.here()
 
         def wait_and_compile(lowered):
             # The main thread has come to its step once it says that it compiles.

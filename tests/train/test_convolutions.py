@@ -12,7 +12,7 @@ import pytest
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax._jax import compiling as compiler
+from tnt_jax._jax import compiling
 from tnt_jax.train.contracts import Batch
 
 # XLA gives convolutions of more than 16 channels to YNNPACK.
@@ -47,7 +47,7 @@ def ynn_convolutions(compiled):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    monkeypatch.setattr(compiler, "_num_cores", lambda: 2)
+    monkeypatch.setattr(compiling, "_num_cores", lambda: 2)
     tnt.shutdown()
     tnt.init(devices=range(1))
     model = tnt.Model(Net(), seed=0)

@@ -1,12 +1,8 @@
-"""What adapters that change a part of another one have in common.
+"""Adapters that change a part of another one.
 
-Training part of a model; all other parameters become model state.
-
-These have no gradient, no reduction and no optimizer state.
-
-Lower precision for any Flax model.
-
-Either bfloat16 arithmetic with float32 master weights, or bfloat16 throughout.
+One trains a part of the parameters; all others become model state, without gradient, reduction and
+optimizer state. The other one lowers the precision of any Flax model: bfloat16 arithmetic with
+float32 master weights, or bfloat16 throughout.
 """
 
 from collections.abc import Callable, Mapping, Sequence

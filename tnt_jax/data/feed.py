@@ -24,7 +24,7 @@ from tnt_jax.data.agreement import reader_stopped
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed import timeline
 from tnt_jax.distributed.joining.runtime import Runtime
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 
 # Longer than putting a batch on the devices takes.
 _PATIENCE_S = 5.0
@@ -142,7 +142,7 @@ class Feed:
         self._stopped.set()
 
     def __iter__(self) -> Iterator[Any]:
-        here = stall.here()
+        here = phases.here()
         while True:
             outer = here.doing
             here.doing = ("data", "")
@@ -182,7 +182,7 @@ class Feed:
 
     def _work(self) -> None:
         reader_stopped.set(self._stopped)
-        readers, own = stall.here().readers, threading.get_ident()
+        readers, own = phases.here().readers, threading.get_ident()
         readers.add(own)
         try:
             for item in self._items:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from tnt_jax.distributed.host.collectives import call_on_all_processes
 from tnt_jax.distributed.host.objects import broadcast_object
 from tnt_jax.distributed.joining.runtime import is_master_rank
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ class SharedTrial:
         if isinstance(trial, SharedTrial):
             trial = trial._trial
         self._trial = trial if is_master_rank() else None
-        with stall.calling("SharedTrial"):
+        with phases.calling("SharedTrial"):
             call_on_all_processes(self._check)
 
     def _check(self) -> None:
@@ -113,7 +113,7 @@ class SharedTrial:
         """Returns what a function of the master's trial returns, on every process."""
         # The name of the call is compared, too: processes that ask for different parameters would
         # train different models.
-        with stall.calling(f"SharedTrial.{what}"):
+        with phases.calling(f"SharedTrial.{what}"):
             answer = call_on_all_processes(
                 lambda: None if self._trial is None else function(self._trial)
             )

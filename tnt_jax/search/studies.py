@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tnt_jax.distributed.host.objects import broadcast_object
 from tnt_jax.distributed.joining.runtime import get_process_count, is_master_rank
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.search.require import import_optuna
 from tnt_jax.search.shared_trial import SharedTrial
@@ -136,7 +136,7 @@ def _follow(objective: Objective, errors: Errors, gc_after_trial: bool) -> list[
 
 def _announce(following: _Next | None) -> _Next:
     """Returns what the master says comes next."""
-    with stall.calling(_CALL):
+    with phases.calling(_CALL):
         return broadcast_object(following)
 
 
@@ -159,7 +159,7 @@ def _run_trial(objective: Objective, trial: Any, errors: Errors) -> Any:
 
 
 def _check_outcome(own: str) -> None:
-    with stall.calling(_CALL):
+    with phases.calling(_CALL):
         outcomes = meet("end of a trial", own)
     other = next((number for number, text in enumerate(outcomes) if text != outcomes[0]), None)
     if other is not None:

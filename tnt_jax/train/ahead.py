@@ -31,7 +31,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, FreshVariables, Variables
 from tnt_jax.distributed import timeline
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.state import TrainState
@@ -94,7 +94,7 @@ class ComingState:
             Exception: What the compiler or the program raised on process 0; the other processes
                 raise a RuntimeError that quotes it.
         """
-        with stall.in_phase("compile", spent="compiling"):
+        with phases.in_phase("compile", spent="compiling"):
             held = collectives.call_on_all_processes(self._held)
             if jax.process_count() == 1:
                 return held
@@ -149,7 +149,7 @@ class Ahead:
         """Waits until the program is compiled, if one was started."""
         if self._running is None:
             return
-        with stall.in_phase("compile", spent="compiling"):
+        with phases.in_phase("compile", spent="compiling"):
             error = self._running.exception()
         # After a signal has ended the wait, the step of another `fit` waits again.
         self._running = None

@@ -21,7 +21,7 @@ from tnt_jax.data.feed import Feed, make_put
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead, ComingState, coming_state
 from tnt_jax.train.compiled_steps import CompiledSteps
@@ -269,7 +269,7 @@ class Trainer:
         """Returns an array replicated; of a sharded one all processes must ask for it."""
         if x.is_fully_replicated:
             return x
-        with stall.waiting("parts of an array"):
+        with phases.waiting("parts of an array"):
             return jax.block_until_ready(self._replicated(x))
 
     def gather_like(self, x: jax.Array, other: jax.Array) -> jax.Array:
@@ -480,7 +480,7 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
         batch: Batch of this process's rows.
     """
     state = trainer.require_state()
-    with stall.in_phase("step"):
+    with phases.in_phase("step"):
         outputs = _jax.finished(
             trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
         )

@@ -14,7 +14,6 @@ from tfdata_checks import Dataset, assert_union_is, numpy_batches, sources  # no
 
 import tnt_jax as tnt  # noqa: E402
 from tnt_jax.data.tf import private, skipping  # noqa: E402
-from tnt_jax.data.tf import skipping as files  # noqa: E402
 from tnt_jax.data.tf import tfdata as tfdata_module  # noqa: E402
 
 MISSING = "this version of TensorFlow"
@@ -163,7 +162,7 @@ def test_files_of_records_that_cannot_be_compared_are_said_to_be(caplog, monkeyp
     with tf.io.TFRecordWriter(str(tmp_path / "some.tfrecord")) as file:
         file.write(b"1")
     dataset = tf.data.TFRecordDataset([str(tmp_path / "some.tfrecord")]).ignore_errors()
-    assert files.files_of(dataset) == [str(tmp_path / "some.tfrecord")]
+    assert skipping.files_of(dataset) == [str(tmp_path / "some.tfrecord")]
     take_away(monkeypatch, "_filenames")
     board = type("Two", (), {"num_processes": 2})
     monkeypatch.setattr(skipping, "CoordinationBoard", board)

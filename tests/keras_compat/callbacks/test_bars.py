@@ -17,7 +17,7 @@ import pytest
 from tqdm import tqdm
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.callbacks import progbar as bars
+from tnt_jax.keras_compat.callbacks import progbar
 
 ITEMS = ["12,345 examples/s", "loss 0.1234", "accuracy 0.9876", "top_k_accuracy 0.9999"]
 
@@ -70,9 +70,9 @@ def terminal(columns):
 )
 def test_a_bar_fits_the_terminal_and_shows_items_as_a_whole(columns, shown, left_out):
     with terminal(columns) as screen:
-        bar = bars.new_bar("Epoch 12/100", 3200)
-        bars.show_items(bar, 512, ITEMS)
-        bars.close(bar, 3200)
+        bar = progbar.new_bar("Epoch 12/100", 3200)
+        progbar.show_items(bar, 512, ITEMS)
+        progbar.close(bar, 3200)
     lines = screen.drawn()
     assert max(len(line) for line in lines) < columns
     (line,) = [line for line in lines if "512/3200" in line]
@@ -82,13 +82,13 @@ def test_a_bar_fits_the_terminal_and_shows_items_as_a_whole(columns, shown, left
 
 def test_a_bar_follows_the_width_of_its_terminal():
     with terminal(120) as screen:
-        bar = bars.new_bar("Epoch 1/3", 100)
-        bars.show_items(bar, 10, ITEMS)
+        bar = progbar.new_bar("Epoch 1/3", 100)
+        progbar.show_items(bar, 10, ITEMS)
         screen.resize(60)
-        bars.show_items(bar, 20, ITEMS)
+        progbar.show_items(bar, 20, ITEMS)
         screen.resize(120)
-        bars.show_items(bar, 30, ITEMS)
-        bars.close(bar, 100)
+        progbar.show_items(bar, 30, ITEMS)
+        progbar.close(bar, 100)
     widths = {}
     for line in screen.drawn():
         for step in (10, 20, 30):
@@ -101,9 +101,9 @@ def test_a_bar_follows_the_width_of_its_terminal():
 
 def test_a_bar_without_a_known_end_fits_too():
     with terminal(40) as screen:
-        bar = bars.new_bar("Predict", None)
-        bars.show_items(bar, 7, ITEMS)
-        bars.close(bar, 7)
+        bar = progbar.new_bar("Predict", None)
+        progbar.show_items(bar, 7, ITEMS)
+        progbar.close(bar, 7)
     lines = screen.drawn()
     assert max(len(line) for line in lines) < 40
     assert any("Predict: step 7 [" in line for line in lines)
@@ -111,16 +111,16 @@ def test_a_bar_without_a_known_end_fits_too():
 
 def test_a_bar_is_removed_at_its_end():
     with terminal(80) as screen:
-        bar = bars.new_bar("Epoch 1/3", 10)
-        bars.show_items(bar, 4, [])
-        bars.close(bar, 10)
+        bar = progbar.new_bar("Epoch 1/3", 10)
+        progbar.show_items(bar, 4, [])
+        progbar.close(bar, 10)
     screen.drawn()
     assert screen.text.decode().rsplit("\r", 2)[-2].strip() == ""
 
 
 def test_there_is_no_bar_where_the_output_is_no_terminal(capsys):
     assert not sys.stdout.isatty()
-    assert bars.new_bar("Epoch 1/3", 10) is None
+    assert progbar.new_bar("Epoch 1/3", 10) is None
     assert capsys.readouterr().out == ""
 
 

@@ -12,7 +12,7 @@ from keras_beside import Net, Recorder, compile_linen, data, fit
 
 import tnt_jax as tnt
 from tnt_jax import callbacks
-from tnt_jax.keras_compat.callbacks import base as scope
+from tnt_jax.keras_compat.callbacks import base
 from tnt_jax.keras_compat.callbacks.callback_list import overrides
 from tnt_jax.keras_compat.callbacks.monitor import Monitor, SavingTimes, direction
 
@@ -98,7 +98,7 @@ def test_history_records_what_other_callbacks_add():
 
 
 def scoped(given, *, is_master, processes=2, prints=None):
-    return scope.callback_scope(
+    return base.callback_scope(
         given,
         num_processes=processes,
         is_master=is_master,
@@ -176,7 +176,7 @@ def test_only_callbacks_are_taken():
 def test_the_master_alone_cannot_change_the_model():
     model = small_model()
     model.build((None, 4))
-    master = scope.CallbackScope(callbacks.Callback(), "main_process", runs=True, is_silent=False)
+    master = base.CallbackScope(callbacks.Callback(), "main_process", runs=True, is_silent=False)
     with master.entered():
         model.get_weights()
         for change in (
@@ -193,7 +193,7 @@ def test_the_master_alone_cannot_change_the_model():
 
 def test_silence_drops_what_is_printed_and_nothing_else(capsys):
     ran = []
-    quiet = scope.CallbackScope(
+    quiet = base.CallbackScope(
         callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: (print("seen"), ran.append(epoch))),
         "all_processes", runs=True, is_silent=True,
     )  # fmt: skip

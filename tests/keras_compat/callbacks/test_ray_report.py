@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.callbacks import tuners as ray_report
+from tnt_jax.keras_compat.callbacks import tuners
 
 RNG = np.random.default_rng(0)
 
@@ -42,8 +42,8 @@ def on_ray(monkeypatch, tmp_path, use_ranks):
     def start(number, checkpoint=None, *, role="worker"):
         use_ranks(2)
         storage = Storage(tmp_path / f"start{number}", checkpoint)
-        monkeypatch.setattr(ray_report, "role", lambda: role)
-        monkeypatch.setattr(ray_report, "open_storage", lambda: storage)
+        monkeypatch.setattr(tuners, "role", lambda: role)
+        monkeypatch.setattr(tuners, "open_storage", lambda: storage)
         return storage
 
     return start

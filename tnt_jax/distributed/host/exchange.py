@@ -22,7 +22,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import Role, meet
 from tnt_jax.job import Slot, once_per_job
 
@@ -181,7 +181,7 @@ def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.
     own = mesh.devices.flat[members.index(jax.process_index())]
     part = jax.device_put(chunk[None], own)
     rows = jax.make_array_from_single_device_arrays((len(members), chunk.size), sharding, [part])
-    with stall.waiting("values of other processes"):
+    with phases.waiting("values of other processes"):
         return np.asarray(program(mesh)(rows).addressable_data(0))
 
 
@@ -246,7 +246,7 @@ def exclusive(call: str) -> Iterator[None]:
             "the calls apart: make all of them in one thread, or one after the other."
         )
     try:
-        with stall.calling(call):
+        with phases.calling(call):
             yield
     finally:
         turn.release()
@@ -430,7 +430,7 @@ def connect_devices() -> None:
     # Gloo connects CPU processes in their first collective, and gives up if one of them comes 30 s
     # after another.
     if jax.process_count() > 1 and jax.devices()[0].platform == "cpu":
-        with stall.waiting("the first collective"):
+        with phases.waiting("the first collective"):
             mesh = _jax.make_data_mesh(jax.devices())
             ones = _jax.shard_rows(np.ones(mesh.size, np.int32), mesh)
             total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)

@@ -23,7 +23,7 @@ from tnt_jax import _jax
 from tnt_jax.cluster.machine import machine_id
 from tnt_jax.distributed.leaving import departures
 from tnt_jax.distributed.leaving.departures import Departure, flush, gist, say
-from tnt_jax.distributed.liveness import peers as roll_call
+from tnt_jax.distributed.liveness import peers
 from tnt_jax.distributed.liveness.causes import Cause
 from tnt_jax.distributed.liveness.peers import LocalPeers
 from tnt_jax.distributed.liveness.phases import describe_wait, here
@@ -110,7 +110,7 @@ class Membership:
         has_answered = False
         while not self._stopped.wait(_TICK_S):
             self._end_if_stalled()
-            has_answered = has_answered or roll_call.answer(self.client, self.process)
+            has_answered = has_answered or peers.answer(self.client, self.process)
             cause = self._cause()
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
@@ -330,10 +330,10 @@ class Membership:
             return self._await_departure(error.process)
         if not departures.tells_of_loss(error):
             return None
-        roll_call.call(self.client, self.process)
+        peers.call(self.client, self.process)
         self._wake_others()
         began = time.monotonic()
-        while (waited_s := time.monotonic() - began) < roll_call.ANSWER_TIMEOUT_S:
+        while (waited_s := time.monotonic() - began) < peers.ANSWER_TIMEOUT_S:
             cause = self._cause()
             if cause is not None or (waited_s > _CAUSE_S and not self._missing()):
                 return cause
@@ -355,7 +355,7 @@ class Membership:
     def _missing(self) -> set[int]:
         """Returns the processes that are not seen, do not answer and have not left."""
         left = {departure.process for departure in self._departures()}
-        silent = roll_call.missing(self.client, self.num_processes)
+        silent = peers.missing(self.client, self.num_processes)
         return silent - left - self._peers.running()
 
     def _end(self, cause: Departure, consequence: str) -> None:

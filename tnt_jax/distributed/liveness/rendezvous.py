@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot
 
 _KEY = "tnt_jax/meeting"
@@ -100,14 +100,14 @@ def read_key(
     def is_pointless() -> bool:
         nonlocal checked_at
         if time.monotonic() - checked_at >= _CHECK_S:
-            if left_alone := stall.here().left_alone:
+            if left_alone := phases.here().left_alone:
                 raise RuntimeError(f"{left_alone} Every process must make the same calls.")
             for each in (*_checks.get(), check):
                 each()
             checked_at = time.monotonic()
         return is_over()
 
-    with stall.waiting(what):
+    with phases.waiting(what):
         return _ask_until(_jax.coordination_client(), is_pointless, key, _SHORTEST_TICK_S)
 
 
@@ -197,9 +197,9 @@ def meet(
         return [text]
     check_not_alone(call)
     number = _next_meeting(together)
-    with stall.among(() if members is None else together):
+    with phases.among(() if members is None else together):
         found = _exchange(
-            together, number, call, json.dumps([call, stall.here().calls, text, role]), timeout_s
+            together, number, call, json.dumps([call, phases.here().calls, text, role]), timeout_s
         )
     if not found:
         raise RuntimeError(
@@ -224,7 +224,7 @@ def _next_meeting(together: tuple[int, ...]) -> int:
     """Returns the number of this process's next meeting with these processes, from 0 on."""
     _numbers.get()[together] += 1
     if len(together) == jax.process_count():
-        stall.here().meetings = _numbers.get()[together]
+        phases.here().meetings = _numbers.get()[together]
     return _numbers.get()[together] - 1
 
 

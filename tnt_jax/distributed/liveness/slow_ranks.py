@@ -37,9 +37,7 @@ class OwnTimes:
         seconds: By phase.
     """
 
-    def __init__(
-        self, here: Here, window_s: float, is_waiting: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, here: Here, window_s: float, is_waiting: Callable[[], bool]) -> None:
         self.seconds: dict[Phase, float] = {}
         self._here = here
         self._is_waiting = is_waiting

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.liveness import causes as stacks
+from tnt_jax.distributed.liveness import causes
 from tnt_jax.distributed.liveness.causes import (
     ADVICE,
     SAME_CALLS,
@@ -100,7 +100,7 @@ class _Watch:
         self,
         patience: Patience,
         end_job: Callable[[Cause, bool], None],
-        is_waiting: Callable[[], bool] = lambda: False,
+        is_waiting: Callable[[], bool],
     ) -> None:
         self.pid = os.getpid()
         self._here = here()
@@ -177,8 +177,8 @@ class _Watch:
 
     def _look(self) -> None:
         now_s = self._clock.now_s()
-        note = replace(self._here.note(), reads_device=stacks.reads_device())
-        if stacks.compiles():
+        note = replace(self._here.note(), reads_device=causes.reads_device())
+        if causes.compiles():
             note = replace(note, phase="compile", what="")
         if note != self._last:
             self._last, self._changed_s = note, now_s
@@ -207,7 +207,7 @@ class _Watch:
         timeout_s = self._patience.timeout_s
         stack = ""
         if timeout_s and stuck_s >= limit_s(note, timeout_s) / 2:
-            stack = stacks.describe_stacks()
+            stack = causes.describe_stacks()
         if stack != self._stack:
             self._client.key_value_set(f"{_STACKS}/{self._process}", stack, allow_overwrite=True)
             self._stack = stack

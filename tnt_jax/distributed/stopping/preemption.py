@@ -29,7 +29,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.leaving.stop_signals import StopSignals
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import await_key, meet
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.job import Slot
@@ -144,7 +144,7 @@ class Watch(Points):
                     self._client.key_value_set(_LAST, str(_NEVER))
 
     def _await_last(self) -> int:
-        with stall.waiting("the step after which all processes stop"):
+        with phases.waiting("the step after which all processes stop"):
             while self._last is None:
                 self._is_settled.wait(_TICK_S)
         return self._last

@@ -15,7 +15,7 @@ from tnt_jax.distributed import goodput, timeline
 from tnt_jax.distributed.host.collectives import call_on_all_processes
 from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count, init, is_master_rank
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.keras_compat.callbacks.base import (
     DECIDING,
@@ -221,7 +221,7 @@ class CallbackList:
         **params: Any,
     ) -> None:
         self._model = model
-        self._here = stall.here()
+        self._here = phases.here()
         self._is_alone = get_process_count() == 1
         prints = is_master_rank() or init().settings.output_on_all_devices
         callbacks = [*(callbacks or ())]
@@ -263,7 +263,7 @@ class CallbackList:
             if function is not None:
                 name = f"{type(scoped.callback).__name__}.{hook}"
                 with (
-                    stall.in_phase("callback", name, spent="callbacks"),
+                    phases.in_phase("callback", name, spent="callbacks"),
                     timeline.span(name, "callback"),
                 ):
                     function(*args)
@@ -322,7 +322,7 @@ class CallbackList:
                 is_ours = type(callback).__module__.startswith("tnt_jax.")
                 callback.set_params(params if is_ours else {"epochs": 1} | params)
 
-    def _functions(self, hook: str) -> list[tuple[tuple[stall.Phase, str], Callable]]:
+    def _functions(self, hook: str) -> list[tuple[tuple[phases.Phase, str], Callable]]:
         functions = [
             (f"{type(scoped.callback).__name__}.{hook}", scoped.bind(hook))
             for scoped in self._scoped

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate, without recompilation."""
+"""Callbacks that set the learning rate, or swap averaged weights, without recompilation."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The record of a training run."""
+"""Callbacks that record a run: history, curves, CSV, reports to a server, the user's functions."""
 
 import csv
 import http.client

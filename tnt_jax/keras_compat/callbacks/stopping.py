@@ -1,4 +1,4 @@
-"""Ends training when a log no longer improves."""
+"""Ends training when a log no longer improves, or the loss is no number."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Ends the trials of an Optuna study that do not look promising."""
+"""Callbacks for tuners: pruning of Optuna's trials, and reports to Ray Train and Ray Tune."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -20,7 +20,7 @@ from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import goodput
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping.preemption import Points, Preempted
 from tnt_jax.distributed.stopping.shared_stop import SharedStop, shared_stop
 from tnt_jax.job import Slot
@@ -257,7 +257,7 @@ class FitLoop:
             )
             check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
-            with stall.in_phase(""):
+            with phases.in_phase(""):
                 logs = self._train_epoch(plan, epoch, phase_hooks, begin)
             if logs is None:
                 return
@@ -282,7 +282,7 @@ class FitLoop:
 
         Returns its logs, or None if the data has ended.
         """
-        stall.here().epoch = epoch + 1
+        phases.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
         steps = _EpochSteps(
@@ -360,7 +360,7 @@ class FitLoop:
     def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
         assert plan.validation is not None
-        with stall.calling("validation"), goodput.phase("validating"):
+        with phases.calling("validation"), goodput.phase("validating"):
             found = evaluate_source(
                 self._shared, plan.validation, plan.arguments.validation_steps, hooks, self._points
             )
@@ -429,7 +429,7 @@ class _EpochSteps:
             )
         if not self._is_stopped:
             self._hooks.end_group(self.sums)
-        with stall.waiting("last steps of the epoch"):
+        with phases.waiting("last steps of the epoch"):
             jax.block_until_ready(self.sums)
         if self._is_stopped:
             raise Preempted

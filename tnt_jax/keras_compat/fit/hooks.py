@@ -15,7 +15,7 @@ import jax
 
 from tnt_jax.distributed import goodput, timeline
 from tnt_jax.distributed.joining.runtime import init, is_master_rank
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping.shared_stop import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
 from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
@@ -61,9 +61,9 @@ class Progress:
 
 
 Phase = Literal["train", "test", "predict"]
-_STEP: tuple[stall.Phase, str] = ("step", "")
-_STEPS: tuple[stall.Phase, str] = ("steps", "")
-_COMPILE: tuple[stall.Phase, str] = ("compile", "")
+_STEP: tuple[phases.Phase, str] = ("step", "")
+_STEPS: tuple[phases.Phase, str] = ("steps", "")
+_COMPILE: tuple[phases.Phase, str] = ("compile", "")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class PhaseHooks:
         # Number of the last step of the group, while it runs.
         self._group_end: int | None = None
         self._phase, self._start_ns, self._first = phase, 0, 0
-        self._here = stall.here()
+        self._here = phases.here()
         self._trains = phase == "train"
         self._flag = {"train": "stop_training", "test": "stop_evaluating"}.get(
             phase, "stop_predicting"
@@ -193,7 +193,7 @@ class PhaseHooks:
     def _logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs, for which the step must have run: a callback waits for the devices."""
         spent: goodput.Phase = "computing" if self._trains else "validating"
-        with stall.in_phase("step", spent=spent):
+        with phases.in_phase("step", spent=spent):
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
 from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
@@ -43,7 +43,7 @@ class SingleBatches:
     _core: Core
     _shared: Shared
 
-    @stall.called("Model.train_on_batch")
+    @phases.called("Model.train_on_batch")
     def train_on_batch(
         self,
         x: Any,
@@ -81,7 +81,7 @@ class SingleBatches:
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
-    @stall.called("Model.test_on_batch")
+    @phases.called("Model.test_on_batch")
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
@@ -99,7 +99,7 @@ class SingleBatches:
             self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
         return self._results(return_dict)
 
-    @stall.called("Model.predict_on_batch")
+    @phases.called("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
 
@@ -170,7 +170,7 @@ class SingleBatches:
     def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:
         """Yields the batch on the devices, for a step within the block."""
         with (
-            stall.in_phase("step"),
+            phases.in_phase("step"),
             device_feed(
                 self._core.trainer,
                 iter([first]),
@@ -181,5 +181,5 @@ class SingleBatches:
             yield feed
 
     def _results(self, return_dict: bool) -> float | list[float] | dict[str, float]:
-        with stall.in_phase("step"):
+        with phases.in_phase("step"):
             return as_returned(self._core.logs(self._shared.progress.epoch_sums), return_dict)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from tnt_jax.keras_compat import configuration, keras_objects
-from tnt_jax.keras_compat import keras_objects as names
 from tnt_jax.keras_compat.losses import (
     alignment,
     crossentropy,
@@ -19,7 +18,7 @@ from tnt_jax.keras_compat.losses import (
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.from_functions import KerasLoss, check_order, optax_loss
 
-_CLASSES: Mapping[str, Callable[..., Loss]] = names.classes_of(
+_CLASSES: Mapping[str, Callable[..., Loss]] = keras_objects.classes_of(
     (crossentropy_classes, regression, margin, segmentation, alignment), Loss
 )
 _ALIASES: dict[str, Callable[..., Loss]] = {
@@ -98,12 +97,12 @@ def _by_name(name: str) -> Loss:
         loss: Loss = LossFunctionWrapper(crossentropy.crossentropy, name=name)
         loss.expects_probabilities, loss.targets = True, "by_shape"
         return loss
-    cls = names.find(name, _CLASSES, _ALIASES)
+    cls = keras_objects.find(name, _CLASSES, _ALIASES)
     if cls is None:
         keras_class = keras_objects.find_class(name, "losses")
         if keras_class is None:
-            listed = [*map(names.snake_case, _CLASSES), *_ALIASES, "crossentropy"]
-            raise names.unknown(name, listed, kind="loss", advice=keras_objects.advice())
+            listed = [*map(keras_objects.snake_case, _CLASSES), *_ALIASES, "crossentropy"]
+            raise keras_objects.unknown(name, listed, kind="loss", advice=keras_objects.advice())
         return KerasLoss(keras_class(name=name))
     loss = cls()
     loss.name = name
@@ -129,7 +128,7 @@ def _from_function(function: Callable[..., Any]) -> Loss:
     name = getattr(function, "__name__", "")
     module = str(getattr(function, "__module__", ""))
     is_known = function in _FUNCTIONS or module.startswith("keras.")
-    cls = names.find(name, _CLASSES, {}) if is_known else None
+    cls = keras_objects.find(name, _CLASSES, {}) if is_known else None
     if cls is not None:
         return cls()
     loss = optax_loss(function)

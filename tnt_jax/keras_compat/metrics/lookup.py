@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.keras_compat import configuration, keras_objects, losses
-from tnt_jax.keras_compat import keras_objects as names
 from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
@@ -25,7 +24,6 @@ from tnt_jax.keras_compat.metrics import (
     reduction,
     regression,
 )
-from tnt_jax.keras_compat.metrics import confusion as auc
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
 from tnt_jax.keras_compat.metrics.regression import R2Score
@@ -87,10 +85,10 @@ class KerasMetric(StatefulMetric):
 
 _log = logging.getLogger("tnt_jax")
 
-_MODULES = (reduction, accuracy, of_losses, regression, confusion, auc, f_score, iou)
+_MODULES = (reduction, accuracy, of_losses, regression, confusion, confusion, f_score, iou)
 _CLASSES: dict[str, Callable[..., Metric]] = {
     name: cls
-    for name, cls in names.classes_of(_MODULES, Metric).items()
+    for name, cls in keras_objects.classes_of(_MODULES, Metric).items()
     if name not in ("MeanMetricWrapper", "ThresholdCounts")
 }
 _ALIASES: dict[str, Callable[[], Metric]] = {
@@ -242,7 +240,7 @@ def _by_name(
 ) -> Metric:
     family = _SHORT.get(name.lower(), name.lower())
     if family not in _BY_SHAPE:
-        cls = names.find(name, _CLASSES, _ALIASES)
+        cls = keras_objects.find(name, _CLASSES, _ALIASES)
         return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
         raise ValueError(
@@ -261,6 +259,12 @@ def _only_in_keras(
 ) -> Metric:
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
-        listed = [*map(names.snake_case, _CLASSES), *_ALIASES, "accuracy", "acc", "crossentropy"]
-        raise names.unknown(name, listed, kind="metric", advice=keras_objects.advice())
+        listed = [
+            *map(keras_objects.snake_case, _CLASSES),
+            *_ALIASES,
+            "accuracy",
+            "acc",
+            "crossentropy",
+        ]
+        raise keras_objects.unknown(name, listed, kind="metric", advice=keras_objects.advice())
     return from_keras(cls(), y_true_shape, y_pred_shape)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tnt_jax.keras_compat import keras_objects as names
+from tnt_jax.keras_compat import keras_objects
 from tnt_jax.keras_compat.configuration import Recorded, config_of, plain
 from tnt_jax.keras_compat.optimizers import clipping
 from tnt_jax.train.finite import with_fixed_scale
@@ -143,7 +143,7 @@ class Optimizer(Recorded):
         self.ema_overwrite_frequency = ema_overwrite_frequency
         self.loss_scale_factor = loss_scale_factor
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.name = name or names.snake_case(type(self).__name__)
+        self.name = name or keras_objects.snake_case(type(self).__name__)
         self._undecayed: tuple[str, ...] = ()
 
     def get_config(self) -> dict[str, Any]:

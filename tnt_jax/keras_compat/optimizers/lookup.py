@@ -9,13 +9,12 @@ from typing import Any
 import optax
 
 from tnt_jax.keras_compat import configuration, keras_objects
-from tnt_jax.keras_compat import keras_objects as names
 from tnt_jax.keras_compat.optimizers import adam, averaging, elementwise, layerwise
 from tnt_jax.keras_compat.optimizers.base import Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.loss_scaling import LossScaleOptimizer
 
-_CLASSES: Mapping[str, Callable[..., Optimizer]] = names.classes_of(
+_CLASSES: Mapping[str, Callable[..., Optimizer]] = keras_objects.classes_of(
     (averaging, elementwise, adam, layerwise), Optimizer
 )
 
@@ -132,5 +131,7 @@ def _by_name(name: str) -> Optimizer:
         return cls()
     keras_class = keras_objects.find_class(name.lower(), "optimizers")
     if keras_class is None:
-        raise names.unknown(name, by_lower_name, kind="optimizer", advice=keras_objects.advice())
+        raise keras_objects.unknown(
+            name, by_lower_name, kind="optimizer", advice=keras_objects.advice()
+        )
     return KerasOptimizer(keras_class(name=name.lower()))

@@ -5,7 +5,7 @@ Checksums of single files, so that a damaged file is an error rather than other 
 Archives (`.keras`) have a checksum of each member by themselves. An HDF5 file gets one after the
 end that its head states. HDF5 ignores what is there, and removes it when a program changes the
 file. Nothing else may be there, so a checksum that was overwritten is noticed. Those of safetensors
-are in its metadata, see `weight_files`. Files without checksums, such as those of other programs,
+are in its metadata. Files without checksums, such as those of other programs,
 are loaded as they are.
 """
 

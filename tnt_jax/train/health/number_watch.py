@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
@@ -61,7 +61,7 @@ class LossSpikes:
                     "The loss of step %d of epoch %d is %.4g, far above the median %.4g of the %d "
                     "losses before.",
                     step,
-                    stall.here().epoch,
+                    phases.here().epoch,
                     loss,
                     self._median,
                     _WINDOW,
@@ -288,7 +288,7 @@ class NumberWatch:
 
 def _of_epoch() -> str:
     """Returns " of epoch 3", or nothing outside an epoch, as in `train_on_batch`."""
-    epoch = stall.here().epoch
+    epoch = phases.here().epoch
     return f" of epoch {epoch}" if epoch else ""
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax.distributed import timeline
 from tnt_jax.distributed.joining.runtime import Runtime
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.train.execution import InFlight
 from tnt_jax.train.loops.batch import DistributedBatch
@@ -64,8 +64,8 @@ class Engine:
         words = self._key_words(key)
         self._begin(batch)
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
-        phase: stall.Phase = "steps" if stacked else "step"
-        with stall.in_phase(phase if stacked in self._compiled else "compile"):
+        phase: phases.Phase = "steps" if stacked else "step"
+        with phases.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words)
             carried = self._metrics.totals(), number
             arrays = batch.arrays
@@ -83,7 +83,7 @@ class Engine:
 
     def _begin(self, batch: DistributedBatch) -> None:
         """Notes where training stands, for the errors of processes that stand elsewhere."""
-        here = stall.here()
+        here = phases.here()
         here.epoch, here.step = batch.epoch + 1, batch.index + 1
 
     def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:

@@ -10,7 +10,7 @@ import numpy as np
 from tnt_jax import _jax
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.execution import DeviceBatches, choose_num_steps
 from tnt_jax.train.timing.trace_shares import DATA, STEPS, events_of, shares_of
@@ -96,7 +96,7 @@ def time_steps(
     Raises:
         RuntimeError: If programs were compiled within the timed steps again and again.
     """
-    stall.here().epoch = 1
+    phases.here().epoch = 1
     if num_steps is None:
         num_steps = _choose(trainer, batches, unpack, threaded=threaded)
     with device_feed(trainer, batches, unpack, threaded=threaded, num_steps=num_steps) as feed:
@@ -133,7 +133,7 @@ class _Loop:
         """Runs some programs to their end; returns their real rows, and seconds."""
         hooks = _Rows()
         start = time.perf_counter()
-        with stall.in_phase("steps"):
+        with phases.in_phase("steps"):
             self._sums = self._trainer.train_epoch(
                 self._next(num_programs), hooks, first_index=self._index, sums=self._sums
             )

@@ -18,7 +18,7 @@ import optax
 
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.liveness import phases as stall
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.settings import Settings
 from tnt_jax.train.contracts import Batch, Parts
@@ -271,7 +271,7 @@ def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
 
     def run(count: int) -> float:
         started = time.perf_counter()
-        with stall.in_phase("steps"):
+        with phases.in_phase("steps"):
             sums = trainer.train_epoch(repeat(group, count), _Nothing())
             jax.block_until_ready((trainer.state, sums))
         return (time.perf_counter() - started) / (count * group.num_steps)
