@@ -25,9 +25,9 @@ HOLDER = textwrap.dedent("""
     if "WITHOUT_OFD" in os.environ:
         del fcntl.F_OFD_SETLK
     lock = DirectoryLock(Path(sys.argv[1]))
-    child = os.fork() if "fork" in sys.argv else 1
-    if child:
-        print("held", child, flush=True)
+    # A child says so itself: until it runs, it has the files of its parent.
+    if "fork" not in sys.argv or not os.fork():
+        print("held", os.getpid(), flush=True)
     time.sleep(100)
 """)
 
