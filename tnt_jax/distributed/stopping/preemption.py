@@ -1,49 +1,36 @@
 """Ends a job's calls on request, at a point on which all processes agree.
 
-A signal to any process (`stop_signals`) is a request to all of them, which travels through the
-job's coordination service. The calls that may end pass the same points in the same order on all
-processes, for instance one before each step, and count them:
+A signal to any process (`stop_signals`) is a request to all of them (`agreement`). The calls that
+may end pass the same points in the same order on all processes, for instance one before each step:
 
     for batch in batches:
         if points.stops_here():
             ...  # All processes stop before the same step.
-
-A point costs two attributes as long as nobody has asked. Then a thread of each process closes the
-points and posts the number of those passed, whatever its main thread does; all stop at the first
-point that no process has passed. No device takes part.
 """
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 
-from tnt_jax import _jax
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.leaving.stop_signals import StopSignals
-from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.liveness.rendezvous import await_key, meet
-from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness.rendezvous import meet
+from tnt_jax.distributed.stopping.agreement import Agreement
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
-_REQUEST, _PASSED, _LAST = (f"tnt_jax/preemption/{name}" for name in ("request", "passed", "last"))
-_TICK_S = 0.25
 # How long the end of the thread is waited for.
 _LONGEST_END_S = 3.0
-# After the script of process 0 has ended, the others end theirs.
 _NEVER = 2**62
 _END = object()
-_NO_AGREEMENT = "Signals do not save the state of this job any more; a second one ends it:"
 _T = TypeVar("_T")
 
 
@@ -101,14 +88,13 @@ class Watch(Points):
         self.reason, self.signum = "", 0
         self.is_training = False
         self._pid = os.getpid()
-        self._process, self._num_processes = jax.process_index(), jax.process_count()
-        self._client: Any = _jax.coordination_client() if self._num_processes > 1 else None
-        self._passed = 0
-        self._is_closed = self._has_posted = False
-        self._last: int | None = None
-        self._is_settled, self._stopped = threading.Event(), threading.Event()
-        if self._client is not None:
-            self._thread = start_thread(self._agree, name="preemption", lost=_NO_AGREEMENT)
+        self._agreement = Agreement(
+            "tnt_jax/preemption",
+            self._answer,
+            name="preemption",
+            what="the step after which all processes stop",
+            lost="Signals do not save the state of this job any more; a second one ends it:",
+        )
         self._signals = StopSignals(self._ask)
 
     def take_signals(self) -> None:
@@ -122,82 +108,40 @@ class Watch(Points):
 
     def stops_here(self) -> bool:
         """Passes the next point; returns whether all processes stop there."""
-        # Before the look at `_is_closed`: the thread closes the points, and then reads the number.
-        self._passed += 1
-        return self._is_closed and self._await_last() < self._passed
+        return self._agreement.stops_here()
 
     def gives_up(self) -> bool:
         """Returns whether it is known that all processes stop at the next point."""
-        return self._last is not None and self._last <= self._passed
+        end = self._agreement.end
+        return end is not None and end <= self._agreement.passed + 1
 
     def stop(self) -> None:
         """Ends the threads; the other processes need not wait for points of this one."""
-        if os.getpid() != self._pid or self._stopped.is_set():
+        if os.getpid() != self._pid or self._agreement.stopped.is_set():
             return
-        self._stopped.set()
         self._signals.close()
-        if self._client is not None:
-            self._thread.join(_LONGEST_END_S)
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # The service has ended.
-                self._post_passed()
-                if self._process == 0 and self._last is None:
-                    self._client.key_value_set(_LAST, str(_NEVER))
-
-    def _await_last(self) -> int:
-        with phases.waiting("the step after which all processes stop"):
-            while self._last is None:
-                self._is_settled.wait(_TICK_S)
-        return self._last
+        # After the script of process 0 has ended, the others end theirs.
+        point = self._agreement.passed + 1 if jax.process_index() else _NEVER
+        self._agreement.leave(point, wait_s=_LONGEST_END_S)
 
     def _ask(self, signum: int) -> None:
         """Asks all processes to stop; runs in the thread that takes signals."""
-        if self._client is None:
-            self._close(signum, "")
-            self._settle(self._passed)
-            return
         if exits.has_failed_peer():
             # Whoever has seen that ends the others; together they can save nothing any more.
             os._exit(128 + signum)
         try:
-            self._client.key_value_set(_REQUEST, f"{signum} {self._process}")
+            self._agreement.ask(f"{signum} {jax.process_index()}")
         except jax.errors.JaxRuntimeError as error:
-            # Another process has asked, or the service has ended and the job with it.
+            # The service has ended, and the job with it.
             logger.debug("The request to end was not posted: %s", error)
 
-    def _agree(self) -> None:
-        """Waits for a request and agrees with the other processes on the last step."""
-        request = self._read(_REQUEST)
-        if request is None:
-            return
-        signum, process = request.split()
-        self._close(int(signum), f" to process {process}")
-        self._post_passed()
-        if self._process == 0 and (last := self._find_last()) is not None:
-            self._client.key_value_set(_LAST, str(last))
-        if (text := self._read(_LAST)) is not None:
-            self._settle(int(text))
-
-    def _close(self, signum: int, to: str) -> None:
+    def _answer(self, agreement: Agreement, request: str) -> int:
+        """Returns the first point that this process has not passed."""
+        signum, process = map(int, request.split())
+        to = f" to process {process}" if jax.process_count() > 1 else ""
         self.reason, self.signum = f"{signal.Signals(signum).name} came{to}", signum
-        self._is_closed = True
-
-    def _settle(self, last: int) -> None:
-        self._last = last
-        self._is_settled.set()
-
-    def _post_passed(self) -> None:
-        if not self._has_posted:
-            self._has_posted = True
-            self._client.key_value_set(f"{_PASSED}/{self._process}", str(self._passed))
-
-    def _find_last(self) -> int | None:
-        """Returns the number of the last point that a process has passed."""
-        texts = [self._read(f"{_PASSED}/{process}") for process in range(self._num_processes)]
-        return max((int(text) for text in texts if text is not None), default=None)
-
-    def _read(self, key: str) -> str | None:
-        """Returns the value of a key once it exists; None if the job ends before."""
-        return await_key(key, is_over=self._stopped.is_set)
+        agreement.is_closed = True
+        return agreement.passed + 1
 
 
 def _stop(watch: Watch | None) -> None:
