@@ -7,31 +7,27 @@ results, goes on to its own end.
 """
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.cluster.machine import machine_id
-from tnt_jax.distributed.leaving import departures
-from tnt_jax.distributed.leaving.departures import Departure, flush, gist, say
-from tnt_jax.distributed.liveness import peers
+from tnt_jax.distributed.leaving.last_words import PeerError, flush, gist, say, tells_of_loss
+from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.causes import Cause
-from tnt_jax.distributed.liveness.peers import LocalPeers
 from tnt_jax.distributed.liveness.phases import describe_wait, here
+from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.log import logger
 from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
-_FIRST, _LEFT, _PIDS = "tnt_jax/first_left", "tnt_jax/left", "tnt_jax/pid"
 # Of one question to the service; the answer comes at once when a process leaves. Large jobs ask
 # less often.
 _QUESTION_S = 1.0
@@ -88,13 +84,11 @@ class Membership:
 
     def introduce(self) -> None:
         """Tells the other processes of this machine this one's process id."""
-        self.client.key_value_set(f"{_PIDS}/{machine_id('pid')}/{self.process}", str(self._pid))
+        table.post_pid(self.client, self.process)
 
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
-        for key, pid in self.client.key_value_dir_get(f"{_PIDS}/{machine_id('pid')}"):
-            if (process := int(key.rpartition("/")[2])) != self.process:
-                self._peers.add(process, int(pid))
+        self._peers = table.local_peers(self.client, self.process)
         self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
 
     def _watch(self) -> None:
@@ -103,14 +97,14 @@ class Membership:
             self._clock_change_s()
             try:
                 self._report_lost()
-                if _jax.value_of_key(self.client, _FIRST) is not None:
+                if table.is_awake(self.client):
                     break
             except jax.errors.JaxRuntimeError:
                 self._stopped.wait(_QUESTION_S)
         has_answered = False
         while not self._stopped.wait(_TICK_S):
             self._end_if_stalled()
-            has_answered = has_answered or peers.answer(self.client, self.process)
+            has_answered = has_answered or table.answer_roll(self.client, self.process)
             cause = self._cause()
             place = None if cause is None else describe_wait()
             waited_s = 0 if place is None else waited_s + _TICK_S
@@ -120,19 +114,15 @@ class Membership:
     def _report_lost(self) -> None:
         """Reports as lost the processes of this machine that ended without saying so."""
         for process in self._peers.take_ended():
-            if process not in (departure.process for departure in self._departures()):
+            if process not in (notice.process for notice in self._notices()):
                 how = "a call of os._exit, a signal or a crash"
-                self._announce(Departure(process, None, how, is_lost=True))
+                self._announce(ExitNotice(process, None, how, is_lost=True))
 
-    def _departures(self) -> list[Departure]:
-        try:
-            entries = self.client.key_value_dir_get(_LEFT)
-        except jax.errors.JaxRuntimeError:  # The service has ended, and with it the job.
-            return []
-        return [Departure(**json.loads(text)) for _, text in entries]
+    def _notices(self) -> list[ExitNotice]:
+        return table.notices(self.client)
 
-    def _cause(self) -> Departure | None:
-        """Returns another process's departure that no other departure caused, or None.
+    def _cause(self) -> ExitNotice | None:
+        """Returns another process's notice that no other notice caused, or None.
 
         A failure is preferred. While this process waits among some processes alone, an orderly end
         of another is no cause.
@@ -140,7 +130,7 @@ class Membership:
         self._report_lost()
         causes = [
             item
-            for item in self._departures()
+            for item in self._notices()
             if item.process != self.process
             and item.because is None
             and (item.is_failure or item.process in (here().members or [item.process]))
@@ -164,30 +154,30 @@ class Membership:
         """
         if self._is_leaving or self._is_ending:
             return
-        stalled = Departure(
+        stalled = ExitNotice(
             cause.process, STALLED_EXIT_CODE, cause.text, is_lost=cause.is_silent, is_stalled=True
         )
         if not service_answers:
             self._tell_stalled(stalled)
             os._exit(STALLED_EXIT_CODE)
-        if cause.process not in (departure.process for departure in self._departures()):
+        if cause.process not in (notice.process for notice in self._notices()):
             # The thread that looks for processes that leave finds it, on every process.
             self._announce(stalled)
 
     def _end_if_stalled(self) -> None:
-        stalled = next((item for item in self._departures() if item.is_stalled), None)
+        stalled = next((item for item in self._notices() if item.is_stalled), None)
         if stalled is None:
             return
         self._tell_stalled(stalled)
         is_cause = stalled.process == self.process
         if not is_cause:
             how = "could not go on"
-            self._announce(Departure(self.process, STALLED_EXIT_CODE, how, stalled.process))
+            self._announce(ExitNotice(self.process, STALLED_EXIT_CODE, how, stalled.process))
         self._disconnect()
         time.sleep(0 if is_cause else _CONSEQUENCE_DELAY_S)
         os._exit(STALLED_EXIT_CODE)
 
-    def _tell_stalled(self, stalled: Departure) -> None:
+    def _tell_stalled(self, stalled: ExitNotice) -> None:
         """Says why the job ends; the first process and the cause say all that is known."""
         self._is_ending = True
         self._final_code = STALLED_EXIT_CODE
@@ -244,7 +234,7 @@ class Membership:
     def shut_down(self) -> None:
         """Leaves the job before the end of the script; does nothing if the process has left."""
         if not self._is_leaving:
-            self.leave(Departure(self.process, *self.shut_down_by))
+            self.leave(ExitNotice(self.process, *self.shut_down_by))
 
     def remember_exit(self, code: Any) -> None:
         """Takes note of the argument of `sys.exit`."""
@@ -263,17 +253,17 @@ class Membership:
             return
         self._stay_if_ending()
         if _jax.is_distributed() and not self._is_leaving:
-            self.leave(Departure(self.process, self._exit_code, self._exit_text))
+            self.leave(ExitNotice(self.process, self._exit_code, self._exit_text))
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, notice: ExitNotice) -> None:
         """Announces that this process leaves, gives the others time to note it, and disconnects."""
         self._is_leaving = True
-        self._final_code = departure.code or 0
-        self._announce(departure)
+        self._final_code = notice.code or 0
+        self._announce(notice)
         self.stop_watching()
         if not self.disconnects:
             return
-        failed = bool(departure.code)
+        failed = bool(notice.code)
         if self.process == 0:
             # The service runs in this process, and its end would end the others.
             self._wait_for_others(_NOTICE_S if failed else None)
@@ -283,7 +273,7 @@ class Membership:
         elif self.process != 0:
             # A process that waits for this one can say so before the connections are closed.
             deadline = time.monotonic() + _NOTICE_S
-            while len(self._departures()) < self.num_processes and time.monotonic() < deadline:
+            while len(self._notices()) < self.num_processes and time.monotonic() < deadline:
                 time.sleep(0.02)
         jax.distributed.shutdown()
 
@@ -320,33 +310,32 @@ class Membership:
         report(kind, error, trace)
         flush()
         self._final_code = code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        self._announce(Departure(self.process, code, gist(error)))
+        self._announce(ExitNotice(self.process, code, gist(error)))
         self._disconnect()
         os._exit(code)
 
-    def _cause_of(self, error: BaseException) -> Departure | None:
-        """Returns the departure that an error follows from, if any."""
-        if isinstance(error, departures.PeerError):
-            return self._await_departure(error.process)
-        if not departures.tells_of_loss(error):
+    def _cause_of(self, error: BaseException) -> ExitNotice | None:
+        """Returns the notice that an error follows from, if any."""
+        if isinstance(error, PeerError):
+            return self._await_notice(error.process)
+        if not tells_of_loss(error):
             return None
-        peers.call(self.client, self.process)
-        self._wake_others()
+        table.call_roll(self.client, self.process)
         began = time.monotonic()
-        while (waited_s := time.monotonic() - began) < peers.ANSWER_TIMEOUT_S:
+        while (waited_s := time.monotonic() - began) < table.ANSWER_TIMEOUT_S:
             cause = self._cause()
             if cause is not None or (waited_s > _CAUSE_S and not self._missing()):
                 return cause
             time.sleep(_TICK_S)
         for process in self._missing():
             how = "it does not answer, and a connection broke"
-            self._announce(Departure(process, None, how, is_lost=True))
+            self._announce(ExitNotice(process, None, how, is_lost=True))
         return self._cause()
 
-    def _await_departure(self, process: int) -> Departure | None:
+    def _await_notice(self, process: int) -> ExitNotice | None:
         """Returns how a process has failed, so that it ends first; None if it does not soon."""
         for _ in range(round(_CAUSE_S / _TICK_S)):
-            for item in self._departures():
+            for item in self._notices():
                 if item.process == process and item.is_failure:
                     return item
             time.sleep(_TICK_S)
@@ -354,11 +343,11 @@ class Membership:
 
     def _missing(self) -> set[int]:
         """Returns the processes that are not seen, do not answer and have not left."""
-        left = {departure.process for departure in self._departures()}
-        silent = peers.missing(self.client, self.num_processes)
+        left = {notice.process for notice in self._notices()}
+        silent = table.unanswered(self.client, self.num_processes)
         return silent - left - self._peers.running()
 
-    def _end(self, cause: Departure, consequence: str) -> None:
+    def _end(self, cause: ExitNotice, consequence: str) -> None:
         """Ends this process, which cannot go on without the one that left."""
         self._is_ending = True
         self._final_code = code = cause.code_of_others
@@ -367,7 +356,7 @@ class Membership:
             f"Process {cause.process} {left} ({cause.how}). {consequence}, and ends with exit code "
             f"{code}."
         )
-        self._announce(Departure(self.process, code, "could not go on", because=cause.process))
+        self._announce(ExitNotice(self.process, code, "could not go on", because=cause.process))
         self._disconnect()
         time.sleep(_CONSEQUENCE_DELAY_S)
         os._exit(code)
@@ -389,16 +378,8 @@ class Membership:
         while self._is_ending:
             time.sleep(_CONSEQUENCE_DELAY_S)
 
-    def _announce(self, departure: Departure) -> None:
-        # Another process has said so, or the service has ended.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self.client.key_value_set(f"{_LEFT}/{departure.process}", json.dumps(asdict(departure)))
-        self._wake_others()
-
-    def _wake_others(self) -> None:
-        """Has the threads of all processes look for departures and for a roll call."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # Another process was the first.
-            self.client.key_value_set(_FIRST, str(self.process))
+    def _announce(self, notice: ExitNotice) -> None:
+        table.post_notice(self.client, self.process, notice)
 
     def _wait_for_others(self, timeout_s: float | None) -> None:
         """Waits until all other processes have disconnected or are lost."""
@@ -408,9 +389,9 @@ class Membership:
         while others.is_alive() and (timeout_s is None or time.monotonic() - began < timeout_s):
             others.join(_TICK_S)
             self._report_lost()
-            gone = {departure.process: departure for departure in self._departures()}
+            gone = {notice.process: notice for notice in self._notices()}
             there = [process for process in range(self.num_processes) if process not in gone]
-            if not there and any(departure.is_lost for departure in gone.values()):
+            if not there and any(notice.is_lost for notice in gone.values()):
                 break
             if there and time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
@@ -419,9 +400,7 @@ class Membership:
                     ", ".join(map(str, there)),
                 )
         waiting = [
-            str(departure.process)
-            for departure in self._departures()
-            if departure.because == self.process
+            str(notice.process) for notice in self._notices() if notice.because == self.process
         ]
         if waiting and timeout_s is None:
             logger.warning(

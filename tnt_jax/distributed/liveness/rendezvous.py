@@ -33,7 +33,6 @@ _alone: ContextVar[str] = ContextVar("tnt_jax_alone", default="")
 Role = Literal["alone", "joinable", "joins"]
 # How many meetings there were, by the processes that met.
 _numbers = Slot[Counter[tuple[int, ...]]](Counter)
-_checks = Slot[list[Callable[[], None]]](list)
 # Of the process, not of its job: the interpreter ends once, and waits for the threads of any job.
 _is_ending = threading.Event()
 _waiting_threads: set[int] = set()
@@ -66,15 +65,6 @@ def check_not_alone(call: str) -> None:
         )
 
 
-def raise_while_waiting(check: Callable[[], None]) -> None:
-    """Registers `check`, which threads that wait for other processes call every second.
-
-    Args:
-        check: Raises an error once it is known that the others will not come.
-    """
-    _checks.get().append(check)
-
-
 def read_key(
     key: str,
     what: str,
@@ -102,8 +92,7 @@ def read_key(
         if time.monotonic() - checked_at >= _CHECK_S:
             if left_alone := phases.here().left_alone:
                 raise RuntimeError(f"{left_alone} Every process must make the same calls.")
-            for each in (*_checks.get(), check):
-                each()
+            check()
             checked_at = time.monotonic()
         return is_over()
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.liveness import causes
+from tnt_jax.distributed.liveness import causes, table
 from tnt_jax.distributed.liveness.causes import (
     ADVICE,
     SAME_CALLS,
@@ -33,7 +33,6 @@ from tnt_jax.distributed.liveness.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
-_NOTES, _STACKS = "tnt_jax/stall/note", "tnt_jax/stall/stack"
 _LONGEST_TICK_S = 5.0
 _TICKS = 12
 # A process that waits for one whose script has ended would wait forever, so it learns of this
@@ -200,7 +199,7 @@ class _Watch:
         self._num_posts += 1
         own_s = {phase: round(seconds, 2) for phase, seconds in self._own_times.seconds.items()}
         text = json.dumps({"posts": self._num_posts, "note": asdict(note), "own_s": own_s})
-        self._client.key_value_set(f"{_NOTES}/{self._process}", text, allow_overwrite=True)
+        table.post_place(self._client, self._process, text)
 
     def _post_stack(self, note: Note, stuck_s: float) -> None:
         """Posts the stack once this process is likely to be asked for it."""
@@ -209,14 +208,12 @@ class _Watch:
         if timeout_s and stuck_s >= limit_s(note, timeout_s) / 2:
             stack = causes.describe_stacks()
         if stack != self._stack:
-            self._client.key_value_set(f"{_STACKS}/{self._process}", stack, allow_overwrite=True)
+            table.post_stack(self._client, self._process, stack)
             self._stack = stack
 
     def _read(self) -> list[Seen]:
         """Returns what is known of each process."""
-        texts = {
-            int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(_NOTES)
-        }
+        texts = table.places(self._client)
         now_s = self._clock.now_s()
         for process, text in texts.items():
             if self._seen.get(process, ("", 0.0))[0] != text:
@@ -252,8 +249,8 @@ class _Watch:
 
     def _completed(self, cause: Cause) -> Cause:
         """Returns a cause with the stack of its process, if that runs."""
-        texts = {} if cause.is_silent else dict(self._client.key_value_dir_get(_STACKS))
-        stack = texts.get(f"{_STACKS}/{cause.process}", "")
+        stacks = {} if cause.is_silent else table.stacks(self._client)
+        stack = stacks.get(cause.process, "")
         return replace(cause, text="\n".join(filter(None, [cause.text, stack])))
 
     def _warn(self, notes: list[Note]) -> None:

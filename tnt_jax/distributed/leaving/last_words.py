@@ -1,13 +1,10 @@
-"""What a process says of its end, or another one of it; and the words for it."""
+"""The errors by which a process learns of the end of another, and the last words of this one."""
 
 import contextlib
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-
-from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
 # What the errors of collectives say whose peer has gone.
 _SIGNS_OF_LOSS = (
@@ -37,51 +34,6 @@ class PeerError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns what makes the same error: pickle passes on the text alone."""
         return type(self), (self.process, *self.args)
-
-
-# What a process still computes after the last of the others has had its values ends within the
-# second time.
-_FAILURE_PATIENCE_S, _END_PATIENCE_S = 1.0, 4.0
-
-
-@dataclass(frozen=True)
-class Departure:
-    """How a process left the job.
-
-    Attributes:
-        process: Its number.
-        code: Its exit code; None if it is not known.
-        how: In words.
-        because: Number of the process that it would have waited for, or None.
-        is_lost: Whether it ended without leaving the job, or does not run.
-        is_stalled: Whether it makes no progress, so that all processes end; `how` says why.
-    """
-
-    process: int
-    code: int | None
-    how: str
-    because: int | None = None
-    is_lost: bool = False
-    is_stalled: bool = False
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it failed or was lost."""
-        return bool(self.code) or self.is_lost
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that a process waits for it before it ends as well."""
-        return _FAILURE_PATIENCE_S if self.is_failure else _END_PATIENCE_S
-
-    @property
-    def code_of_others(self) -> int:
-        """Exit code of the processes that cannot go on without it."""
-        if self.is_stalled:
-            return STALLED_EXIT_CODE
-        if self.is_lost:
-            return LOST_EXIT_CODE
-        return 1 if self.code is None else self.code
 
 
 def gist(error: BaseException) -> str:
