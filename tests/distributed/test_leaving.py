@@ -18,7 +18,7 @@ from processes import environment, free_address, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving.membership import Membership
+from tnt_jax.distributed.leaving.exits import Membership
 from tnt_jax.distributed.liveness.phases import calling, describe_wait, here, in_phase, waiting
 from tnt_jax.settings import LOST_EXIT_CODE
 

@@ -23,6 +23,7 @@ from tnt_jax.cluster.machine import machine_id
 from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
 from tnt_jax.cluster.ray import train_secret
 from tnt_jax.distributed.leaving import exits
+from tnt_jax.distributed.liveness import table
 from tnt_jax.job import secret
 from tnt_jax.log import logger
 from tnt_jax.settings import Settings, default_init_timeout_s, read_settings
@@ -57,7 +58,6 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     return [mallopt(name, value) for name, value in chosen] == [1, 1, 1]
 
 
-_HOST_KEY = "tnt_jax/host"
 # Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.
 _GRACE_S = 30
 # A process may read and prepare its data for long before it needs the others.
@@ -104,8 +104,7 @@ def _make_threads_for_virtual_devices() -> None:
     elif (os.cpu_count() or 1) < 2 * int(counts[-1]):
         logger.warning(
             "%s virtual CPU devices share %s threads, and their collectives may deadlock. Set "
-            "PJRT_NPROC=%d before JAX starts, or call "
-            "tnt_jax.init() before JAX is used.",
+            "PJRT_NPROC=%d before JAX starts, or call tnt_jax.init() before JAX is used.",
             counts[-1],
             os.cpu_count(),
             threads,
@@ -140,7 +139,7 @@ def _join(job: Job, settings: Settings) -> str | None:
             cluster_detection_method="deactivate",
             initialization_timeout=timeout_s + _GRACE_S,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
-            # Each process disconnects for itself; `membership` lets the coordinator be the last.
+            # Each process disconnects for itself; `exits` lets the coordinator be the last.
             shutdown_timeout_seconds=0,
         )
     os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
@@ -170,13 +169,13 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
 
     Returns what `_join` returns.
     """
-    exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
+    membership = exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
     here = machine_id("net")
     hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
     _check_host_names(set(hosts))
-    exits.watch()
+    membership.watch()
     if job.source == RAY_TRAIN:
-        exits.leave_after(threading.current_thread(), "the end of its training function")
+        membership.leave_after(threading.current_thread(), "the end of its training function")
     num_here = sum(machine == here for machine, _, _ in hosts)
     name = hashlib.sha256(f"{here} {job.coordinator_address}".encode()).hexdigest()[:16]
     return name if num_here > 1 else None
@@ -199,22 +198,21 @@ def _check_that_it_can_join(job: Job, member: str) -> None:
     if os.environ.get("TNT_JOINED") == f"{member} {os.getpid()}":
         raise RuntimeError(
             f"This process has left the job of {job.num_processes} processes by "
-            f"tnt_jax.shutdown(), and cannot join it again, because JAX's devices stay open. Call "
-            f"shutdown() after the last use of tnt_jax, or leave it out."
+            "tnt_jax.shutdown(), and cannot join it again, because JAX's devices stay open. Call "
+            "shutdown() after the last use of tnt_jax, or leave it out."
         )
     if os.environ.get("TNT_JOINED", "").startswith(f"{member} "):
         raise RuntimeError(
-            f"This process was started by process {job.process_id} of the job, which has joined "
-            f"it already, and cannot join again. Where "
-            "multiprocessing starts processes by 'spawn', they run the script anew: put what it "
-            "does under if __name__ == '__main__':."
+            f"This process was started by process {job.process_id} of the job, which has joined it "
+            "already, and cannot join again. Where multiprocessing starts processes by 'spawn', "
+            "they run the script anew: put what it does under if __name__ == '__main__':."
         )
     if _jax.backends_are_initialized():
         raise RuntimeError(
             f"{job.source} names a job of {job.num_processes} processes, but JAX was used before "
-            f"tnt_jax could join it, so this "
-            "process would train alone. Call tnt_jax.init() at the top of the script, before "
-            "jax.devices(), jax.random or any array. See docs/faq.md#a-process-cannot-join-the-job."
+            "tnt_jax could join it, so this process would train alone. Call tnt_jax.init() at the "
+            "top of the script, before jax.devices(), jax.random or any array. See "
+            "docs/faq.md#a-process-cannot-join-the-job."
         )
 
 
@@ -239,38 +237,25 @@ def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
 
 
 def _missing_processes(job: Job, timeout_s: int) -> str:
-    proxies = sorted(
-        name
-        for name in os.environ
-        if name.lower().endswith("_proxy") and name.lower() != "no_proxy"
-    )
-    hint = (
-        f" The proxy variables {', '.join(proxies)} are set; unset them or add the hosts to "
-        f"no_proxy."
-        if proxies
-        else ""
-    )
+    set_names = (name for name in os.environ if name.lower().endswith("_proxy"))
+    proxies = ", ".join(sorted(name for name in set_names if name.lower() != "no_proxy"))
+    hint = f" The proxy variables {proxies} are set; unset them or add the hosts to no_proxy."
     return (
         f"Process {job.process_id} of {job.num_processes} could not start with the others within "
-        f"{timeout_s} s "
-        f"(coordinator {job.coordinator_address}, from {job.source}). Check that all "
-        f"{job.num_processes} processes were started, "
-        f"that the coordinator's host and port can be reached from here, and that nothing else "
-        f"listens there; a job that starts more "
-        f"slowly needs a larger TNT_INIT_TIMEOUT_S.{hint}"
+        f"{timeout_s} s (coordinator {job.coordinator_address}, from {job.source}). Check that all "
+        f"{job.num_processes} processes were started, that the coordinator's host and port can be "
+        "reached from here, and that nothing else listens there; a job that starts more slowly "
+        f"needs a larger TNT_INIT_TIMEOUT_S.{hint if proxies else ''}"
     )
 
 
 def _hosts_of_processes(job: Job, here: str, *, timeout_s: int) -> list[tuple[str, str, str]]:
     """Returns, for each process of the job, its machine, and the machine's name and address."""
-    client = _jax.coordination_client()
-    client.key_value_set(
-        f"{_HOST_KEY}/{job.process_id}",
-        f"{here} {socket.gethostname()} {own_address() or 'unresolved'}",
-    )
-    keys = [f"{_HOST_KEY}/{process}" for process in range(job.num_processes)]
-    found = [client.blocking_key_value_get(key, timeout_s * 1000).split(" ") for key in keys]
-    return [(machine, name, address) for machine, name, address in found]
+    own = f"{here} {socket.gethostname()} {own_address() or 'unresolved'}"
+    told = table.exchange("host", own, job.process_id, job.num_processes, timeout_s=timeout_s)
+    return [
+        (machine, name, address) for machine, name, address in (text.split(" ") for text in told)
+    ]
 
 
 def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
@@ -285,9 +270,8 @@ def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
     if len({machine for machine, _, _ in hosts}) > 1 and looped and _cpu_collectives_are_needed():
         raise RuntimeError(
             f"Host(s) {', '.join(looped)} resolve their own name to a loopback address, so the "
-            f"other hosts of the job cannot reach "
-            "them. Give each host name its network address in /etc/hosts (Debian writes "
-            "'127.0.1.1 NAME' there) or in DNS."
+            "other hosts of the job cannot reach them. Give each host name its network address in "
+            "/etc/hosts (Debian writes '127.0.1.1 NAME' there) or in DNS."
         )
 
 

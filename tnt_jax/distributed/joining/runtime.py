@@ -18,6 +18,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed import goodput, timeline
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
 from tnt_jax.distributed.leaving import exits
+from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.watch import Patience, start_watching
 from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.job import Slot, end_job
@@ -87,37 +88,36 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
     if devices is not None and _chosen_ids(devices) != _own_device_ids(runtime):
         raise ValueError(
             f"init(devices={list(devices)}) came after an init with the devices "
-            f"{_own_device_ids(runtime)}. "
-            "Choose the devices in the first call, or call shutdown() before."
+            f"{_own_device_ids(runtime)}. Choose the devices in the first call, or call "
+            "shutdown() before."
         )
     return runtime
 
 
 def _start(devices: Sequence[int] | None) -> Runtime:
     settings = join_job()
-    configure_logging(settings, rank=jax.process_index(), is_master=jax.process_index() == 0)
+    process, num_processes = jax.process_index(), jax.process_count()
+    configure_logging(settings, rank=process, is_master=process == 0)
     runtime = Runtime(_jax.make_data_mesh(_choose_devices(devices)), settings)
     _runtime.set(runtime)
-    configure_logging(settings, rank=runtime.local_ranks[0], is_master=jax.process_index() == 0)
+    configure_logging(settings, rank=runtime.local_ranks[0], is_master=process == 0)
     if settings.timeline is not None:
-        timeline.start(settings.timeline, jax.process_index())
+        timeline.start(settings.timeline, process)
     goodput.open_account(
-        path=settings.goodput,
-        launched_at=settings.launched_at,
-        is_master=jax.process_index() == 0,
+        path=settings.goodput, launched_at=settings.launched_at, is_master=process == 0
     )
-    if jax.process_count() > 1:
+    if num_processes > 1:
         patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
         start_watching(patience, exits.end_job, shared_sums.is_waiting)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
-        if jax.process_count() > 1:
+        if num_processes > 1:
             shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
         runtime.num_ranks,
         runtime.platform,
-        jax.process_count(),
+        num_processes,
         socket.gethostname(),
     )
     log_start_phase("devices open")
@@ -196,15 +196,11 @@ def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
 
 
 def _checked_indices(indices: Sequence[int], available: int) -> Sequence[int]:
-    if (
-        not indices
-        or len(set(indices)) != len(indices)
-        or not all(0 <= index < available for index in indices)
-    ):
+    are_distinct = indices and len(set(indices)) == len(indices)
+    if not are_distinct or not all(0 <= index < available for index in indices):
         raise ValueError(
             f"devices must be distinct indices from 0 to {available - 1} into this process's "
-            f"{available} local device(s), "
-            f"but is {list(indices)}."
+            f"{available} local device(s), but is {list(indices)}."
         )
     return indices
 
@@ -213,12 +209,8 @@ def _gather_ids(own: list[int]) -> list[int]:
     """Returns the device ids that all processes chose."""
     if jax.process_count() == 1:
         return own
-    client = _jax.coordination_client()
-    client.key_value_set(f"tnt_jax/devices/{jax.process_index()}", ",".join(map(str, own)))
-    lists = [
-        client.blocking_key_value_get(f"tnt_jax/devices/{process}", 300_000)
-        for process in range(jax.process_count())
-    ]
+    text = ",".join(map(str, own))
+    lists = table.exchange("devices", text, jax.process_index(), jax.process_count(), timeout_s=300)
     return [int(part) for text in lists for part in text.split(",")]
 
 

@@ -1,37 +1,444 @@
-"""Reports to the job how this process ends.
+"""How a process leaves its job, and how the others learn of it.
 
-A process can end with its script, by `sys.exit`, by an exception or by `tnt_jax.shutdown()`.
+A process can end with its script, by `sys.exit`, by an exception or by `tnt_jax.shutdown()`, and
+says so in the table of processes, where a thread of every process looks. One that waits for a
+process that has left would wait indefinitely, so it ends, too, with the code of that process; one
+that does not wait, because it writes its results, goes on to its own end.
 """
 
 import atexit
 import builtins
+import contextlib
+import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
+import jax
+
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving.membership import Membership
+from tnt_jax.distributed.leaving.last_words import PeerError, flush, gist, say, tells_of_loss
+from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.causes import Cause
+from tnt_jax.distributed.liveness.phases import describe_wait, here
+from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers
+from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.job import Slot
 from tnt_jax.job import end_job as end_job_state
+from tnt_jax.log import logger
+from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
+
+# Of one question to the service; the answer comes at once when a process leaves. Large jobs ask
+# less often.
+_QUESTION_S = 1.0
+_TICK_S = 0.25
+# Until the others have taken note, and how much later those end that end as a consequence: whoever
+# watches sees the cause first.
+_NOTICE_S, _CONSEQUENCE_DELAY_S = 8.0, 3.0
+# How long an error of a collective waits for another process to tell its cause.
+_CAUSE_S = 3.0
+_REPORT_S = 60.0
+# The service knows that a process has disconnected before that process does, which may be waiting
+# for a core. The end of the service would abort it until then.
+_DISCONNECTION_GRACE_S = 1.0
+# A smaller change of the clock ends no job; JAX notices another one within a few seconds.
+_LEAST_CHANGE_S, _RECENT_S = 1.0, 30.0
+_NO_WATCH = "This process does not notice any more when another one ends:"
+
+
+def _seconds_ahead() -> float:
+    """Returns the time of the machine's clock minus the time that passes whatever it is set to."""
+    return time.time() - time.monotonic()
+
+
+@dataclass
+class Membership:
+    """A process's part in the job: its own leaving, and what it knows of the others'.
+
+    Attributes:
+        client: Client of the coordination service.
+        process: Number of this process.
+        num_processes: Processes of the job.
+        disconnects: Whether it, and not whoever made it, closes the connection to the service.
+        shut_down_by: Exit code that `shut_down` means, None if unknown, and what calls it.
+    """
+
+    client: Any
+    process: int
+    num_processes: int
+    disconnects: bool = True
+    shut_down_by: tuple[int | None, str] = (0, "tnt_jax.shutdown()")
+    _pid: int = field(default_factory=os.getpid)
+    # The clock's time less the time that passes, and the last change of that, with its moment.
+    _ahead_s: float = field(default_factory=_seconds_ahead)
+    _moved: tuple[float, float] = (0.0, 0.0)
+    _exit_code: int | None = None
+    _exit_text: str = "the end of its script"
+    _is_leaving: bool = False
+    _is_ending: bool = False
+    # The exit code, once it is decided.
+    _final_code: int | None = None
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _peers: LocalPeers = field(default_factory=LocalPeers)
+    _thread: threading.Thread | None = None
+
+    def watch(self) -> None:
+        """Begins to look for processes that leave; every process must have introduced itself."""
+        self._peers = table.local_peers(self.client, self.process)
+        self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
+
+    def _watch(self) -> None:
+        waited_s: float = 0
+        while not self._stopped.wait(max(_TICK_S, self.num_processes / 200)):
+            self._clock_change_s()
+            try:
+                self._report_lost()
+                if table.is_awake(self.client):
+                    break
+            except jax.errors.JaxRuntimeError:
+                self._stopped.wait(_QUESTION_S)
+        has_answered = False
+        while not self._stopped.wait(_TICK_S):
+            self._end_if_stalled()
+            has_answered = has_answered or table.answer_roll(self.client, self.process)
+            cause = self._cause()
+            place = None if cause is None else describe_wait()
+            waited_s = 0 if place is None else waited_s + _TICK_S
+            if cause is not None and place is not None and waited_s >= cause.patience_s:
+                self._end(cause, f"Process {self.process} waits for it {place}")
+
+    def _report_lost(self) -> None:
+        """Reports as lost the processes of this machine that ended without saying so."""
+        for process in self._peers.take_ended():
+            if process not in (notice.process for notice in self._notices()):
+                how = "a call of os._exit, a signal or a crash"
+                self._announce(ExitNotice(process, None, how, is_lost=True))
+
+    def _notices(self) -> list[ExitNotice]:
+        return table.notices(self.client)
+
+    def _cause(self) -> ExitNotice | None:
+        """Returns another process's notice that no other notice caused, or None.
+
+        A failure is preferred. While this process waits among some processes alone, an orderly end
+        of another is no cause.
+        """
+        self._report_lost()
+        causes = [
+            item
+            for item in self._notices()
+            if item.process != self.process
+            and item.because is None
+            and (item.is_failure or item.process in (here().members or [item.process]))
+        ]
+        return max(causes, key=lambda item: (item.is_failure, -item.process), default=None)
+
+    def has_failed_peer(self) -> bool:
+        """Returns whether another process is known to have failed or to be lost."""
+        cause = self._cause()
+        return cause is not None and cause.is_failure
+
+    # Ending all.
+
+    def end_job(self, cause: Cause, service_answers: bool) -> None:
+        """Ends all processes of the job because of one that makes no progress.
+
+        Args:
+            cause: The process, and why.
+            service_answers: Whether the coordination service does; otherwise this process ends
+                alone.
+        """
+        if self._is_leaving or self._is_ending:
+            return
+        stalled = ExitNotice(
+            cause.process, STALLED_EXIT_CODE, cause.text, is_lost=cause.is_silent, is_stalled=True
+        )
+        if not service_answers:
+            self._tell_stalled(stalled)
+            os._exit(STALLED_EXIT_CODE)
+        if cause.process not in (notice.process for notice in self._notices()):
+            # The thread that looks for processes that leave finds it, on every process.
+            self._announce(stalled)
+
+    def _end_if_stalled(self) -> None:
+        stalled = next((item for item in self._notices() if item.is_stalled), None)
+        if stalled is None:
+            return
+        self._tell_stalled(stalled)
+        is_cause = stalled.process == self.process
+        if not is_cause:
+            how = "could not go on"
+            self._announce(ExitNotice(self.process, STALLED_EXIT_CODE, how, stalled.process))
+        self._disconnect()
+        time.sleep(0 if is_cause else _CONSEQUENCE_DELAY_S)
+        os._exit(STALLED_EXIT_CODE)
+
+    def _tell_stalled(self, stalled: ExitNotice) -> None:
+        """Says why the job ends; the first process and the cause say all that is known."""
+        self._is_ending = True
+        self._final_code = STALLED_EXIT_CODE
+        is_brief = self.process not in (0, stalled.process)
+        first, *others = stalled.how.splitlines()
+        say(
+            f"{first} The job ends: process {self.process} ends with exit code "
+            f"{STALLED_EXIT_CODE}.",
+            *([] if is_brief else others),
+        )
+
+    def end_without_service(self) -> None:
+        """Ends this process if the coordination service is gone or has failed by the clock.
+
+        It is gone if process 0 is. JAX calls this from a thread of its own, before it aborts the
+        process.
+        """
+        if os.getpid() != self._pid:
+            return
+        moved_s = self._clock_change_s()
+        if not moved_s and _jax.coordinator_listens():
+            return
+        if self._final_code is not None:
+            os._exit(self._final_code)
+        if not self._is_ending:
+            self._is_ending = True
+            cause = (
+                f"The clock of {socket.gethostname()} was changed by {moved_s:+.0f} s, or the "
+                "machine was suspended: JAX's coordination service measures heartbeats by the "
+                "clock, and takes processes for dead"
+                if moved_s
+                else "Process 0 has ended without leaving the job (a call of os._exit, a signal or "
+                "a crash)"
+            )
+            say(
+                f"{cause}. Process {self.process} cannot go on without it, and ends with exit code "
+                f"{LOST_EXIT_CODE}."
+            )
+        os._exit(LOST_EXIT_CODE)
+
+    def _clock_change_s(self) -> float:
+        """Returns by how many seconds the clock was set in the last half minute; 0 if it was not.
+
+        It is called regularly.
+        """
+        ahead_s, now_s = _seconds_ahead(), time.monotonic()
+        if abs(ahead_s - self._ahead_s) > _LEAST_CHANGE_S:
+            self._moved = ahead_s - self._ahead_s, now_s
+        self._ahead_s = ahead_s
+        return self._moved[0] if now_s - self._moved[1] < _RECENT_S else 0.0
+
+    # Leaving.
+
+    def shut_down(self) -> None:
+        """Leaves the job before the end of the script."""
+        if not self._is_leaving:
+            self.leave(ExitNotice(self.process, *self.shut_down_by))
+
+    def remember_exit(self, code: Any) -> None:
+        """Takes note of the argument of `sys.exit`."""
+        self._exit_code = code if isinstance(code, int) else int(code is not None)
+        self._exit_text = f"sys.exit({code!r})"
+
+    def leave_at_exit(self) -> None:
+        """Leaves the job at the end of the interpreter."""
+        if os.getpid() != self._pid:
+            # A process that os.fork has made shares the connection to the service: to close it
+            # would abort the job.
+            _jax.skip_cleanup()
+            if self._exit_code is not None:
+                flush()
+                os._exit(self._exit_code)
+            return
+        self._stay_if_ending()
+        if _jax.is_distributed() and not self._is_leaving:
+            self.leave(ExitNotice(self.process, self._exit_code, self._exit_text))
+
+    def leave(self, notice: ExitNotice) -> None:
+        """Announces that this process leaves, gives the others time to note it, and disconnects."""
+        self._is_leaving = True
+        self._final_code = notice.code or 0
+        self._announce(notice)
+        self.stop_watching()
+        if not self.disconnects:
+            return
+        failed = bool(notice.code)
+        if self.process == 0:
+            # The service runs in this process, and its end would end the others.
+            self._wait_for_others(_NOTICE_S if failed else None)
+        if failed:
+            # What runs in this process may wait for the others, and JAX would wait for it.
+            _jax.skip_cleanup()
+        elif self.process != 0:
+            # A process that waits for this one can say so before the connections are closed.
+            deadline = time.monotonic() + _NOTICE_S
+            while len(self._notices()) < self.num_processes and time.monotonic() < deadline:
+                time.sleep(0.02)
+        jax.distributed.shutdown()
+
+    def leave_after(self, thread: threading.Thread, what: str) -> None:
+        """Leaves the job when a thread that trains, beside other work in the process, has ended.
+
+        Args:
+            thread: The thread.
+            what: Its end, in words.
+        """
+        if thread is threading.main_thread():
+            return
+
+        def leave() -> None:
+            thread.join()
+            # Its end may be an exception, which the others must not take for success.
+            self.shut_down_by = (None, what)
+            end_job_state()
+
+        threading.Thread(target=leave, name="tnt_jax-end", daemon=True).start()
+
+    def stop_watching(self) -> None:
+        """Ends the thread: at the end of the interpreter it must not be in a call."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * _QUESTION_S)
+
+    def report_exception(
+        self,
+        report: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Prints an uncaught exception by `report`, and ends without JAX's wait for the others."""
+        if os.getpid() != self._pid or self._is_leaving:
+            report(kind, error, trace)
+            return
+        self._stay_if_ending()
+        self._stopped.set()
+        cause = self._cause_of(error)
+        if cause is not None:
+            self._end(cause, f"Process {self.process}, which needs it, failed: {gist(error)}")
+        self._is_leaving = True
+        report(kind, error, trace)
+        flush()
+        self._final_code = code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self._announce(ExitNotice(self.process, code, gist(error)))
+        self._disconnect()
+        os._exit(code)
+
+    def _cause_of(self, error: BaseException) -> ExitNotice | None:
+        """Returns the notice that an error follows from, if any."""
+        if isinstance(error, PeerError):
+            return self._await_notice(error.process)
+        if not tells_of_loss(error):
+            return None
+        table.call_roll(self.client, self.process)
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < table.ANSWER_TIMEOUT_S:
+            cause = self._cause()
+            if cause is not None or (waited_s > _CAUSE_S and not self._missing()):
+                return cause
+            time.sleep(_TICK_S)
+        for process in self._missing():
+            how = "it does not answer, and a connection broke"
+            self._announce(ExitNotice(process, None, how, is_lost=True))
+        return self._cause()
+
+    def _await_notice(self, process: int) -> ExitNotice | None:
+        """Returns how a process has failed, so that it ends first; None if it does not soon."""
+        for _ in range(round(_CAUSE_S / _TICK_S)):
+            for item in self._notices():
+                if item.process == process and item.is_failure:
+                    return item
+            time.sleep(_TICK_S)
+        return None
+
+    def _missing(self) -> set[int]:
+        """Returns the processes that are not seen, do not answer and have not left."""
+        left = {notice.process for notice in self._notices()}
+        silent = table.unanswered(self.client, self.num_processes)
+        return silent - left - self._peers.running()
+
+    def _end(self, cause: ExitNotice, consequence: str) -> None:
+        """Ends this process, which cannot go on without the one that left."""
+        self._is_ending = True
+        self._final_code = code = cause.code_of_others
+        left = "has ended without leaving the job" if cause.is_lost else "has left the job"
+        say(
+            f"Process {cause.process} {left} ({cause.how}). {consequence}, and ends with exit code "
+            f"{code}."
+        )
+        self._announce(ExitNotice(self.process, code, "could not go on", because=cause.process))
+        self._disconnect()
+        time.sleep(_CONSEQUENCE_DELAY_S)
+        os._exit(code)
+
+    def _disconnect(self) -> None:
+        """Leaves the coordination service; process 0 leaves after all others.
+
+        The end of the service aborts every process that is still connected.
+        """
+        if self.process == 0:
+            self._wait_for_others(_NOTICE_S)
+            time.sleep(_DISCONNECTION_GRACE_S)
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # It has ended.
+                self.client.shutdown()
+
+    def _stay_if_ending(self) -> None:
+        """Waits for the end that another thread has begun, with its exit code."""
+        while self._is_ending:
+            time.sleep(_CONSEQUENCE_DELAY_S)
+
+    def _announce(self, notice: ExitNotice) -> None:
+        table.post_notice(self.client, self.process, notice)
+
+    def _wait_for_others(self, timeout_s: float | None) -> None:
+        """Waits until all other processes have disconnected or are lost."""
+        others = threading.Thread(target=self._await_disconnection, daemon=True)
+        others.start()
+        began = reported = time.monotonic()
+        while others.is_alive() and (timeout_s is None or time.monotonic() - began < timeout_s):
+            others.join(_TICK_S)
+            self._report_lost()
+            gone = {notice.process: notice for notice in self._notices()}
+            there = [process for process in range(self.num_processes) if process not in gone]
+            if not there and any(notice.is_lost for notice in gone.values()):
+                break
+            if there and time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                logger.warning(
+                    "Process 0 has ended its script and waits for the end of process %s.",
+                    ", ".join(map(str, there)),
+                )
+        waiting = [
+            str(notice.process) for notice in self._notices() if notice.because == self.process
+        ]
+        if waiting and timeout_s is None:
+            logger.warning(
+                "Process 0 has left the job while process %s waited for it.", ", ".join(waiting)
+            )
+
+    def _await_disconnection(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # One of them was lost.
+            _jax.await_disconnection(self.client, self.num_processes)
 
 
 def _leave(joined: tuple[Membership, Callable[[], None]] | None) -> None:
-    """Leaves the job, if this process was introduced to one, at `tnt_jax.shutdown()`."""
-    if joined is None:
-        return
-    membership, unhook = joined
-    membership.shut_down()
-    unhook()
+    if joined is not None:
+        membership, unhook = joined
+        membership.shut_down()
+        unhook()
 
 
 # With what undoes its hooks in the interpreter.
 _membership = Slot[tuple[Membership, Callable[[], None]] | None](lambda: None, close=_leave)
 
 
-def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> None:
+def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> Membership:
     """Makes the end of this process, whatever its cause, known to the job that it has just joined.
+
+    The returned membership watches the others once all have introduced themselves.
 
     Args:
         process: Number of this process.
@@ -39,8 +446,9 @@ def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> 
         disconnects: Whether it also closes JAX's connection when it leaves.
     """
     own = Membership(_jax.coordination_client(), process, num_processes, disconnects)
-    own.introduce()
+    table.post_pid(own.client, process)
     _membership.set((own, _hook_in(own)))
+    return own
 
 
 def _hook_in(own: Membership) -> Callable[[], None]:
@@ -92,34 +500,7 @@ def end_job(cause: Cause, service_answers: bool) -> None:
         joined[0].end_job(cause, service_answers)
 
 
-def leave_after(thread: threading.Thread, what: str) -> None:
-    """Leaves the job when a thread has ended, in whose process other work goes on.
-
-    Args:
-        thread: The thread that trains.
-        what: Its end, in words.
-    """
-    if thread is threading.main_thread() or (joined := _membership.get()) is None:
-        return
-    membership = joined[0]
-
-    def leave() -> None:
-        thread.join()
-        # Its end may be an exception, which the others must not take for success.
-        membership.shut_down_by = (None, what)
-        end_job_state()
-
-    threading.Thread(target=leave, name="tnt_jax-end", daemon=True).start()
-
-
 def has_failed_peer() -> bool:
     """Returns whether another process of the job is known to have failed or to be lost."""
     joined = _membership.get()
     return joined is not None and joined[0].has_failed_peer()
-
-
-def watch() -> None:
-    """Begins to look for processes that leave; every process must have introduced itself."""
-    joined = _membership.get()
-    assert joined is not None, "introduce() comes first."
-    joined[0].watch()

@@ -68,6 +68,16 @@ class ExitNotice:
         return 1 if self.code is None else self.code
 
 
+def exchange(
+    name: str, text: str, process: int, num_processes: int, *, timeout_s: int
+) -> list[str]:
+    """Returns the texts of all processes at the start, before anyone watches whether they come."""
+    client = _jax.coordination_client()
+    client.key_value_set(f"tnt_jax/{name}/{process}", text)
+    keys = [f"tnt_jax/{name}/{other}" for other in range(num_processes)]
+    return [client.blocking_key_value_get(key, timeout_s * 1000) for key in keys]
+
+
 def post_pid(client: Any, process: int) -> None:
     """Tells the other processes of this machine the process id of this one."""
     client.key_value_set(f"{_PIDS}/{machine_id('pid')}/{process}", str(os.getpid()))
