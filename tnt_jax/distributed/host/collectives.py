@@ -73,11 +73,9 @@ class Lowering(Protocol):
 
 
 def describe(trainer: Lowering, batch: Any) -> Description:
-    """Returns the collectives of a training step, as planned and as compiled.
+    """Returns the collectives of a compiled trainer's step, as planned and as compiled.
 
-    Args:
-        trainer: A compiled trainer; `Model.describe_collectives` passes that of a model.
-        batch: Host batch of this process's rows.
+    `batch` is a host batch of this process's rows.
     """
     lowered = trainer.lower_train_step(batch)
     compiled = split_programs(lowered.compile().as_text() or "")
@@ -247,24 +245,13 @@ def agree(
 
 
 def any_process(flag: bool, *, where: str) -> bool:
-    """Returns, on every process, whether a flag is set on any process.
-
-    Args:
-        flag: The flag of this process.
-        where: Where in the program this is, as a user would say.
-    """
+    """Returns, on every process, whether a flag is set on any; `where` in the program, in words."""
     get_process_count()
     return "True" in meet(where, str(bool(flag)))
 
 
 def call_on_all_processes(function: Callable[[], _T]) -> _T:
-    """Returns the result of a function; if it fails on any process, all raise.
-
-    See `raise_on_all_processes`.
-
-    Args:
-        function: The function that every process calls.
-    """
+    """Returns the result of a function; if it fails on any process, all raise as below."""
     error = None
     result = cast(_T, None)
     try:
@@ -278,13 +265,9 @@ def call_on_all_processes(function: Callable[[], _T]) -> _T:
 
 
 def raise_on_all_processes(error: Exception | None) -> None:
-    """Raises an error on all processes if one occurred on any.
+    """Raises an error on all processes if one occurred on any, so that none waits in a collective.
 
-    No process is left waiting in a collective. A process with an error raises its own; the others
-    raise a `RuntimeError` that quotes the first error.
-
-    Args:
-        error: What went wrong on this process, or None.
+    A process with an error raises its own; the others a `RuntimeError` that quotes the first.
     """
     calls = here().calls
     agree(calls[-1] if calls else "check for errors", {}, error)

@@ -19,13 +19,9 @@ def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
     The processes meet once and exchange a digest; where digests differ, they meet once more, for
     the values. No device takes part.
 
-    Args:
-        call: The public call, as a user writes it.
-        values: What must be the same on every process, by the names that users know.
-        advice: What to do where something differs.
-
     Raises:
-        ValueError: If a value differs; the text names it, the processes and what each has.
+        ValueError: If a value differs; the text names it, the processes and what each has, and ends
+            with the advice.
     """
     if get_process_count() == 1:
         return

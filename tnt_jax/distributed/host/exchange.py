@@ -32,10 +32,7 @@ def as_arrays(
 ) -> tuple[list[str], list[np.ndarray]]:
     """Returns the paths of the leaves of a tree, in words, and the leaves as arrays.
 
-    Args:
-        call: Name of the public call, for errors.
-        tree: Pytree of numbers and arrays.
-        check: Called with the path and the array; raises if the array cannot be used.
+    `check` is called with path and array.
 
     Raises:
         TypeError: If a leaf is no number or array that this process holds.
@@ -96,12 +93,7 @@ def type_of(leaf: np.ndarray, is_ragged: bool) -> str:
 
 
 def raise_difference(call: str, told: dict[int, list[str]]) -> None:
-    """Raises a ValueError that names two processes, which differ, and in what.
-
-    Args:
-        call: Name of the public call.
-        told: By process the structure of its tree, and its leaves.
-    """
+    """Raises a ValueError on the first difference of two processes' structures and leaves."""
     reference = next(iter(told))
     process = next(number for number in told if told[number] != told[reference])
     first, other = told[reference], told[process]
@@ -144,10 +136,7 @@ def gather_chunks(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields positions, and the bytes of all processes from there on, `[num_members, size]`.
 
-    Args:
-        leaves: This process's arrays.
-        members: The processes, this one among them.
-        total: Bytes of the process that has most of them.
+    `total` is the bytes of the process that has most of them.
     """
     for first, chunk in _chunks(leaves, len(members), total):
         if len(members) == 1:
@@ -159,14 +148,7 @@ def gather_chunks(
 def broadcast_bytes(
     leaves: Sequence[np.ndarray], members: tuple[int, ...], root: int, total: int
 ) -> np.ndarray:
-    """Returns the bytes of the process `root`.
-
-    Args:
-        leaves: This process's arrays.
-        members: The processes, this one among them.
-        root: One of them.
-        total: Bytes of each process.
-    """
+    """Returns the bytes of the process `root`; each has `total`."""
     received = []
     for _, chunk in _chunks(leaves, len(members), total):
         if jax.process_index() != root:
@@ -231,9 +213,6 @@ _turn = Slot(threading.Lock)
 @contextmanager
 def exclusive(call: str) -> Iterator[None]:
     """Notes that a public call runs within the block, which no other thread may make meanwhile.
-
-    Args:
-        call: Its name.
 
     Raises:
         RuntimeError: If another thread is in such a call.
@@ -376,12 +355,8 @@ def agree_on_exchange(
 ) -> list[int]:
     """Returns the positions of the processes that have brought values, once all can exchange them.
 
-    Args:
-        call: Name of the public call.
-        entries: What each process told; of one that has joined, `{"joined": ...}`.
-        members: The processes.
-        error: What went wrong on this process, or None.
-        description: What this process has brought, if anything.
+    `entries` are what each process told, of one that has joined `{"joined": ...}`; `error` and
+    `description` are this process's.
     """
     present = [position for position, entry in enumerate(entries) if "joined" not in entry]
     raise_first(error, [entry.get("error", "") for entry in entries], members)
@@ -408,15 +383,7 @@ def _shapes_of(leaves: list[np.ndarray], num_rows: list[int] | None) -> list[tup
 def raise_first(
     error: Exception | None, texts: list[str], members: Sequence[int] | None = None
 ) -> None:
-    """Raises this process's error, or a RuntimeError that quotes the first of the others.
-
-    It does nothing if there is none.
-
-    Args:
-        error: What went wrong on this process, or None.
-        texts: What went wrong, by process; empty where nothing did.
-        members: The processes; those from 0 on by default.
-    """
+    """Raises this process's error, or a RuntimeError that quotes another's; nothing without any."""
     if error is not None:
         raise error
     for process, text in zip(members or range(len(texts)), texts, strict=True):
@@ -442,10 +409,8 @@ def collected(
 ) -> list[np.ndarray]:
     """Returns for each array the concatenated bytes that the processes have brought of it.
 
-    Args:
-        brought: Arrays.
-        part: From the position of a process and the index of an array to the first byte that this
-            process needs, and the end; all by default.
+    `part` maps the position of a process and the index of an array to the first byte that this
+    process needs, and the end; all by default.
     """
     alignment = 1 if brought.small is not None else ALIGNMENT
     layouts = [brought.nbytes(position) for position in range(len(brought.present))]
@@ -474,12 +439,7 @@ def typed(data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarr
 
 
 def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays that `reduce` makes of those of all processes.
-
-    Args:
-        brought: Arrays of numbers.
-        reduce: From `[num_processes, size]` to `[size]`, element by element.
-    """
+    """Returns arrays by `reduce` from those of all, `[num_processes, size]` to `[size]`."""
     num_present = len(brought.present)
     parts = [
         [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in brought.leaves

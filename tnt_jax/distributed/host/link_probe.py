@@ -36,9 +36,7 @@ def choose_pairs(num_processes: int) -> list[tuple[int, int]]:
 def measure_pair(pair: tuple[int, int]) -> dict[str, float]:
     """Returns the cost of an all-reduce between two processes; both must call it, and no other.
 
-    Returns:
-        `latency_us`: median time for one float; `bandwidth_mb_per_s`: size of a 4 MiB buffer over
-        the median time for it.
+    `latency_us` is the median for one float, `bandwidth_mb_per_s` 4 MiB over the median for them.
     """
     latency_s = _time_all_reduce(pair, num_floats=1, repeats=20)
     large_s = _time_all_reduce(pair, num_floats=_LARGE_BYTES // 4, repeats=5)

@@ -165,10 +165,7 @@ def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
 
 
 def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str | None:
-    """Makes this process, which JAX has connected, one that the others know and that knows them.
-
-    Returns what `_join` returns.
-    """
+    """Makes this process, which JAX has connected, and the others known to one another."""
     membership = exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
     here = machine_id("net")
     hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
@@ -191,10 +188,7 @@ def _first_meeting_s(job: Job, settings: Settings) -> int:
 
 
 def _check_that_it_can_join(job: Job, member: str) -> None:
-    """Raises a RuntimeError if the process cannot join.
-
-    It cannot if it, or the process that started it, has been in the job, or if JAX was used before.
-    """
+    """Raises a RuntimeError if it, or its parent, has been in the job, or JAX was used before."""
     if os.environ.get("TNT_JOINED") == f"{member} {os.getpid()}":
         raise RuntimeError(
             f"This process has left the job of {job.num_processes} processes by "

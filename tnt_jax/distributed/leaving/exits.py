@@ -146,13 +146,7 @@ class Membership:
     # Ending all.
 
     def end_job(self, cause: Cause, service_answers: bool) -> None:
-        """Ends all processes of the job because of one that makes no progress.
-
-        Args:
-            cause: The process, and why.
-            service_answers: Whether the coordination service does; otherwise this process ends
-                alone.
-        """
+        """Ends all processes because of one without progress; this one if no service answers."""
         if self._is_leaving or self._is_ending:
             return
         stalled = ExitNotice(
@@ -438,12 +432,8 @@ _membership = Slot[tuple[Membership, Callable[[], None]] | None](lambda: None, c
 def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> Membership:
     """Makes the end of this process, whatever its cause, known to the job that it has just joined.
 
-    The returned membership watches the others once all have introduced themselves.
-
-    Args:
-        process: Number of this process.
-        num_processes: Processes of the job.
-        disconnects: Whether it also closes JAX's connection when it leaves.
+    The returned membership watches the others once all have introduced themselves. `disconnects`
+    says whether this process closes JAX's connection when it leaves.
     """
     own = Membership(_jax.coordination_client(), process, num_processes, disconnects)
     table.post_pid(own.client, process)
@@ -490,12 +480,7 @@ def _hook_in(own: Membership) -> Callable[[], None]:
 
 
 def end_job(cause: Cause, service_answers: bool) -> None:
-    """Ends all processes of the job because of one; see `Membership.end_job`.
-
-    Args:
-        cause: The process, and why.
-        service_answers: Whether the coordination service does.
-    """
+    """Ends all processes of the job because of one; see `Membership.end_job`."""
     if (joined := _membership.get()) is not None:
         joined[0].end_job(cause, service_answers)
 

@@ -20,12 +20,7 @@ _SIGNS_OF_LOSS = (
 
 
 class PeerError(RuntimeError):
-    """Another process has failed, and this one cannot go on without it.
-
-    Args:
-        process: Number of the other process.
-        text: What has happened to it.
-    """
+    """Another process, of that number, has failed, and this one cannot go on without it."""
 
     def __init__(self, process: int, text: str) -> None:
         super().__init__(text)

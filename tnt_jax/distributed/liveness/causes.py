@@ -76,12 +76,7 @@ SAME_CALLS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What another process knows of a process.
-
-    Attributes:
-        note: Its last note.
-        silent_s: Seconds since that note came, of those that come regularly.
-    """
+    """What another process knows of a process: its last note, and the seconds since it came."""
 
     note: Note
     silent_s: float = 0.0
@@ -89,13 +84,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cause:
-    """A process that holds up the job.
-
-    Attributes:
-        process: Its number.
-        text: What it does, and what to do about it.
-        is_silent: Whether it does not run.
-    """
+    """A process that holds up the job; what it does and what to do; and whether it does not run."""
 
     process: int
     text: str
@@ -121,12 +110,7 @@ def _silence_limit_s(note: Note, timeout_s: float) -> float:
 
 
 def find_cause(seen: Sequence[Seen], timeout_s: float) -> Cause | None:
-    """Returns the process because of which the job cannot go on, or None if none is over its limit.
-
-    Args:
-        seen: What is known of each process.
-        timeout_s: Seconds without progress; more in some phases, see `limit_s`.
-    """
+    """Returns the process that holds up the job, or None if none is over its limit."""
     there = [process for process, each in enumerate(seen) if not each.note.has_left]
     for process in there:
         if seen[process].silent_s >= _silence_limit_s(seen[process].note, timeout_s):
@@ -224,12 +208,7 @@ def _stuck(
 
 
 def describe_stall(notes: Sequence[Note], process: int) -> str | None:
-    """Returns a sentence on what a process waits for, or None if no other process blocks it.
-
-    Args:
-        notes: The note of each process.
-        process: The process.
-    """
+    """Returns a sentence on what a process waits for, or None if no other process blocks it."""
     own = notes[process]
     members = own.members or range(len(notes))
     others = [number for number in members if number != process]

@@ -40,11 +40,7 @@ _waiting_threads: set[int] = set()
 
 @contextmanager
 def acting_alone(who: str) -> Iterator[None]:
-    """Refuses meetings within the block, to which the other processes would not come.
-
-    Args:
-        who: What runs on this process alone, as a user knows it.
-    """
+    """Refuses meetings within the block, to which the others would not come; `who` runs alone."""
     token = _alone.set(who)
     try:
         yield
@@ -53,11 +49,7 @@ def acting_alone(who: str) -> Iterator[None]:
 
 
 def check_not_alone(call: str) -> None:
-    """Raises a RuntimeError if this process acts alone, while a call needs every process.
-
-    Args:
-        call: The public call, as a user writes it.
-    """
+    """Raises a RuntimeError if this process acts alone, while a public call needs every process."""
     if who := _alone.get():
         raise RuntimeError(
             f"{call} needs every process, but {who} runs on process {jax.process_index()} alone. "
@@ -72,15 +64,10 @@ def read_key(
     is_over: Callable[[], bool] = lambda: False,
     check: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """Returns the value of a key of the job's coordination service once it exists.
+    """Returns the value of a key of the coordination service once it exists, None once `is_over`.
 
-    Returns None once `is_over` is true.
-
-    Args:
-        key: The key.
-        what: What the process waits for, used in warnings.
-        is_over: Whether waiting has become pointless.
-        check: Called every second; raises if the others will not come.
+    Warnings say that the process waits for `what`; `check` is called every second, and raises if
+    the others will not come.
 
     Raises:
         RuntimeError: If a process that has not come has ended its script.

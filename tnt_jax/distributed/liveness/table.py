@@ -100,12 +100,7 @@ class LocalPeers:
         self._lock = threading.Lock()
 
     def add(self, process: int, pid: int) -> None:
-        """Begins to watch a process.
-
-        Args:
-            process: Its number in the job.
-            pid: Its process id.
-        """
+        """Begins to watch a process of the job by its process id."""
         # It has left already, or the system has no such call: then closed connections are all that
         # tells.
         with contextlib.suppress(OSError):

@@ -13,11 +13,7 @@ from tnt_jax.log import logger
 def start_thread(run: Callable[..., Any], *args: Any, name: str, lost: str) -> threading.Thread:
     """Starts a thread for which the interpreter does not wait, and returns it.
 
-    Args:
-        run: What it runs.
-        *args: Arguments of `run`.
-        name: Its name, to which the package's is added.
-        lost: Sentence on what nobody does any more if it ends by an error, which is logged.
+    If it ends by an error, that is logged after `lost`, a sentence on what nobody does any more.
     """
 
     def run_and_tell() -> None:
@@ -32,9 +28,5 @@ def start_thread(run: Callable[..., Any], *args: Any, name: str, lost: str) -> t
 
 
 def say_lost(lost: str) -> None:
-    """Logs, on any process, the error that is being handled and what no longer works.
-
-    Args:
-        lost: What no longer works, in a sentence.
-    """
+    """Logs, on any process, the error that is being handled and what no longer works."""
     logger.error("%s", lost, exc_info=True, extra={"on_every_process": True})

@@ -52,12 +52,7 @@ _NO_TIMES = "How long process {} takes is not measured any more, so that it is n
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a process may be without progress.
-
-    Attributes:
-        warning_s: Seconds before the first warning.
-        timeout_s: Seconds before the job ends; 0 for never.
-    """
+    """Seconds without progress before the first warning, and before the job ends (0 for never)."""
 
     warning_s: float
     timeout_s: float
@@ -70,11 +65,7 @@ class Patience:
 
 
 class _Clock:
-    """Counts seconds in which this process ran: while it is stopped, the others cannot be judged.
-
-    Args:
-        tick_s: Seconds between two readings, normally.
-    """
+    """Counts seconds in which this process ran: a stopped one cannot judge the others."""
 
     def __init__(self, tick_s: float) -> None:
         self._longest_s = 2 * tick_s + _LONGEST_CALL_S
@@ -89,11 +80,7 @@ class _Clock:
 
 
 class _Watch:
-    """The threads that post this process's note and look at those of the others.
-
-    Attributes:
-        pid: The process that it belongs to.
-    """
+    """The threads that post this process's note and look at those of the others."""
 
     def __init__(
         self,
@@ -296,9 +283,7 @@ _watch = Slot[_Watch | None](lambda: None, close=_end_watch)
 def start_watching(
     patience: Patience, end_job: Callable[[Cause, bool], None], is_waiting: Callable[[], bool]
 ) -> None:
-    """Starts the threads that look for stalls; called once the process has joined its job.
-
-    They end with the job.
+    """Starts the threads that look for stalls, once the process has joined its job.
 
     Args:
         patience: How long a process may be without progress.

@@ -54,14 +54,11 @@ def is_waiting() -> bool:
 
 
 def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
-    """Has the processes of a machine sum over all ranks in shared memory.
+    """Has the processes of a machine sum over all ranks in shared memory, if `is_wanted` by all.
 
-    All processes must call it before they compile a program. Where one cannot share memory, all
-    leave their sums to XLA, and a line says why. So do they if each is alone on its machine.
-
-    Args:
-        devices: Devices of the job, by rank.
-        is_wanted: Whether this process may take part.
+    All processes must call it, with the job's devices by rank, before they compile a program. Where
+    one cannot share memory, all leave their sums to XLA, and a line says why. So do they if each is
+    alone on its machine.
     """
     process = jax.process_index()
     machines = _told(f"{machine_id('net')} {machine_id('pid')}", "machine")
@@ -99,10 +96,7 @@ def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
 
 
 def _prepared(*, is_first: bool) -> tuple[ctypes.CDLL | None, str, str]:
-    """Returns the library, where the memory of this process is, and what is in the way, if any.
-
-    Only the first process of a host has memory for the others.
-    """
+    """Returns the library, the place of a first process's memory, and what is in the way."""
     try:
         library = load_library()
         if not is_first:

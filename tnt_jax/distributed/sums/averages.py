@@ -105,11 +105,7 @@ class StateAverage:
         return [x for x in jax.tree.leaves(self._tree) if not _jax.is_varying(x)]
 
     def result(self, totals: list[jax.Array]) -> Any:
-        """Returns the model state with the averaged leaves.
-
-        Args:
-            totals: Sums of `summands` over the ranks.
-        """
+        """Returns the model state, averaged from the sums of `summands` over the ranks."""
         num_ranks = jax.lax.axis_size(_jax.rank_axes())
         remaining = iter(totals)
 
@@ -122,12 +118,7 @@ class StateAverage:
 
 
 def check_can_be_averaged(path: Any, leaf: jax.Array) -> None:
-    """Raises a TypeError if a leaf of the model state that differs between ranks is not floating.
-
-    Args:
-        path: Key path of the leaf.
-        leaf: The leaf.
-    """
+    """Raises a TypeError if a leaf of model state that differs between ranks is not floating."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise TypeError(
             f"Model state {jax.tree_util.keystr(path)} ({leaf.dtype}) differs between ranks and "

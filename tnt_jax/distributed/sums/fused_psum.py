@@ -41,12 +41,7 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = N
 def join_small_ones(
     arrays: Sequence[Any], *, limit: int = _SMALL_BYTES
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Joins small arrays that have the same dtype; returns the list and its inverse.
-
-    Args:
-        arrays: Arrays and plain numbers.
-        limit: Bytes from which an array is not small.
-    """
+    """Joins arrays of one dtype below `limit` bytes; returns the list and its inverse."""
     # Joined with parameters of stages, those of all stages would seem to differ between stages.
     on_stages = [_jax.STAGE_AXIS in _jax.varying_axes(x) for x in arrays]
     groups_of_indices = groups_of_small(arrays, limit, kinds=on_stages)
@@ -66,14 +61,9 @@ def join_small_ones(
 def groups_of_small(
     arrays: Sequence[Any], limit: int, *, kinds: Sequence[Any] | None = None
 ) -> list[list[int]]:
-    """Returns the positions of arrays below `limit` bytes, grouped by dtype.
+    """Returns the positions of arrays below `limit` bytes, grouped by dtype and by their `kinds`.
 
     Larger arrays and plain numbers are groups of their own.
-
-    Args:
-        arrays: Arrays, or their descriptions, and plain numbers.
-        limit: Bytes from which an array is large.
-        kinds: What else must be equal within a group, for each array.
     """
     groups: dict[Any, list[int]] = {}
     for index, x in enumerate(arrays):
@@ -93,10 +83,7 @@ def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
-    """Returns the pieces of `flat`, `[total size]`, in the shapes of `arrays`.
-
-    The values of `arrays` are not used.
-    """
+    """Returns the pieces of `flat`, `[total size]`, in the shapes of `arrays`."""
     parts = []
     start = 0
     for x in arrays:

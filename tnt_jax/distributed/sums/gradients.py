@@ -29,18 +29,9 @@ def trace_grads(
 ) -> tuple[Any, Any, list[int]]:
     """Returns the result of `function(params)` and the order in which its gradients are finished.
 
-    The function is traced once.
-
-    Args:
-        function: Maps parameters to a pair whose second item is the gradients, such as
-            `jax.value_and_grad(...)`.
-        params: Parameters.
-        rewrite: Maps the traced `jax.extend.core.ClosedJaxpr` to the one to run, which has the same
-            arguments and results; None runs the traced one.
-
-    Returns:
-        Both items of the pair, and the indices of the leaves of the gradients, in order of
-        availability, earliest first.
+    The function, such as `jax.value_and_grad(...)`, returns a pair whose second item is the
+    gradients. It is traced once; `rewrite` maps the traced program to the one to run, with the same
+    arguments and results. The order has the indices of the gradients' leaves, earliest first.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(params)
     if rewrite is not None:
@@ -61,13 +52,7 @@ def prepend_to_order(first: Any, order: Sequence[int]) -> list[int]:
 
 
 def output_positions(jaxpr: Any) -> list[_Position]:
-    """Returns the position in a program where each output is computed.
-
-    Positions compare like times.
-
-    Args:
-        jaxpr: A `jax.extend.core.Jaxpr`.
-    """
+    """Returns where in a jaxpr each output is computed; positions compare like times."""
     made: dict[Any, _Position] = {}
     for index, equation in enumerate(jaxpr.eqns):
         inner = _positions_inside(equation)
@@ -127,11 +112,9 @@ def sum_gradients(
         grads: Gradients that vary over the ranks.
         reduction: How they are summed.
         order: Indices of the leaves of `grads`, in order of availability, earliest first.
-        first: Values that are ready before any gradient, such as the loss; they are sent in the
-            first bucket.
+        first: Values that are ready before any gradient, such as the loss, for the first bucket.
         others: Other values to sum, in any bucket.
-        residual: What compression left out of this rank's gradients in earlier steps, arrays `[1,
-            ...]`; None without compression.
+        residual: What compression left out of this rank's gradients before, `[1, ...]`; or None.
     """
     if residual is not None:
         own = jax.tree.map(lambda x: x[0], residual)

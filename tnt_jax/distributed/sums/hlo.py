@@ -107,20 +107,14 @@ def split_programs(text: str) -> list[str]:
 
 
 def read_planned(text: str) -> list[tuple[str, int]]:
-    """Returns the kind and bytes of each collective in a program before compilation, in order.
-
-    Args:
-        text: StableHLO, as `lowered.as_text()` returns it.
-    """
+    """Returns the kind and bytes of each collective in a program of StableHLO, in order."""
     names = "|".join(kind.replace("-", "_") for kind in _COLLECTIVES)
     found = re.findall(rf'"stablehlo\.({names})".*?{_SHAPES}', text, flags=re.DOTALL)
     return [(name.replace("_", "-"), _num_tensor_bytes(shapes)) for name, shapes in found]
 
 
 def read_collectives(text: str, computation: str = "") -> tuple[list[Collective], int]:
-    """Returns the collectives of a scheduled program in order, and its backpropagation kernels.
-
-    The second item is the number of kernels.
+    """Returns the collectives of a scheduled program in order, and the number of backward kernels.
 
     Args:
         text: HLO as `compiled.as_text()` returns it.
@@ -167,11 +161,7 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
 
 
 def read_traffic(text: str) -> list[Traffic]:
-    """Returns the collectives of a compiled program, those in loops and branches included.
-
-    Args:
-        text: HLO as `compiled.as_text()` returns it.
-    """
+    """Returns the collectives of a compiled program's HLO, those in loops and branches included."""
     computations = _computations(text)
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     num_devices = _num_devices(text)

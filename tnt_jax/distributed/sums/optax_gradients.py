@@ -205,11 +205,7 @@ def _is_global(x: Any) -> bool:
 
 
 def _check_local(grads: Any, options: _Options) -> None:
-    """Raises a ValueError if the gradients or the ranks of the axis are not as expected.
-
-    Gradients must not have been reduced over the axis, and its ranks must be those of the process
-    set.
-    """
+    """Raises a ValueError if gradients were reduced before, or the ranks are of another set."""
     axis_name = options.axis_name
     num_ranks = jax.lax.axis_size(axis_name)
     if options.process_set is not None and options.process_set.size != num_ranks:
@@ -285,10 +281,7 @@ def _accumulated(
     reduce: Callable[[Any], Any],
     options: _Options,
 ) -> tuple[Any, DistributedState]:
-    """Returns the updates of a pass and the state after it.
-
-    The updates are zero in all passes of a step but the last.
-    """
+    """Returns the updates of a pass, zero in all of a step but the last, and the state after it."""
     totals = jax.tree.map(lambda total, x: total.at[0].add(x), state.accumulated, grads)
     is_last = state.num_passes + 1 == options.passes
     divisor = 1 if options.op == "sum" else options.passes

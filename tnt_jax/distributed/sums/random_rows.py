@@ -88,13 +88,7 @@ _ADVICE = (
 
 
 def draws_of(function: Callable[[jax.Array, Any], Any], key: jax.Array, rows: Any) -> Draws:
-    """Returns what a function draws from a key, by tracing it for two numbers of rows.
-
-    Args:
-        function: The function of a key and rows.
-        key: A key of `row_key`.
-        rows: Pytree of arrays `[rows, ...]`.
-    """
+    """Returns what a function of a key and rows draws, by tracing it for two numbers of rows."""
     probe = jax.random.wrap_key_data(jax.random.key_data(key), impl=_ROWS)
 
     def program(num_rows: int) -> Any:
@@ -179,14 +173,8 @@ def key_for(
 ) -> jax.Array:
     """Returns the key with which `function(key, rows)` draws per row of the global batch.
 
-    Keys that `row_key` did not make are returned as they are.
-
-    Args:
-        function: A function of a key and rows.
-        key: Its key.
-        rows: Pytree of arrays `[rows, ...]`.
-        known: Draws of the function that were found before.
-        kind: Hashable: with another kind the function may draw other arrays.
+    Keys that `row_key` did not make are returned as they are. `known` keeps the draws of the
+    function, by the structure of `rows` and by `kind`: with another it may draw other arrays.
 
     Raises:
         DrawError: If it cannot be told which arrays are drawn per row.
@@ -211,11 +199,8 @@ def batch_key(
 ) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
-    Args:
-        words: Threefry key of the run, uint32 `[2]`, the same on every rank.
-        step: Update count; each step draws different numbers.
-        num_rows: Rows of this rank's part of the batch, padding included.
-        first_rank: Ranks of other meshes that compute earlier rows of the batch.
+    The threefry key of the run, `words`, is uint32 `[2]`. `num_rows` counts this rank's rows,
+    padding included; `first_rank` the ranks of other meshes that compute earlier rows.
     """
     axes = _jax.rank_axes()
     is_whole = isinstance(first_rank, int) and first_rank == 0 and jax.lax.axis_size(axes) == 1
@@ -226,12 +211,8 @@ def batch_key(
 def evaluation_key(first_row: jax.Array | int, num_rows: int) -> jax.Array:
     """Returns this rank's key for a batch of evaluation, inside `shard_map` over the data axis.
 
-    The numbers of a row follow from its index in the data alone: neither the run nor the size of
-    the batches matters.
-
-    Args:
-        first_row: Rows of the data before the batch.
-        num_rows: Rows of this rank's part of the batch, padding included.
+    The numbers of a row follow from its index in the data alone. `first_row` counts the rows before
+    the batch, `num_rows` those of this rank, padding included.
     """
     own = jax.lax.axis_index(_jax.rank_axes()) * num_rows
     return data_key(jnp.asarray(first_row, jnp.uint32) + own.astype(jnp.uint32))
@@ -243,12 +224,7 @@ def data_key(first_row: jax.Array | int) -> jax.Array:
 
 
 def step_key(words: jax.Array, step: jax.Array | int) -> jax.Array:
-    """Returns the key of a step, the same on every rank.
-
-    Args:
-        words: Threefry key of the run, uint32 `[2]`.
-        step: Update count.
-    """
+    """Returns the key of a step, the same on every rank, from the words `[2]` of the run."""
     return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), step)
 
 
@@ -256,10 +232,6 @@ def row_key(key: jax.Array, first_row: jax.Array | int) -> jax.Array:
     """Returns a key for rows that begin at `first_row` of the global batch; see `key_for`.
 
     With the number 0 it is the key of a device that holds the whole batch, which draws any array.
-
-    Args:
-        key: Threefry key.
-        first_row: Index of the first local row in the global batch.
     """
     words = _alike(jax.random.key_data(key), jnp.asarray(first_row, jnp.uint32)[None])
     is_whole = isinstance(first_row, int) and first_row == 0
@@ -276,10 +248,7 @@ def row_dim_of(dtype: Any, drawn: Drawn) -> RowDim | None:
 def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:
     """Returns the words of keys for consecutive parts of a rank's rows, uint32 `[parts, words]`.
 
-    Args:
-        key: A key of `row_key` for all rows.
-        num_parts: Number of parts.
-        part_rows: Rows of each part.
+    `key` is one of `row_key` for all rows; each part has `part_rows` of them.
     """
     words = jax.random.key_data(key)
     first = words[2] + jnp.arange(num_parts, dtype=jnp.uint32) * part_rows
@@ -293,10 +262,7 @@ def key_of_part(words: jax.Array) -> jax.Array:
 
 
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Makes all arrays varying if one is.
-
-    Inside `shard_map` the operands of one operation must agree.
-    """
+    """Makes all arrays varying if one is: in `shard_map` operands must agree."""
     if any(_jax.is_varying(x) for x in arrays):
         return [_jax.make_varying(x) for x in arrays]
     return list(arrays)

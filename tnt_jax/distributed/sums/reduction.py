@@ -141,9 +141,7 @@ class Reduction:
 def default_reduction(platform: str, num_ranks: int) -> Reduction:
     """Returns the fastest exact reduction for the given devices; for GPUs, as modelled.
 
-    Args:
-        platform: Platform of the devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
-        num_ranks: Ranks of the job.
+    `platform` is `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
     """
     if platform == "cpu":
         return Reduction(_CPU_BUCKET_BYTES)
@@ -163,13 +161,8 @@ def choose_reduction(
 ) -> Reduction:
     """Returns the reduction that the user chose; unset options take the platform's default.
 
-    Args:
-        platform: Platform of the devices.
-        num_ranks: Ranks of the job.
-        settings: Settings from the environment.
-        threshold_kb: KiB from which a bucket is full, or `"xla"`; None for the value in the
-            environment or the platform's default.
-        choices: Other attributes of `Reduction`.
+    `threshold_kb` is KiB from which a bucket is full, `"xla"`, or None for the environment's or the
+    default; `choices` are other attributes of `Reduction`.
 
     Raises:
         ValueError: If a value is invalid, or two choices exclude one another.
@@ -274,15 +267,10 @@ def sum_over_ranks(
     *,
     order: Sequence[int] | None = None,
 ) -> Any:
-    """Returns the sum of `tree` over the ranks, with 32-bit additions.
+    """Returns the sum of `tree` over the ranks, with 32-bit additions in the collective's order.
 
-    The order of the additions is that of the collective.
-
-    Args:
-        tree: Arrays that vary over the ranks, usually gradients.
-        reduction: How; its compression is ignored.
-        order: Indices of the leaves, in order of availability, earliest first; the order of the
-            tree by default.
+    The compression of `reduction` is ignored. `order` has the indices of the leaves in order of
+    availability, earliest first; by default, that of the tree.
     """
     reduction = reduction.resolve(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
@@ -348,14 +336,8 @@ def in_buckets(
 ) -> Any:
     """Returns `tree` with the leaves of each bucket replaced by the result of `total_of_bucket`.
 
-    Args:
-        total_of_bucket: Maps a list of arrays of one dtype to as many results. If `with_indices`,
-            its second argument is the indices of the leaves.
-        tree: Arrays.
-        reduction: Buckets, and whether they are chained.
-        order: Indices of the leaves, in order of availability, earliest first; the order of the
-            tree by default.
-        with_indices: Whether to pass indices.
+    That maps a list of arrays of one dtype, and with `with_indices` the indices of the leaves, to
+    as many results. `order` is as in `sum_over_ranks`.
     """
     leaves, structure = jax.tree.flatten(tree)
     order = range(len(leaves)) if order is None else order

@@ -21,10 +21,7 @@ from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 
 
 def shard_dim(shape: Sequence[int], num_ranks: int) -> int | None:
-    """Returns the dimension along which to shard an array, or None.
-
-    It is the largest dimension that `num_ranks` divides.
-    """
+    """Returns the largest dimension that `num_ranks` divides, along which to shard, or None."""
     fitting = [dim for dim, size in enumerate(shape) if size and size % num_ranks == 0]
     return max(fitting, key=lambda dim: shape[dim], default=None)
 
@@ -36,12 +33,9 @@ def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
-    """Returns the sharding of each array of `tree`.
+    """Returns the sharding of each array of `tree`, over all axes of the mesh.
 
-    Args:
-        tree: Arrays.
-        mesh: Devices, over all of whose axes arrays are cut.
-        before: Dimensions of the arrays before those that may be cut.
+    The first `before` dimensions of the arrays are not sharded.
     """
 
     def sharding(x: Any) -> NamedSharding:
@@ -55,12 +49,7 @@ def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
 def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
     """Returns this rank's shard of the sums of gradients over the ranks, inside `shard_map`.
 
-    Arrays that cannot be sharded are summed whole.
-
-    Args:
-        grads: Gradients that vary over the ranks.
-        reduction: Buckets.
-        order: Indices of the leaves, in order of availability, earliest first.
+    Arrays that cannot be sharded are summed whole. `order` is as in `sum_over_ranks`.
     """
     num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
 
@@ -92,16 +81,9 @@ def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
 def update_shards(
     optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, mesh: Mesh
 ) -> tuple[Any, Any]:
-    """Returns whole parameters and sharded optimizer state after an update.
+    """Returns whole parameters and sharded optimizer state after an update, outside `shard_map`.
 
-    It runs outside `shard_map`.
-
-    Args:
-        optimizer: Optax transformation.
-        grads: Gradients, one shard per rank.
-        params: Parameters, whole on every rank.
-        opt_state: Optimizer state, one shard per rank.
-        mesh: Ranks.
+    Gradients and optimizer state are one shard per rank, parameters whole.
     """
 
     def in_parts(tree: Any) -> Any:
