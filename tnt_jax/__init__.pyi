@@ -12,8 +12,8 @@ from .distributed.host.objects import broadcast_object as broadcast_object
 from .distributed.host.objects import broadcast_state as broadcast_state
 from .distributed.host.row_collectives import all_gather_rows as all_gather_rows
 from .distributed.host.row_collectives import all_to_all as all_to_all
+from .distributed.host.row_collectives import join as join
 from .distributed.host.row_collectives import reduce_scatter as reduce_scatter
-from .distributed.host.uneven_calls import join as join
 from .distributed.joining.process_sets import ProcessSet as ProcessSet
 from .distributed.joining.runtime import get_master_rank as get_master_rank
 from .distributed.joining.runtime import get_process_count as get_process_count

@@ -5,7 +5,7 @@ import pytest
 from processes import SCRIPTS, launch
 from traces import read_trace
 
-from tnt_jax.distributed.host.reduction import reduce_rows
+from tnt_jax.distributed.host.collectives import reduce_rows
 
 
 @pytest.mark.multiprocess

@@ -8,11 +8,11 @@ import pytest
 
 from tnt_jax.distributed.host import exchange
 from tnt_jax.distributed.host.exchange import (
-    Brought,
+    Gathered,
     are_small,
-    bring,
     collected,
     exclusive,
+    gather,
     raise_first,
     reduced,
     sent_from,
@@ -22,15 +22,15 @@ from tnt_jax.distributed.host.exchange import (
 DTYPES = (np.float64, np.int8, np.bool_, np.complex64)
 
 
-def brought(*trees, present=None):
-    """Returns what the first of several processes has brought, each a list of arrays."""
+def as_gathered(*trees, present=None):
+    """Returns what the first of several processes has gathered, each a list of arrays."""
     present = list(range(len(trees))) if present is None else present
     trees = [trees[position] for position in present]
     data = [b"".join(leaf.tobytes() for leaf in leaves) for leaves in trees]
     shapes = [[leaf.shape for leaf in leaves] for leaves in trees]
     members = tuple(range(max(present) + 1))
     structure = jax.tree.structure(trees[0])
-    return Brought(trees[0], structure, members, present, shapes, max(map(len, data)), data)
+    return Gathered(trees[0], structure, members, present, shapes, max(map(len, data)), data)
 
 
 def trees(num_processes, *, is_ragged=False):
@@ -47,7 +47,7 @@ def trees(num_processes, *, is_ragged=False):
 @pytest.mark.parametrize("num_processes", [1, 2, 5])
 def test_arrays_of_all_processes_are_reduced_element_by_element(num_processes):
     numbers = [leaves[:2] for leaves in trees(num_processes)]
-    sums = reduced(brought(*numbers), lambda stacked: stacked.sum(axis=0, dtype=stacked.dtype))
+    sums = reduced(as_gathered(*numbers), lambda stacked: stacked.sum(axis=0, dtype=stacked.dtype))
     expected = [sum(leaves[1:], leaves[0]) for leaves in zip(*numbers, strict=True)]
     assert [total.tolist() for total in sums] == [total.tolist() for total in expected]
     assert [total.dtype for total in sums] == [leaf.dtype for leaf in numbers[0]]
@@ -56,7 +56,7 @@ def test_arrays_of_all_processes_are_reduced_element_by_element(num_processes):
 def test_rows_of_different_numbers_are_concatenated():
     pieces = trees(3, is_ragged=True)
     whole = [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
-    gathered = collected(brought(*pieces))
+    gathered = collected(as_gathered(*pieces))
     assert [
         np.array_equal(typed(data, leaf.dtype, leaf.shape), leaf)
         for data, leaf in zip(gathered, whole, strict=True)
@@ -65,25 +65,27 @@ def test_rows_of_different_numbers_are_concatenated():
 
 def test_only_the_bytes_that_are_asked_for_are_collected():
     first, second = np.arange(4, dtype=np.int32), np.arange(10, 14, dtype=np.int32)
-    data = collected(brought([first], [second]), lambda process, index: (4, 12 - 4 * process))
+    data = collected(as_gathered([first], [second]), lambda process, index: (4, 12 - 4 * process))
     assert data[0].view(np.int32).tolist() == [1, 2, 11]
 
 
 def test_a_root_is_a_process_though_others_are_absent():
-    sent = brought(*trees(3), present=[0, 1, 2])
+    sent = as_gathered(*trees(3), present=[0, 1, 2])
     assert [leaf.tolist() for leaf in sent_from(sent, 2)] == [leaf.tolist() for leaf in trees(3)[2]]
 
 
 def test_arrays_without_elements_keep_their_dtype():
     empty = [np.empty((0, 3), np.int16)]
-    (total,) = reduced(brought(empty, empty), lambda stacked: stacked.sum(axis=0, dtype=np.int16))
+    (total,) = reduced(
+        as_gathered(empty, empty), lambda stacked: stacked.sum(axis=0, dtype=np.int16)
+    )
     assert (total.dtype, total.shape) == (np.int16, (0, 3))
     assert typed(np.empty(0, np.uint8), np.dtype("f8"), (0, 2)).shape == (0, 2)
 
 
 def test_one_process_brings_its_values_to_itself():
     tree = {"a": np.arange(3), "b": [np.float64(1 / 3)]}
-    alone = bring("gather", tree, (0,))
+    alone = gather("gather", tree, (0,))
     assert alone.own == 0
     assert [leaf.tolist() for leaf in sent_from(alone, 0)] == [[0, 1, 2], 1 / 3]
     assert alone.nbytes(0) == [24, 8]
@@ -94,9 +96,9 @@ def test_an_array_that_cannot_be_used_is_named():
         raise ValueError(f"{path} is {leaf.dtype}")
 
     with pytest.raises(ValueError, match=r"\['a'\].* is int8"):
-        bring("gather", {"a": np.int8([1])}, (0,), refuse)
+        gather("gather", {"a": np.int8([1])}, (0,), refuse)
     with pytest.raises(KeyError, match="of this process"):
-        bring("gather", {}, (0,), problem=KeyError("of this process"))
+        gather("gather", {}, (0,), problem=KeyError("of this process"))
 
 
 def test_the_own_error_comes_before_those_of_others():

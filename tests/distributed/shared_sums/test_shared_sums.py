@@ -9,7 +9,7 @@ import time
 import pytest
 from processes import SCRIPTS, environment, free_address, launch
 
-from tnt_jax.distributed.shared_sums import library
+from tnt_jax.distributed.shared_sums import joining
 
 SCRIPT = SCRIPTS / "sum_in_memory.py"
 TRAIN = """
@@ -155,7 +155,7 @@ def test_the_cache_may_be_damaged_or_not_be_ours(train, tmp_path, damage):
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "open to others"])
 def test_a_file_that_was_not_written_so_is_not_loaded(tmp_path, monkeypatch, damage):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load_library()
+    joining.load_library()
     (kept,) = tmp_path.rglob("*.so")
     right = kept.read_bytes()
     kept.unlink()
@@ -163,7 +163,7 @@ def test_a_file_that_was_not_written_so_is_not_loaded(tmp_path, monkeypatch, dam
     kept.write_bytes(damaged)
     if damage == "open to others":
         kept.parent.chmod(0o777)
-    library.load_library()
+    joining.load_library()
     (now,) = tmp_path.rglob("*.so")
     # A folder that others can write to is left alone.
     assert now.read_bytes() == (damaged if damage == "open to others" else right)
@@ -173,11 +173,11 @@ def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     with pytest.raises(OSError, match=r"the C compiler \(false\) failed: exit status 1"):
-        library.load_library()
+        joining.load_library()
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(OSError, match=r"there is no C compiler \(cc\)"):
-        library.load_library()
+        joining.load_library()
     assert list(tmp_path.rglob("*.so")) == []
 
 

@@ -5,28 +5,35 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.host.exchange import (
-    bring,
     collected,
     connect_devices,
     exclusive,
+    gather,
     raise_first,
     reduced,
     sent_from,
     typed,
 )
-from tnt_jax.distributed.host.reduction import OPS, Op, is_number, reduce_rows
 from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of
 from tnt_jax.distributed.joining.runtime import get_process_count
 from tnt_jax.distributed.liveness.phases import called, here
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.distributed.sums.hlo import Collective, read_collectives, read_planned, split_programs
 
+Op = Literal["sum", "mean", "min", "max", "prod"]
+_NUMPY: dict[str, Callable] = {
+    name: getattr(np, name) for name in ("sum", "mean", "min", "max", "prod")
+}
+# Above this, 64-bit integer results are computed again with unlimited integers, because the float64
+# estimate may be rounded.
+_DOUBTFUL = 2.0**62
 _MESSAGE_CHARACTERS = 2048
 _T = TypeVar("_T")
 
@@ -64,15 +71,7 @@ class Description(NamedTuple):
         )
 
 
-class Lowering(Protocol):
-    """A trainer, as far as its programs are concerned."""
-
-    def lower_train_step(self, batch: Any) -> Any:
-        """Returns the lowered program of a training step for host batches like `batch`."""
-        ...
-
-
-def describe(trainer: Lowering, batch: Any) -> Description:
+def describe(trainer: Any, batch: Any) -> Description:
     """Returns the collectives of a compiled trainer's step, as planned and as compiled.
 
     `batch` is a host batch of this process's rows.
@@ -114,8 +113,8 @@ def broadcast(tree: Any, *, root: int = 0, process_set: ProcessSet | None = None
         )
     )
     with exclusive("broadcast"):
-        brought = bring(f"broadcast (root={root})", tree, members, problem=problem)
-        return brought.structure.unflatten(sent_from(brought, root))
+        gathered = gather(f"broadcast (root={root})", tree, members, problem=problem)
+        return gathered.structure.unflatten(sent_from(gathered, root))
 
 
 def all_gather(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
@@ -134,10 +133,10 @@ def all_gather(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
     """
     members = members_of(process_set)
     with exclusive("all_gather"):
-        brought = bring("all_gather", tree, members)
-        return brought.structure.unflatten(
+        gathered = gather("all_gather", tree, members)
+        return gathered.structure.unflatten(
             typed(data, leaf.dtype, (len(members), *leaf.shape))
-            for data, leaf in zip(collected(brought), brought.leaves, strict=True)
+            for data, leaf in zip(collected(gathered), gathered.leaves, strict=True)
         )
 
 
@@ -165,7 +164,7 @@ def all_reduce(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = No
     members = members_of(process_set)
     with exclusive("all_reduce"):
         call = f"all_reduce (op={op})"
-        brought = bring(
+        gathered = gather(
             call,
             tree,
             members,
@@ -173,7 +172,7 @@ def all_reduce(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = No
             problem=problem_of(op),
             is_joinable=True,
         )
-        return brought.structure.unflatten(reduced(brought, lambda rows: reduce_rows(rows, op)))
+        return gathered.structure.unflatten(reduced(gathered, lambda rows: reduce_rows(rows, op)))
 
 
 @called("barrier")
@@ -192,18 +191,66 @@ def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> N
     meet("barrier", members=members_of(process_set), timeout_s=timeout_s)
 
 
+def reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
+    """Returns the reduction of `[num_processes, size]` over the first dimension.
+
+    The dtype is that of NumPy's function: sums and products of booleans and integers are 64 bits
+    wide, means of them are float64. Sums, means and products of floating numbers below 32 bits are
+    computed in float64 and rounded once.
+
+    Args:
+        rows: Numbers, one row per process.
+        op: The reduction, such as `"sum"`.
+
+    Raises:
+        OverflowError: If a sum or product of integers has more than 64 bits.
+    """
+    dtype = rows.dtype
+    reduce = _NUMPY[op]
+    if op in ("min", "max"):
+        return reduce(rows, axis=0)
+    if dtype.kind in "biu" or jnp.issubdtype(dtype, jnp.integer):
+        wide = rows
+        if dtype.kind not in "biu":
+            is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+            wide = rows.astype(np.uint64 if is_unsigned else np.int64)
+        result = reduce(wide, axis=0)
+        if op != "mean":
+            _check_fits(wide, result, op)
+        return result
+    if dtype.itemsize < 4:
+        return reduce(rows.astype(np.float64), axis=0).astype(dtype)
+    return reduce(rows, axis=0)
+
+
+def _check_fits(rows: np.ndarray, result: np.ndarray, op: Op) -> None:
+    """Raises an OverflowError if NumPy has wrapped an element of the result."""
+    with np.errstate(over="ignore"):
+        estimate = _NUMPY[op](np.abs(rows.astype(np.float64)), axis=0)
+    doubtful = estimate >= _DOUBTFUL
+    if not doubtful.any():
+        return
+    exact = _NUMPY[op](rows[:, doubtful].astype(object), axis=0)
+    if np.any(exact != result[doubtful].astype(object)):
+        raise OverflowError(
+            f"The {op} over the processes of an array of {rows.dtype} has more than 64 bits. Pass "
+            "float64, or smaller numbers."
+        )
+
+
 def problem_of(op: Any) -> ValueError | None:
     """Returns what is wrong with the name of a reduction, or None."""
-    if op in OPS:
+    if op in _NUMPY:
         return None
-    return ValueError(f"op must be one of {', '.join(OPS)}, but is {op!r}.")
+    return ValueError(f"op must be one of {', '.join(_NUMPY)}, but is {op!r}.")
 
 
 def check_numbers(call: str) -> Callable[[str, np.ndarray], None]:
     """Returns what raises a TypeError for an array that is not of numbers, given its path."""
 
     def check(name: str, array: np.ndarray) -> None:
-        if not is_number(array.dtype):
+        # NumPy does not know bfloat16 as a number.
+        if not (array.dtype.kind in "biufc" or jnp.issubdtype(array.dtype, jnp.number)):
             raise TypeError(
                 f"{call} takes numbers and arrays of numbers, but {name} is {array.dtype}: "
                 f"{repr(array)[:200]}."

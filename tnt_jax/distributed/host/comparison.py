@@ -14,7 +14,7 @@ _NOTHING = "nothing"
 
 
 def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
-    """Raises the same error on all processes unless all of them bring the same values.
+    """Raises the same error on all processes unless all of them have the same values.
 
     The processes meet once and exchange a digest; where digests differ, they meet once more, for
     the values. No device takes part.

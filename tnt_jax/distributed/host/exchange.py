@@ -1,6 +1,6 @@
 """Host values of several processes, byte for byte: as JAX arrays, 64-bit ones would be narrowed.
 
-Processes first compare what they bring, without a device. Small values travel with that; larger
+Processes first compare what they send, without a device. Small values travel with that; larger
 ones by XLA's collectives between one device of each process, in chunks, which bounds the memory, of
 few sizes, as each size is a program.
 """
@@ -27,12 +27,12 @@ from tnt_jax.distributed.liveness.rendezvous import Role, meet
 from tnt_jax.job import Slot, once_per_job
 
 
-def as_arrays(
-    call: str, tree: Any, check: Callable[[str, np.ndarray], None] | None
+def _as_arrays(
+    call: str, tree: Any, check: Callable[[str, np.ndarray], None] | None, is_ragged: bool
 ) -> tuple[list[str], list[np.ndarray]]:
     """Returns the paths of the leaves of a tree, in words, and the leaves as arrays.
 
-    `check` is called with path and array.
+    `check` is called with path and array; ragged leaves must have rows.
 
     Raises:
         TypeError: If a leaf is no number or array that this process holds.
@@ -50,6 +50,11 @@ def as_arrays(
             )
         if check is not None:
             check(name, array)
+        if is_ragged and array.ndim == 0:
+            raise ValueError(
+                f"{call} takes arrays of rows, but {name} is {array.dtype}[], without a dimension. "
+                "Give it one, for instance by numpy.atleast_1d."
+            )
         paths.append(name)
         leaves.append(array)
     return paths, leaves
@@ -70,29 +75,19 @@ def _check_leaf(call: str, name: str, leaf: Any) -> None:
         )
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         raise TypeError(
-            f"{call} takes values that this process holds, but {name} lies in parts on several "
+            f"{call} takes values that this process holds, but {name} is sharded over several "
             f"processes ({leaf.sharding}). It is one array of the whole job already."
         )
 
 
-def check_rows(call: str, paths: list[str], leaves: list[np.ndarray]) -> None:
-    """Raises a ValueError if a leaf has no rows, being without a dimension."""
-    for path, leaf in zip(paths, leaves, strict=True):
-        if leaf.ndim == 0:
-            raise ValueError(
-                f"{call} takes arrays of rows, but {path} is {leaf.dtype}[], without a dimension. "
-                "Give it one, for instance by numpy.atleast_1d."
-            )
-
-
-def type_of(leaf: np.ndarray, is_ragged: bool) -> str:
+def _type_of(leaf: np.ndarray, is_ragged: bool) -> str:
     """Returns dtype and shape in words; of a ragged leaf without its number of rows."""
     order = " (big endian)" if leaf.dtype.str.startswith(">") else ""
     shape = ["rows", *leaf.shape[1:]] if is_ragged else leaf.shape
     return f"{leaf.dtype}{order}[{', '.join(map(str, shape))}]"
 
 
-def raise_difference(call: str, told: dict[int, list[str]]) -> None:
+def _raise_difference(call: str, told: dict[int, list[str]]) -> None:
     """Raises a ValueError on the first difference of two processes' structures and leaves."""
     reference = next(iter(told))
     process = next(number for number in told if told[number] != told[reference])
@@ -108,12 +103,6 @@ def raise_difference(call: str, told: dict[int, list[str]]) -> None:
     raise ValueError(
         f"{call} needs the same structure, shapes and dtypes on every process, but got {found}."
     )
-
-
-def text_of(structure: Any) -> str:
-    """Returns the structure of a tree in words that are the same on every process."""
-    # Functions and objects in it print where they lie in the memory of a process.
-    return re.sub(r" at 0x[0-9a-f]+", "", str(structure))
 
 
 ALIGNMENT = 32
@@ -143,18 +132,6 @@ def gather_chunks(
             yield first, chunk[None]
         else:
             yield first, _exchanged(chunk, members, _gather)
-
-
-def broadcast_bytes(
-    leaves: Sequence[np.ndarray], members: tuple[int, ...], root: int, total: int
-) -> np.ndarray:
-    """Returns the bytes of the process `root`; each has `total`."""
-    received = []
-    for _, chunk in _chunks(leaves, len(members), total):
-        if jax.process_index() != root:
-            chunk[:] = 0
-        received.append(chunk if len(members) == 1 else _exchanged(chunk, members, _sum))
-    return np.concatenate(received) if received else np.zeros(0, np.uint8)
 
 
 def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.ndarray:
@@ -231,16 +208,16 @@ def exclusive(call: str) -> Iterator[None]:
         turn.release()
 
 
-class Brought(NamedTuple):
+class Gathered(NamedTuple):
     """A pytree in pieces, the same on every process but for the values and the leading dimensions.
 
     Attributes:
         leaves: The arrays of this process.
         structure: The structure of the tree.
         members: The processes that exchange.
-        present: Positions among the members of those that have brought values.
+        present: Positions among the members of those that have sent values.
         shapes: Shapes of the arrays, by process in `present`.
-        total: Bytes of the process that brings most, aligned.
+        total: Bytes of the process that sends most, aligned.
         small: The concatenated bytes of the arrays, by process in `present`, if these are few; else
             None.
     """
@@ -266,7 +243,7 @@ class Brought(NamedTuple):
         ]
 
 
-def bring(
+def gather(
     call: str,
     tree: Any,
     members: tuple[int, ...],
@@ -275,8 +252,8 @@ def bring(
     problem: Exception | None = None,
     is_ragged: bool = False,
     is_joinable: bool = False,
-) -> Brought:
-    """Returns a pytree of host values as arrays, once all processes have brought theirs.
+) -> Gathered:
+    """Returns a pytree of host values as arrays, once all processes have sent theirs.
 
     Structure, shapes and dtypes must be the same on all of them.
 
@@ -300,16 +277,15 @@ def bring(
     leaves = []
     try:
         if error is None:
-            paths, leaves = as_arrays(call, tree, check)
-            if is_ragged:
-                check_rows(call, paths, leaves)
+            paths, leaves = _as_arrays(call, tree, check, is_ragged)
     except Exception as raised:  # Raised below, so that the other processes do not wait.
         error = raised
         paths, leaves = [], []
     structure = jax.tree.structure(tree)
-    types = [type_of(leaf, is_ragged) for leaf in leaves]
+    types = [_type_of(leaf, is_ragged) for leaf in leaves]
     description = [
-        text_of(structure),
+        # Functions and objects in it print where they lie in the memory of a process.
+        re.sub(r" at 0x[0-9a-f]+", "", str(structure)),
         *(f"{path} is {kind}" for path, kind in zip(paths, types, strict=True)),
     ]
     is_small = sum(leaf.nbytes for leaf in leaves) <= _small_bytes(len(members))
@@ -327,15 +303,20 @@ def bring(
         json.loads(text) for text in meet(call, json.dumps(told), members=members, role=role)
     ]
     present = agree_on_exchange(call, entries, members, error=error, description=description)
-    brought = [entries[position] for position in present]
-    return Brought(
+    gathered = [entries[position] for position in present]
+    return Gathered(
         leaves,
         structure,
         members,
         present,
-        [_shapes_of(leaves, entry["rows"]) for entry in brought],
-        max(entry["total"] for entry in brought),
-        [base64.b64decode(entry["values"]) for entry in brought] if are_small(entries) else None,
+        [
+            [leaf.shape for leaf in leaves]
+            if entry["rows"] is None
+            else [(rows, *leaf.shape[1:]) for rows, leaf in zip(entry["rows"], leaves, strict=True)]
+            for entry in gathered
+        ],
+        max(entry["total"] for entry in gathered),
+        [base64.b64decode(entry["values"]) for entry in gathered] if are_small(entries) else None,
     )
 
 
@@ -353,7 +334,7 @@ def agree_on_exchange(
     error: Exception | None = None,
     description: Sequence[str] = (),
 ) -> list[int]:
-    """Returns the positions of the processes that have brought values, once all can exchange them.
+    """Returns the positions of the processes that have sent values, once all can exchange them.
 
     `entries` are what each process told, of one that has joined `{"joined": ...}`; `error` and
     `description` are this process's.
@@ -363,21 +344,15 @@ def agree_on_exchange(
     if len({entries[position]["digest"] for position in present}) > 1:
         texts = meet(call, json.dumps(description), members=members, role="joins")
         told = {members[position]: json.loads(texts[position]) for position in present}
-        raise_difference(call, told)
+        _raise_difference(call, told)
     if len(members) == jax.process_count():
         connect_devices()
     return present
 
 
 def are_small(entries: list[dict[str, Any]]) -> bool:
-    """Returns whether what all processes brought came with what they told."""
+    """Returns whether the values of all processes came with what they told."""
     return all("joined" in entry or entry["values"] is not None for entry in entries)
-
-
-def _shapes_of(leaves: list[np.ndarray], num_rows: list[int] | None) -> list[tuple[int, ...]]:
-    if num_rows is None:
-        return [leaf.shape for leaf in leaves]
-    return [(rows, *leaf.shape[1:]) for rows, leaf in zip(num_rows, leaves, strict=True)]
 
 
 def raise_first(
@@ -405,15 +380,15 @@ def connect_devices() -> None:
 
 
 def collected(
-    brought: Brought, part: Callable[[int, int], tuple[int, int]] | None = None
+    gathered: Gathered, part: Callable[[int, int], tuple[int, int]] | None = None
 ) -> list[np.ndarray]:
-    """Returns for each array the concatenated bytes that the processes have brought of it.
+    """Returns for each array the concatenated bytes that the processes have sent of it.
 
     `part` maps the position of a process and the index of an array to the first byte that this
     process needs, and the end; all by default.
     """
-    alignment = 1 if brought.small is not None else ALIGNMENT
-    layouts = [brought.nbytes(position) for position in range(len(brought.present))]
+    alignment = 1 if gathered.small is not None else ALIGNMENT
+    layouts = [gathered.nbytes(position) for position in range(len(gathered.present))]
     wanted = [
         [(0, size) if part is None else part(position, index) for index, size in enumerate(sizes)]
         for position, sizes in enumerate(layouts)
@@ -421,7 +396,7 @@ def collected(
     lengths = [[end - begin for begin, end in ranges] for ranges in wanted]
     ends = np.cumsum(lengths, axis=0, dtype=np.int64)
     results = [np.empty(total, np.uint8) for total in (ends[-1] if len(ends) else [])]
-    for first, rows in _all_rows(brought):
+    for first, rows in _all_rows(gathered):
         for position, row in enumerate(rows):
             positions = starts(layouts[position], alignment)
             for index, (begin, end) in enumerate(wanted[position]):
@@ -438,16 +413,16 @@ def typed(data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarr
     return data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
 
 
-def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+def reduced(gathered: Gathered, reduce: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
     """Returns arrays by `reduce` from those of all, `[num_processes, size]` to `[size]`."""
-    num_present = len(brought.present)
+    num_present = len(gathered.present)
     parts = [
-        [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in brought.leaves
+        [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in gathered.leaves
     ]  # Gives arrays without elements their dtype.
-    begins = starts(brought.nbytes(0), 1 if brought.small is not None else ALIGNMENT)
-    for first, rows in _all_rows(brought):
+    begins = starts(gathered.nbytes(0), 1 if gathered.small is not None else ALIGNMENT)
+    for first, rows in _all_rows(gathered):
         stacked = np.stack(rows)
-        for index, leaf in enumerate(brought.leaves):
+        for index, leaf in enumerate(gathered.leaves):
             begin = max(begins[index], first)
             end = min(begins[index] + leaf.nbytes, first + stacked.shape[1])
             if begin < end:
@@ -455,31 +430,35 @@ def reduced(brought: Brought, reduce: Callable[[np.ndarray], np.ndarray]) -> lis
                 parts[index].append(reduce(np.ascontiguousarray(piece).view(leaf.dtype)))
     return [
         np.concatenate(pieces).reshape(leaf.shape)
-        for leaf, pieces in zip(brought.leaves, parts, strict=True)
+        for leaf, pieces in zip(gathered.leaves, parts, strict=True)
     ]
 
 
-def sent_from(brought: Brought, root: int) -> list[np.ndarray]:
+def sent_from(gathered: Gathered, root: int) -> list[np.ndarray]:
     """Returns the arrays of process `root`."""
-    if brought.small is not None:
-        data = brought.small[brought.members.index(root)]
-        alignment = 1
+    members = gathered.members
+    if gathered.small is not None:
+        data, alignment = gathered.small[members.index(root)], 1
     else:
-        data = broadcast_bytes(brought.leaves, brought.members, root, brought.total)
-        alignment = ALIGNMENT
-    positions = starts(brought.nbytes(0), alignment)
+        received = []
+        for _, chunk in _chunks(gathered.leaves, len(members), gathered.total):
+            if jax.process_index() != root:
+                chunk[:] = 0
+            received.append(chunk if len(members) == 1 else _exchanged(chunk, members, _sum))
+        data, alignment = np.concatenate(received), ALIGNMENT
+    positions = starts(gathered.nbytes(0), alignment)
     return [
         np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape).copy()
         if leaf.nbytes
         else leaf.copy()
-        for leaf, start in zip(brought.leaves, positions, strict=False)
+        for leaf, start in zip(gathered.leaves, positions, strict=False)
     ]
 
 
-def _all_rows(brought: Brought) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+def _all_rows(gathered: Gathered) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
     """Yields positions, and the bytes of each process in `present` from there on."""
-    if brought.small is not None:
-        yield 0, [np.frombuffer(data, np.uint8) for data in brought.small]
+    if gathered.small is not None:
+        yield 0, [np.frombuffer(data, np.uint8) for data in gathered.small]
         return
-    for first, rows in gather_chunks(brought.leaves, brought.members, brought.total):
-        yield first, [rows[position] for position in brought.present]
+    for first, rows in gather_chunks(gathered.leaves, gathered.members, gathered.total):
+        yield first, [rows[position] for position in gathered.present]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.distributed.host.collectives import broadcast
-from tnt_jax.distributed.host.exchange import bring, collected, exclusive, raise_first
+from tnt_jax.distributed.host.exchange import collected, exclusive, gather, raise_first
 from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of, process_of
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.job import check_signature, secret, sign
@@ -73,7 +73,7 @@ def broadcast_state(tree: Any, *, root_rank: int = 0, process_set: ProcessSet | 
         process_set: The ranks among whose processes this happens; all by default.
 
     Raises:
-        TypeError: If a leaf is none of these, or lies in parts on several processes.
+        TypeError: If a leaf is none of these, or is sharded over several processes.
         ValueError: On every process, if structures, shapes or dtypes differ (the text names the
             leaf); if there is no such rank in the set.
     """
@@ -115,11 +115,11 @@ def _exchanged(
                 data = _signed(call, value, is_alone=len(members) == 1)
         except Exception as error:  # Raised on every process, below.
             problem = error
-        brought = bring(
+        gathered = gather(
             call, np.frombuffer(data, np.uint8), members, problem=problem, is_ragged=True
         )
-        ends = np.cumsum([shapes[0][0] for shapes in brought.shapes])
-        pieces = np.split(collected(brought)[0], ends)
+        ends = np.cumsum([shapes[0][0] for shapes in gathered.shapes])
+        pieces = np.split(collected(gathered)[0], ends)
         problem = None
         objects = []
         try:

@@ -3,16 +3,27 @@
 A row is an entry of an array's leading dimension. Processes follow one another in rising order.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tnt_jax.distributed.host.collectives import check_numbers, problem_of
-from tnt_jax.distributed.host.exchange import Brought, bring, collected, exclusive, reduced, typed
-from tnt_jax.distributed.host.reduction import Op, reduce_rows
+from tnt_jax.distributed.host.collectives import Op, check_numbers, problem_of, reduce_rows
+from tnt_jax.distributed.host.exchange import (
+    Gathered,
+    agree_on_exchange,
+    are_small,
+    collected,
+    exclusive,
+    gather,
+    gather_chunks,
+    reduced,
+    typed,
+)
 from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of
+from tnt_jax.distributed.liveness.rendezvous import meet
 
 
 def all_gather_rows(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
@@ -32,12 +43,12 @@ def all_gather_rows(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
     """
     members = members_of(process_set)
     with exclusive("all_gather_rows"):
-        brought = bring("all_gather_rows", tree, members, is_ragged=True, is_joinable=True)
+        gathered = gather("all_gather_rows", tree, members, is_ragged=True, is_joinable=True)
         num_rows = [
-            sum(shapes[index][0] for shapes in brought.shapes)
-            for index in range(len(brought.leaves))
+            sum(shapes[index][0] for shapes in gathered.shapes)
+            for index in range(len(gathered.leaves))
         ]
-        return _unflatten(brought, collected(brought), num_rows)
+        return _unflatten(gathered, collected(gathered), num_rows)
 
 
 def all_to_all(
@@ -68,30 +79,30 @@ def all_to_all(
             _shares(name, len(array), splits, len(members))
 
     with exclusive("all_to_all"):
-        brought = bring("all_to_all", tree, members, check, is_ragged=True)
+        gathered = gather("all_to_all", tree, members, check, is_ragged=True)
         told = [] if splits is None else [int(number) for number in splits]
-        every = bring("all_to_all", np.asarray(told, np.int64), members, is_ragged=True)
+        every = gather("all_to_all", np.asarray(told, np.int64), members, is_ragged=True)
         tables = np.split(
             collected(every)[0].view(np.int64), np.cumsum([rows[0][0] for rows in every.shapes])
         )
 
         received = [
             [
-                _own_range(rows, tables[position].tolist(), len(members), brought.own)
+                _own_range(rows, tables[position].tolist(), len(members), gathered.own)
                 for rows, *_ in shapes
             ]
-            for position, shapes in enumerate(brought.shapes)
+            for position, shapes in enumerate(gathered.shapes)
         ]
 
         def part(position: int, index: int) -> tuple[int, int]:
-            leaf, (begin, end) = brought.leaves[index], received[position][index]
+            leaf, (begin, end) = gathered.leaves[index], received[position][index]
             row_bytes = math.prod(leaf.shape[1:]) * leaf.itemsize
             return begin * row_bytes, end * row_bytes
 
         num_rows = [
             sum(end - begin for begin, end in ranges) for ranges in zip(*received, strict=True)
         ]
-        return _unflatten(brought, collected(brought, part), num_rows)
+        return _unflatten(gathered, collected(gathered, part), num_rows)
 
 
 def reduce_scatter(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = None) -> Any:
@@ -122,18 +133,57 @@ def reduce_scatter(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None 
             raise ValueError(f"{call} takes arrays of rows, but {name} is {array.dtype}[].")
 
     with exclusive("reduce_scatter"):
-        brought = bring(call, tree, members, check, problem=problem_of(op))
-        totals = reduced(brought, lambda rows: reduce_rows(rows, op))
-        return brought.structure.unflatten(
-            np.array_split(total, len(members))[brought.own].copy() for total in totals
+        gathered = gather(call, tree, members, check, problem=problem_of(op))
+        totals = reduced(gathered, lambda rows: reduce_rows(rows, op))
+        return gathered.structure.unflatten(
+            np.array_split(total, len(members))[gathered.own].copy() for total in totals
         )
 
 
-def _unflatten(brought: Brought, data: list[np.ndarray], num_rows: list[int]) -> Any:
+def join(*, process_set: ProcessSet | None = None) -> int:
+    """Waits until every process has called `join`.
+
+    Meanwhile this process takes part, without values, in the others' `all_reduce` and
+    `all_gather_rows`. It is for loops that exchange host values batch by batch, where processes
+    have different numbers of batches. A jitted step runs on all ranks or on none; there
+    `tnt.distribute` hands out uneven data, with masks.
+
+    Args:
+        process_set: The ranks among whose processes this happens; all by default.
+
+    Returns:
+        The number of the process that joined last; of several the highest.
+
+    Raises:
+        RuntimeError: On every process, if one that has not joined makes another call that needs all
+            processes.
+    """
+    members = members_of(process_set)
+    num_calls = 0
+    with exclusive("join"):
+        while True:
+            texts = meet("join", json.dumps({"joined": num_calls}), members=members, role="joins")
+            entries = [json.loads(text) for text in texts]
+            if all("joined" in entry for entry in entries):
+                fewest = min(entry["joined"] for entry in entries)
+                return max(
+                    member
+                    for member, entry in zip(members, entries, strict=True)
+                    if entry["joined"] == fewest
+                )
+            present = agree_on_exchange("join", entries, members)
+            if not are_small(entries):
+                total = max(entries[position]["total"] for position in present)
+                for _ in gather_chunks([], members, total):
+                    pass  # Each chunk is a collective that needs this process.
+            num_calls += 1
+
+
+def _unflatten(gathered: Gathered, data: list[np.ndarray], num_rows: list[int]) -> Any:
     """Returns the tree of arrays `[num_rows, ...]` that bytes are."""
-    return brought.structure.unflatten(
+    return gathered.structure.unflatten(
         typed(part, leaf.dtype, (rows, *leaf.shape[1:]))
-        for part, rows, leaf in zip(data, num_rows, brought.leaves, strict=True)
+        for part, rows, leaf in zip(data, num_rows, gathered.leaves, strict=True)
     )
 
 

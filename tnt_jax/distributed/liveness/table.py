@@ -9,6 +9,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,26 +86,21 @@ def post_pid(client: Any, process: int) -> None:
 
 def local_peers(client: Any, process: int) -> "LocalPeers":
     """Returns the other processes of this machine; all must have posted their ids."""
-    peers = LocalPeers()
-    for other, pid in _by_process(client, f"{_PIDS}/{machine_id('pid')}").items():
-        if other != process:
-            peers.add(other, int(pid))
-    return peers
+    pids = _by_process(client, f"{_PIDS}/{machine_id('pid')}")
+    return LocalPeers({other: int(pid) for other, pid in pids.items() if other != process})
 
 
 class LocalPeers:
     """Processes that are watched by process file descriptors; several threads may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Mapping[int, int] | None = None) -> None:
         self._processes: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    def add(self, process: int, pid: int) -> None:
-        """Begins to watch a process of the job by its process id."""
-        # It has left already, or the system has no such call: then closed connections are all that
-        # tells.
-        with contextlib.suppress(OSError):
-            self._processes[os.pidfd_open(pid)] = process
+        for process, pid in (pids or {}).items():
+            # It has left already, or the system has no such call: then closed connections are all
+            # that tells.
+            with contextlib.suppress(OSError):
+                self._processes[os.pidfd_open(pid)] = process
 
     def running(self) -> set[int]:
         """Returns the numbers of those whose end has not been taken."""

@@ -5,21 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_NUM_BYTES = {
-    "f64": 8,
-    "s64": 8,
-    "u64": 8,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "u16": 2,
-    "s16": 2,
-    "s8": 1,
-    "u8": 1,
-    "pred": 1,
-}
+_NUM_BYTES = (
+    dict.fromkeys(("f64", "s64", "u64"), 8)
+    | dict.fromkeys(("f32", "s32", "u32"), 4)
+    | dict.fromkeys(("bf16", "f16", "u16", "s16"), 2)
+    | dict.fromkeys(("s8", "u8", "pred"), 1)
+)
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _SHAPES = r"\((tensor<[^)]*>)\) ->"
@@ -131,13 +122,16 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     # An asynchronous collective may be wrapped into a computation that a generic start calls.
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
+    # After how many kernels each start is done.
+    ends: dict[str, int] = {}
     kernels = 0
     backward = []
     for name, shape, operation, rest in filter(None, map(_parse, computations[computation])):
         kind, groups = _kind(operation, rest, wrapped)
-        if kind is not None and operation.endswith("-done"):
-            continue
-        if kind is not None:
+        if operation.endswith("-done"):
+            if operand := re.search(r"%([\w.\-]+)\)", rest):
+                ends[operand[1]] = kernels
+        elif kind is not None:
             is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
             nbytes = _num_bytes(kind, operation, shape, groups)
             found.append((name, kind, nbytes, is_synchronous, kernels))
@@ -145,19 +139,14 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
             kernels += 1
             if "transpose(jvp" in rest:
                 backward.append(kernels)
-    ends = _ends(computations[computation], [name for name, *_ in found], wrapped)
-    last = max(backward, default=0) / max(kernels, 1)
-
-    def position(kernels_before: int) -> float:
-        return kernels_before / max(kernels, 1)
-
-    collectives = []
-    for name, kind, size, is_synchronous, start in found:
-        done = ends.get(name, start)
-        collectives.append(
-            Collective(kind, size, not is_synchronous, position(start), position(done), last)
+    total = max(kernels, 1)
+    last = max(backward, default=0) / total
+    return [
+        Collective(
+            kind, size, not is_synchronous, start / total, ends.get(name, start) / total, last
         )
-    return collectives, len(backward)
+        for name, kind, size, is_synchronous, start in found
+    ], len(backward)
 
 
 def read_traffic(text: str) -> list[Traffic]:
@@ -272,7 +261,13 @@ def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
     """Returns the bytes of a collective's results, or of a reduce-scatter's operands."""
     if not operation.endswith("-start") or operation == "all-reduce-start":
         nbytes = _num_shape_bytes(shape)
-        return nbytes * _required_group_size(groups) if kind == "reduce-scatter" else nbytes
+        if kind != "reduce-scatter":
+            return nbytes
+        if size := _group_size(groups):
+            return nbytes * size
+        raise ValueError(
+            f"A reduce-scatter must have replica_groups, but this one has none: {groups}"
+        )
     # A start has operands, results, and perhaps numbers of its own.
     operands, results, *_ = _elements(shape)
     return _num_shape_bytes(operands if kind == "reduce-scatter" else results)
@@ -325,30 +320,3 @@ def _group_size(rest: str, num_devices: int = 0) -> int:
     if listed is None:
         return 0
     return listed[1].count(",") + 1 if listed[1] else int(listed[2])
-
-
-def _required_group_size(rest: str) -> int:
-    """As `_group_size`."""
-    size = _group_size(rest)
-    if not size:
-        raise ValueError(
-            f"A reduce-scatter must have replica_groups, but this one has none: {rest}"
-        )
-    return size
-
-
-def _ends(
-    lines: list[str], names: list[str], wrapped: dict[str, tuple[str, str] | None]
-) -> dict[str, int]:
-    """Returns the number of kernels after which each start is done."""
-    waiting = set(names)
-    kernels = 0
-    ends: dict[str, int] = {}
-    for _, _, operation, rest in filter(None, map(_parse, lines)):
-        if operation.endswith("-done"):
-            operand = re.search(r"%([\w.\-]+)\)", rest)
-            if operand and operand[1] in waiting:
-                ends[operand[1]] = kernels
-        elif operation in _KERNELS and _kind(operation, rest, wrapped)[0] is None:
-            kernels += 1
-    return ends

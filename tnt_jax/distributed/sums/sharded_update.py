@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.fused_psum import psum, split_like
 from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 
 
@@ -58,21 +58,16 @@ def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
         results: dict[int, jax.Array] = {}
         whole = [index for index, dim in enumerate(dims) if dim is None]
         results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
-        cut = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
-        if cut:
-            rows = [
-                jnp.moveaxis(arrays[index], dim, 0).reshape(num_ranks, -1) for index, dim in cut
+        sharded = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
+        if sharded:
+            moved = [jnp.moveaxis(arrays[index], dim, 0) for index, dim in sharded]
+            rows = jnp.concatenate([x.reshape(num_ranks, -1) for x in moved], axis=1)
+            own = jax.lax.psum_scatter(rows, _jax.DATA_AXIS, scatter_dimension=0)
+            shapes = [
+                jax.ShapeDtypeStruct((len(x) // num_ranks, *x.shape[1:]), x.dtype) for x in moved
             ]
-            own = jax.lax.psum_scatter(
-                jnp.concatenate(rows, axis=1), _jax.DATA_AXIS, scatter_dimension=0
-            )
-            results.update(
-                zip(
-                    [index for index, _ in cut],
-                    _split_parts(own, arrays, cut, num_ranks),
-                    strict=True,
-                )
-            )
+            for (index, dim), part in zip(sharded, split_like(own, shapes), strict=True):
+                results[index] = jnp.moveaxis(part, 0, dim)
         return [results[index] for index in range(len(arrays))]
 
     return in_buckets(parts_of_bucket, grads, reduction, order=order)
@@ -86,30 +81,11 @@ def update_shards(
     Gradients and optimizer state are one shard per rank, parameters whole.
     """
 
-    def in_parts(tree: Any) -> Any:
+    def sharded(tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
 
-    parts = in_parts(params)
-    updates, opt_state = optimizer.update(grads, opt_state, parts)
+    shards = sharded(params)
+    updates, opt_state = optimizer.update(grads, opt_state, shards)
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.lax.with_sharding_constraint(
-        in_parts(optax.apply_updates(parts, updates)), whole
-    ), in_parts(opt_state)
-
-
-def _split_parts(
-    own: jax.Array, arrays: list[jax.Array], cut: list[tuple[int, int]], num_ranks: int
-) -> list[jax.Array]:
-    """Returns the shards in a bucket's row `own`, in the shapes of the shortened arrays."""
-    parts = []
-    start = 0
-    for index, dim in cut:
-        moved = (
-            arrays[index].shape[dim] // num_ranks,
-            *arrays[index].shape[:dim],
-            *arrays[index].shape[dim + 1 :],
-        )
-        size = arrays[index].size // num_ranks
-        parts.append(jnp.moveaxis(own[start : start + size].reshape(moved), 0, dim))
-        start += size
-    return parts
+    new = sharded(optax.apply_updates(shards, updates))
+    return jax.lax.with_sharding_constraint(new, whole), sharded(opt_state)
