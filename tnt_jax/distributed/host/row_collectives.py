@@ -1,4 +1,4 @@
-"""Collectives outside steps for arrays of rows: gathered, sent to one another, or reduced in parts.
+"""Collectives outside steps for arrays of rows: gathered, exchanged, or reduced and scattered.
 
 A row is an entry of an array's leading dimension. Processes follow one another in rising order.
 """

@@ -76,7 +76,7 @@ SAME_CALLS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What another process knows of a process: its last note, and the seconds since it came."""
+    """The last note that another process has of one, and the seconds since it came."""
 
     note: Note
     silent_s: float = 0.0

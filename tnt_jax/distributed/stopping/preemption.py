@@ -52,20 +52,12 @@ class Points:
         return False
 
     def pass_one(self) -> None:
-        """Passes the next point.
-
-        Raises:
-            Preempted: If all processes stop there.
-        """
+        """Passes the next point; raises Preempted if all processes stop there."""
         if self.stops_here():
             raise Preempted
 
     def before_each(self, items: Iterable[_T]) -> Iterator[_T]:
-        """Yields items, with a point before each and one at their end.
-
-        Raises:
-            Preempted: At the point where all processes stop.
-        """
+        """Yields items, with a point as of `pass_one` before each and one at their end."""
         iterator = iter(items)
         while True:
             item = next(iterator, _END)

@@ -34,8 +34,8 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = N
     if not (_has_slow_starts() if join_small is None else join_small):
         return jax.lax.psum(tree, axes)
     leaves, structure = jax.tree.flatten(tree)
-    joined, take_apart = join_small_ones(leaves)
-    return structure.unflatten(take_apart(jax.lax.psum(joined, axes)))
+    joined, unpack = join_small_ones(leaves)
+    return structure.unflatten(unpack(jax.lax.psum(joined, axes)))
 
 
 def join_small_ones(
@@ -47,7 +47,7 @@ def join_small_ones(
     groups_of_indices = groups_of_small(arrays, limit, kinds=on_stages)
     groups = [[arrays[index] for index in indices] for indices in groups_of_indices]
 
-    def take_apart(joined: Sequence[Any]) -> list[Any]:
+    def unpack(joined: Sequence[Any]) -> list[Any]:
         results: dict[int, Any] = {}
         for indices, group, whole in zip(groups_of_indices, groups, joined, strict=True):
             results.update(
@@ -55,7 +55,7 @@ def join_small_ones(
             )
         return [results[index] for index in range(len(arrays))]
 
-    return [group[0] if len(group) == 1 else flatten(group) for group in groups], take_apart
+    return [group[0] if len(group) == 1 else flatten(group) for group in groups], unpack
 
 
 def groups_of_small(
