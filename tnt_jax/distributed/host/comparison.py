@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tnt_jax.distributed.joining.runtime import get_process_count, get_process_index
-from tnt_jax.distributed.liveness.rendezvous import meet
+from tnt_jax.distributed.liveness.rendezvous import listed, meet
 
-# An error names so many settings, processes and groups of processes, and quotes so much of a value.
-_MOST_SETTINGS, _MOST_PROCESSES, _MOST_GROUPS, _QUOTED = 6, 8, 4, 120
+# An error names so many settings and groups of processes, and quotes so much of a value.
+_MOST_SETTINGS, _MOST_GROUPS, _QUOTED = 6, 4, 120
 _NOTHING = "nothing"
 
 
@@ -105,7 +105,4 @@ def _excerpt(text: str, difference: int) -> str:
 
 def name_processes(processes: Sequence[int]) -> str:
     """Returns process numbers in words, such as `"process 1"` or `"processes 0, 2"`."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    more = f" and {len(processes) - _MOST_PROCESSES} more" * (len(processes) > _MOST_PROCESSES)
-    return f"processes {', '.join(map(str, processes[:_MOST_PROCESSES]))}{more}"
+    return f"process{'es' if len(processes) > 1 else ''} {listed(processes)}"

@@ -180,7 +180,7 @@ def meet(
     if not found:
         raise RuntimeError(
             f"Process {process} waited {timeout_s:g} s in {call} for process(es) "
-            f"{_list(_missing(together, number))} of {len(together)}. Every "
+            f"{listed(_missing(together, number))} of {len(together)}. Every "
             "process must call it; look for a process that failed or took another branch."
         )
     meant = dict(zip(together, map(json.loads, json.loads(found)), strict=True))
@@ -188,8 +188,8 @@ def meet(
     _check_calls({member: _in_words(call, calls) for member, (call, calls, *_) in came.items()})
     if any(entry[3] == "alone" for entry in came.values()) and len(came) < len(meant):
         raise RuntimeError(
-            f"Process(es) {_list([member for member in meant if member not in came])} have called "
-            f"join, and process(es) {_list(list(came))} came to {next(iter(came.values()))[0]}, "
+            f"Process(es) {listed([member for member in meant if member not in came])} have called "
+            f"join, and process(es) {listed(list(came))} came to {next(iter(came.values()))[0]}, "
             "which needs all of them. Those that have joined take part in all_reduce and "
             "all_gather_rows alone."
         )
@@ -270,7 +270,7 @@ def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> No
             # As if it had not come: it may come again.
             _jax.coordination_client().key_value_delete(f"{_folder(together, number)}/{process}")
             _numbers.get()[together] = number
-            meet(f"{call} among processes {_list(list(together))}", members=elsewhere)
+            meet(f"{call} among processes {listed(list(together))}", members=elsewhere)
 
 
 def _folder(together: tuple[int, ...], number: int) -> str:
@@ -304,7 +304,7 @@ def _check_calls(names: Mapping[int, str]) -> None:
     for process, name in names.items():
         groups.setdefault(name, []).append(process)
     told = "; ".join(
-        f"process(es) {_list(processes)}: {name}" for name, processes in groups.items()
+        f"process(es) {listed(processes)}: {name}" for name, processes in groups.items()
     )
     raise RuntimeError(
         f"The processes came to different calls: {told}. Every process must make the same calls in "
@@ -314,6 +314,7 @@ def _check_calls(names: Mapping[int, str]) -> None:
     )
 
 
-def _list(processes: list[int]) -> str:
+def listed(processes: Sequence[int]) -> str:
+    """Returns the numbers of processes, of many the first eight."""
     more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
     return ", ".join(map(str, processes[:8])) + more

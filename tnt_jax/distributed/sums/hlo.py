@@ -5,12 +5,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_NUM_BYTES = (
-    dict.fromkeys(("f64", "s64", "u64"), 8)
-    | dict.fromkeys(("f32", "s32", "u32"), 4)
-    | dict.fromkeys(("bf16", "f16", "u16", "s16"), 2)
-    | dict.fromkeys(("s8", "u8", "pred"), 1)
-)
+_NUM_BYTES = {
+    name: size
+    for size, names in (
+        (8, "f64 s64 u64"),
+        (4, "f32 s32 u32"),
+        (2, "bf16 f16 u16 s16"),
+        (1, "s8 u8 pred"),
+    )
+    for name in names.split()
+}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _SHAPES = r"\((tensor<[^)]*>)\) ->"
