@@ -139,7 +139,12 @@ class _FusedSteps:
         )
         out_shardings = (None, _whole(self._mesh))
         return divided(
-            steps, self._mesh, at=2, dim=1, donate_argnums=0, out_shardings=out_shardings
+            _jax.unjitted(steps),
+            self._mesh,
+            at=2,
+            dim=1,
+            donate_argnums=0,
+            out_shardings=out_shardings,
         )
 
     def evaluate(self, step: Callable) -> Callable:
