@@ -23,7 +23,7 @@ def convolution_options(mesh: Mesh) -> dict[str, Any]:
         device for device in mesh.devices.flat if device.process_index == jax.process_index()
     ]
     # YNNPACK's convolutions keep hardly more than one core busy; on one core they are the faster
-    # ones.
+    # ones with JAX 0.10, though not with JAX 0.12 (benchmarks/README.md).
     has_more_cores = mesh.devices.flat[0].platform == "cpu" and _num_cores() > len(devices)
     return _without_ynn_convolutions() if has_more_cores else {}
 
