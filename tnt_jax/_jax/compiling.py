@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import os
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,25 +18,7 @@ def convolution_options(mesh: Mesh) -> dict[str, Any]:
 
     Results differ by rounding.
     """
-    devices = [
-        device for device in mesh.devices.flat if device.process_index == jax.process_index()
-    ]
-    # YNNPACK's convolutions keep hardly more than one core busy; on one core they are the faster
-    # ones with JAX 0.10, though not with JAX 0.12 (benchmarks/README.md).
-    has_more_cores = mesh.devices.flat[0].platform == "cpu" and _num_cores() > len(devices)
-    return _without_ynn_convolutions() if has_more_cores else {}
-
-
-def _num_cores() -> int:
-    """Returns the number of processor cores that this process may use.
-
-    The launcher writes each process's share to `OMP_NUM_THREADS`.
-    """
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    share = os.environ.get("OMP_NUM_THREADS", "")
-    return min(allowed, int(share)) if share.isdigit() else allowed
+    return _without_ynn_convolutions() if mesh.devices.flat[0].platform == "cpu" else {}
 
 
 # Versions of jaxlib that know the option below; others are asked, which takes a compilation.
