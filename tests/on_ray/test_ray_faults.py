@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ray_faults.py"
 def test_workers_and_nodes_that_are_lost_change_no_bit(tmp_path, kinds, num_trials, num_faults):
     pytest.importorskip("ray", reason="needs the extra ray")
     record = tmp_path / "trials.jsonl"
-    options = ["--trials", str(num_trials), "--hang", "60", "--record", str(record)]
+    options = ["--trials", str(num_trials), "--hang", "240", "--record", str(record)]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--kinds", *kinds],
         capture_output=True, text=True, timeout=1200,
