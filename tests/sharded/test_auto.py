@@ -170,6 +170,44 @@ def test_the_limit_is_the_setting_or_what_the_devices_state_or_a_share_of_the_ho
     assert auto.memory_limit([Device(None)] * 2, None) == one // 2
 
 
+@pytest.mark.parametrize(
+    ("limit", "rows", "most_programs"),
+    [
+        pytest.param(1000, None, 1, id="all rows fit"),
+        pytest.param(700, 64, 2, id="the estimate is right"),
+        pytest.param(333, 24, 3, id="the estimate is too large"),
+        pytest.param(110, 1, 4, id="a row at a time"),
+    ],
+)
+def test_the_rows_of_a_pass_are_the_most_that_fit(use_ranks, limit, rows, most_programs):
+    use_ranks(1)
+    seen = []
+
+    def peak_bytes(rows_at_once):
+        seen.append(rows_at_once)
+        return 200 + 8 * 100 if rows_at_once is None else 101 + 9 * rows_at_once
+
+    way = auto.Way("", 50, 50, peak_bytes, 100)
+    choice = auto.choose("asked", [way], limit)
+    assert choice.attempts[-1][-1].nbytes <= limit
+    assert len(seen) <= most_programs
+    best = [auto.equal_rows(100, most) for most in range(1, 100) if 101 + 9 * most <= limit]
+    assert choice.rows_at_once == (None if rows is None else max(best))
+
+
+def test_a_way_that_cannot_fit_is_not_compiled_often(use_ranks):
+    use_ranks(1)
+    seen = []
+
+    def peak_bytes(rows_at_once):
+        seen.append(rows_at_once)
+        return 1000 + (rows_at_once or 100)
+
+    with pytest.raises(ValueError, match=r"one pass needs 1\.1 KiB; .* passes of"):
+        auto.choose(auto.MICRO_BATCH, [auto.Way("", 50, 50, peak_bytes, 100)], 500)
+    assert len(seen) <= 3
+
+
 def test_a_pipeline_needs_a_mesh_that_is_given():
     with pytest.raises(ValueError, match=r"not stages of a pipeline\. Give the mesh"):
         tnt.Model(Net(), mesh="auto", pipeline=tnt.Pipeline("layers", microbatches=2))
@@ -177,10 +215,10 @@ def test_a_pipeline_needs_a_mesh_that_is_given():
 
 def test_a_choice_says_what_it_had():
     attempts = (
-        auto.Attempt(MeshAxes(data=4), 3 * 2**30, False),
-        auto.Attempt(MeshAxes(fsdp=4), 2**29, True),
+        (auto.Attempt(auto.name_of(MeshAxes(data=4)), 3 * 2**30, False),),
+        (auto.Attempt(auto.name_of(MeshAxes(fsdp=4)), 2**29),),
     )
-    assert str(auto.Choice(attempts, 2**30)) == (
+    assert str(auto.Choice(auto.MESH, attempts, 2**30)) == (
         'mesh="auto" chose fsdp 4 needs 512.0 MiB of 1.0 GiB a device; too much: data 4 needs '
         "3.0 GiB for state alone"
     )

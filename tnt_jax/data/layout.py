@@ -122,6 +122,8 @@ def resolve_batch_size(
             `drop_remainder`) smaller than one batch.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
+        if isinstance(size, str):
+            raise ValueError(f"The {name} must be a number of rows, but is {size!r}.")
         if size is not None and size < 1:
             raise ValueError(f"The {name} must be at least 1, but is {size}.")
     if batch_size is None and micro is None:

@@ -17,7 +17,8 @@ from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, DataIntake, to_batch
 from tnt_jax.keras_compat.optimizers import LossScaleOptimizer
-from tnt_jax.keras_compat.state.core import Core, ModelOptions
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.log import logger
 from tnt_jax.parameter_server.asynchronous import Asynchronous, RemoteValue, Scheduler
 from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation

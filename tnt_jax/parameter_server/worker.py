@@ -88,6 +88,7 @@ class PartsOfShare:
 
     parts: Parts
     share: Share
+    rows_at_once = None
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool

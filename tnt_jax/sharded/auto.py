@@ -1,10 +1,12 @@
-"""The smallest sharding whose training step fits the memory of a device: `mesh="auto"`.
+"""The way to compute a step that fits a device: `mesh="auto"`, `tnt_micro_batch_size="auto"`.
 
-Steps are compiled in turn, from data parallelism to parts over all devices, until the memory that
-the compiler states for one is within the limit. All of these meshes split the rows of a batch over
-all devices, so that the data is the same whatever is chosen.
+Ways are compiled in turn, the fastest first, until the memory that the compiler states for one is
+within the limit: data parallelism to parts over all devices, and in each of them all rows of a rank
+at once, or as many as fit. All meshes split the rows of a batch over all devices, so that the data
+is the same whatever is chosen.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,8 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.sharded.planning import in_units, peak_bytes
 from tnt_jax.train.contracts import Batch, Parts, Steps
@@ -25,6 +25,11 @@ from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import zero_sums
+
+# Options that ask for a choice.
+MESH, MICRO_BATCH = 'mesh="auto"', 'tnt_micro_batch_size="auto"'
+# Below this share of the limit it is worth a compilation to look for a larger pass.
+_MUCH_SPACE = 0.85
 
 
 class StepsInPlaces(Steps, Protocol):
@@ -64,46 +69,82 @@ class TrainingStep(NamedTuple):
         return peak_bytes(step.lower(placed, sums, rows).compile())
 
 
-class Attempt(NamedTuple):
-    """A mesh that was looked at.
+class Way(NamedTuple):
+    """A way to compute a training step.
 
     Attributes:
-        axes: The mesh.
-        nbytes: Bytes of a step on each device; of the training state if that is too much already.
-        is_step: Whether they are those of a step.
+        name: What it is called; empty for the step as it is.
+        floor: Bytes of the training state on each device.
+        grads: Bytes of the gradients on each device, which several passes add up.
+        peak_bytes: From the most rows of a pass, or None for all, to the bytes of a step on each
+            device.
+        num_rows: Rows of a rank, if they may be computed in several passes; else None.
     """
 
-    axes: MeshAxes
-    nbytes: int
-    is_step: bool
+    name: str
+    floor: int
+    grads: int
+    peak_bytes: Callable[[int | None], int]
+    num_rows: int | None = None
+
+
+class Attempt(NamedTuple):
+    """A step that was looked at.
+
+    Attributes:
+        name: That of its way, and its passes.
+        nbytes: Bytes of a step on each device; of the training state if that is too much already.
+        is_step: Whether they are those of a step.
+        rows_at_once: Most rows of a pass; None for all.
+        problem: Why the model cannot be computed so; `nbytes` is infinite then.
+    """
+
+    name: str
+    nbytes: float
+    is_step: bool = True
+    rows_at_once: int | None = None
+    problem: str = ""
 
     def __str__(self) -> str:
-        sizes = {"data": self.axes.data, "fsdp": self.axes.fsdp}
-        mesh = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        if self.problem:
+            return f"{self.name} is impossible: {self.problem}"
         what = in_units(self.nbytes) if self.is_step else f"{in_units(self.nbytes)} for state alone"
-        return f"{mesh or 'one device'} needs {what}"
+        return f"{self.name} needs {what}"
 
 
 class Choice(NamedTuple):
-    """The mesh that was chosen, and why.
+    """What was chosen, and why.
 
     Attributes:
-        attempts: Meshes in the order in which they were looked at; the last one fits.
+        asked: The option that asked for it.
+        attempts: Steps that were looked at, way by way; the last one fits.
         limit: Bytes of a device.
     """
 
-    attempts: tuple[Attempt, ...]
+    asked: str
+    attempts: tuple[tuple[Attempt, ...], ...]
     limit: int
 
     @property
-    def axes(self) -> MeshAxes:
-        """The mesh that was chosen."""
-        return self.attempts[-1].axes
+    def way(self) -> int:
+        """Index of the way that was chosen."""
+        return len(self.attempts) - 1
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """Most rows of a rank that are computed in one pass; None for all."""
+        return self.attempts[-1][-1].rows_at_once
 
     def __str__(self) -> str:
-        chosen = f'mesh="auto" chose {self.attempts[-1]} of {in_units(self.limit)} a device'
-        others = "; ".join(map(str, self.attempts[:-1]))
-        return f"{chosen}; too much: {others}" if others else chosen
+        *others, last = self.attempts
+        chosen = f"{self.asked} chose {last[-1]} of {in_units(self.limit)} a device"
+        tried = _ends([*others, last[:-1]])
+        return f"{chosen}; too much: {tried}" if tried else chosen
+
+
+def _ends(ways: Sequence[tuple[Attempt, ...]]) -> str:
+    """Returns the first and the last attempt at each way, as text."""
+    return "; ".join(str(attempt) for way in ways for attempt in dict.fromkeys(way[:1] + way[-1:]))
 
 
 def candidates(num_devices: int) -> list[MeshAxes]:
@@ -116,43 +157,112 @@ def candidates(num_devices: int) -> list[MeshAxes]:
     return [MeshAxes(data=num_devices // n, fsdp=n) for n in parts]
 
 
-def choose(
-    step: TrainingStep,
-    state: TrainState,
-    batch: Batch,
-    steps_on: Callable[[MeshAxes], tuple[Runtime, StepsInPlaces]],
-) -> Choice:
-    """Returns the first mesh whose step fits; all processes must call it, and choose alike.
+def name_of(axes: MeshAxes) -> str:
+    """Returns a mesh as choices name it.
+
+    >>> name_of(MeshAxes(data=2, fsdp=4))
+    'data 2, fsdp 4'
+    """
+    sizes = {"data": axes.data, "fsdp": axes.fsdp}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+
+
+def choose(asked: str, ways: Sequence[Way], limit: int, *, note: str = "") -> Choice:
+    """Returns the first way whose step fits; all processes must call it, and choose alike.
 
     Args:
-        step: The training step.
-        state: Training state on the devices of the job.
-        batch: Global batch.
-        steps_on: Returns a mesh, and how steps are compiled there.
+        asked: The option that asks for it.
+        ways: Ways to compute a step, the fastest first.
+        limit: Bytes of a device.
+        note: What an error should say about the ways.
 
     Raises:
         ValueError: On every process, if no step fits.
     """
-    job = runtime.init()
-    limit = memory_limit(job.mesh.local_devices, job.settings.device_memory)
-    attempts: list[Attempt] = []
-    for axes in candidates(job.mesh.size):
-        here, steps = steps_on(axes)
-        needed = sum(_local_bytes(x) for x in jax.tree.leaves(steps.place(state)))
-        is_step = needed <= limit
-        if is_step:
-            needed = step.peak_bytes(steps, here.mesh, state, batch)
-        # Processes might have other compilers; what they choose must not differ.
-        needed = int(collectives.all_reduce(needed, "max"))
-        attempts.append(Attempt(axes, needed, is_step))
-        if needed <= limit:
-            return Choice(tuple(attempts), limit)
+    attempts: list[tuple[Attempt, ...]] = []
+    for way in ways:
+        try:
+            attempts.append(tuple(_attempts(way, limit)))
+        except ValueError as error:
+            if asked == MESH or not attempts:
+                raise
+            problem = str(error).partition(". ")[0]
+            attempts.append((Attempt(way.name, math.inf, problem=problem),))
+        if attempts[-1][-1].nbytes <= limit:
+            return Choice(asked, tuple(attempts), limit)
+    sought = "mesh of data and fsdp" if asked == MESH else "way to compute it"
     raise ValueError(
-        'mesh="auto" found no mesh of data and fsdp whose training step fits the '
-        f"{in_units(limit)} of a device: {'; '.join(map(str, attempts))}. Use more devices, a "
-        "smaller global batch, remat='full', precision='mixed_bfloat16', or a mesh with an axis "
-        "'tensor' or 'stage' (docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
+        f"{asked} found no {sought} whose training step fits the {in_units(limit)} of a device: "
+        f"{_ends(attempts)}. {note}Use more devices, a smaller global batch, "
+        "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
+        "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
     )
+
+
+def _attempts(way: Way, limit: int) -> list[Attempt]:
+    """Returns the steps of a way that were looked at; the last one fits if any does.
+
+    The memory of a pass grows with its rows. The next number of rows is where the line through the
+    last attempts, or one and what does not depend on rows, meets the limit.
+    """
+    floor = _agreed(way.floor)
+    if floor > limit:
+        return [Attempt(way.name or "one pass", floor, is_step=False)]
+
+    def look(rows_at_once: int | None) -> Attempt:
+        nbytes = _agreed(way.peak_bytes(rows_at_once))
+        return Attempt(_name(way, rows_at_once), nbytes, rows_at_once=rows_at_once)
+
+    tried, num_rows = [look(None)], way.num_rows or 1
+    points = [(num_rows, tried[0].nbytes)]
+    at_zero = floor + _agreed(way.grads)
+    while tried[-1].nbytes > limit and points[-1][0] > 1 and at_zero < limit:
+        line = (points[-1], points[-2]) if len(points) > 2 else ((0, at_zero), points[-1])
+        most = equal_rows(num_rows, min(max(_rows_at(limit, *line), 1), points[-1][0] - 1))
+        tried.append(look(most))
+        points.append((most, tried[-1].nbytes))
+        if len(points) > 2 and _rows_at(limit, points[-1], points[-2]) < 1:
+            break
+    if len(tried) < 2 or tried[-1].nbytes > _MUCH_SPACE * limit:
+        return tried
+    # More rows may fit: fewer than those of the last attempt that did not.
+    rows = _rows_at(limit, points[-1], points[-2])
+    more = equal_rows(num_rows, min(max(rows, 1), points[-2][0] - 1))
+    if more <= points[-1][0]:
+        return tried
+    larger = look(more)
+    return [*tried, larger] if larger.nbytes <= limit else [*tried[:-1], larger, tried[-1]]
+
+
+def _rows_at(limit: int, point: tuple[int, int], other: tuple[int, int]) -> int:
+    """Returns the rows at which the line through two points `(rows, bytes)` meets a limit."""
+    (rows, nbytes), (other_rows, other_nbytes) = point, other
+    per_row = (other_nbytes - nbytes) / (other_rows - rows)
+    return math.floor(rows + (limit - nbytes) / per_row) if per_row > 0 else 0
+
+
+def equal_rows(num_rows: int, most: int) -> int:
+    """Returns the rows of equal passes of at most `most` rows.
+
+    >>> equal_rows(10, 4)
+    4
+    >>> equal_rows(9, 8)
+    5
+    """
+    return math.ceil(num_rows / math.ceil(num_rows / most))
+
+
+def _name(way: Way, rows_at_once: int | None) -> str:
+    if way.num_rows is None:
+        return way.name or "the step"
+    count = 1 if rows_at_once is None else math.ceil(way.num_rows / rows_at_once)
+    passes = "one pass" if count == 1 else f"{count} passes of {rows_at_once} rows"
+    return f"{way.name}, {passes}" if way.name else passes
+
+
+def _agreed(nbytes: int) -> int:
+    # Processes might have other compilers; what they choose must not differ.
+    return int(collectives.all_reduce(nbytes, "max"))
 
 
 def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
@@ -170,5 +280,7 @@ def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
     return int(collectives.all_reduce(min(stated) if setting is None else setting, "min"))
 
 
-def _local_bytes(x: Any) -> int:
-    return int(np.prod(x.sharding.shard_shape(x.shape))) * np.dtype(x.dtype).itemsize
+def local_bytes(tree: Any) -> int:
+    """Returns the bytes on each device of arrays, or their descriptions, with shardings."""
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)

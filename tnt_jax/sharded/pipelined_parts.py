@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut, gather_where_used
 from tnt_jax.sharded.layout import Layout
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
-from tnt_jax.sharded.pipeline.pipeline import MicroRows, Pipeline, check_statistics
+from tnt_jax.sharded.pipeline.pipeline import Pipeline, check_statistics
 from tnt_jax.sharded.pipeline.schedules import (
     STAGE_AXIS,
     Ends,
@@ -25,6 +24,7 @@ from tnt_jax.sharded.pipeline.schedules import (
 )
 from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
+from tnt_jax.train.steps.micro_batches import MicroRows
 
 
 class PipelinedParts:
@@ -39,6 +39,8 @@ class PipelinedParts:
         pipeline: Layers and micro-batches.
         policy: What the layers keep within the backward pass of a micro-batch; None for everything.
     """
+
+    rows_at_once = None
 
     def __init__(
         self, parts: Parts, layout: Layout, pipeline: Pipeline, *, policy: Any = None
@@ -65,7 +67,7 @@ class PipelinedParts:
             own = rows.key(key, words)
             return self._parts.measure(params, model_state, batch, key=own, train=train)
 
-        micro_batches = (_cut(batch, rows), rows.keys(key))
+        micro_batches = (rows.cut_batch(batch), rows.keys(key))
         here = at_stages(params, self._layout)
         leaves, structure = jax.tree.flatten(here.params)
         whole = [example_of(x, shape) for x, shape in zip(leaves, here.shapes, strict=True)]
@@ -193,18 +195,6 @@ class _Run:
         for index, x in zip(self._others, shared, strict=True):
             found[index] = x
         return found
-
-
-def _cut(batch: Batch, rows: MicroRows) -> Batch:
-    """Returns micro-batches; rows that fill the last ones are masked."""
-    if rows.num_missing and batch.mask is None:
-        num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
-        batch = batch._replace(mask=_jax.make_varying(jnp.ones(num_rows, jnp.float32)))
-    cut: Batch = jax.tree.map(rows.cut, batch)
-    if not rows.num_missing:
-        return cut
-    is_real = jnp.arange(cut.mask.size) < cut.mask.size - rows.num_missing
-    return cut._replace(mask=cut.mask * is_real.reshape(cut.mask.shape))
 
 
 def _check(loop: LayersLoop) -> None:

@@ -36,6 +36,7 @@ class GatheredParts:
     """
 
     def __init__(self, parts: Parts, layout: Layout, *, has_remat: bool = False) -> None:
+        self.rows_at_once = parts.rows_at_once
         self._parts = parts
         self._layout = layout
         self._has_remat = has_remat

@@ -52,15 +52,20 @@ class CompiledSteps:
         self._platform, self._mesh = runtime.platform, steps.mesh
         options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
         self._train_step = steps.train(parts, optimizer, **options)
-        self._eval_step = steps.evaluate(parts)
+        self._steps = steps
         # Several steps as one program, made when the first such batch comes.
         self._make_train_steps: Callable[[], Callable] | None = None
         self._train_steps: Callable | None = None
-        self._eval_steps: Callable | None = None
         if (fused := steps.fused) is not None:
             self._make_train_steps = partial(fused.train, parts, optimizer, **options)
-            self._eval_steps = fused.evaluate(self._eval_step)
+        self.renew_evaluation()
         self._zeros: dict[Any, Any] = {}
+
+    def renew_evaluation(self) -> None:
+        """Traces and compiles evaluation anew when it is called next."""
+        fused = self._steps.fused
+        self._eval_step = self._steps.evaluate(self.parts)
+        self._eval_steps = None if fused is None else fused.evaluate(self._eval_step)
 
     def training(self, group: DeviceBatches, state: TrainState, sums: Any) -> Callable:
         """Returns what runs the steps of a group of batches: `(state, sums, batch) -> ...`."""

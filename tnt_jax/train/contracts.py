@@ -86,6 +86,11 @@ class Measured(NamedTuple):
 class Parts(Protocol):
     """The components of a step other than its optimizer."""
 
+    @property
+    def rows_at_once(self) -> int | None:
+        """Most rows of a rank that training computes in one pass; None for all."""
+        ...
+
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
@@ -105,11 +110,13 @@ class StepParts:
         loss_terms: Maps outputs and batch to the summands of the loss.
         increments: Maps outputs and batch to a pytree of sums, one entry per metric; padded rows
             are left out.
+        rows_at_once: See `Parts`.
     """
 
     apply: Apply
     loss_terms: Callable[[Any, Batch], list[LossTerm]]
     increments: Callable[[Any, Batch], Any]
+    rows_at_once: int | None = None
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool

@@ -75,11 +75,21 @@ class Trainer:
 
     def _use(self, runtime: Runtime, steps: Steps) -> None:
         self.runtime, self.steps, self.rank_slice = runtime, steps, steps.rank_slice
-        mesh, fused = runtime.mesh, steps.fused
+        mesh = runtime.mesh
         self.put, self.put_stacked = make_put(mesh), make_put(mesh, stacked=True)
-        self.predict_step = steps.predict(self.adapter.apply)
-        self._predict_steps = None if fused is None else fused.predict(self.predict_step)
+        self._use_prediction()
         self._replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def _use_prediction(self) -> None:
+        fused = self.steps.fused
+        self.predict_step = self.steps.predict(self.adapter.apply)
+        self._predict_steps = None if fused is None else fused.predict(self.predict_step)
+
+    def renew_evaluation(self) -> None:
+        """Traces and compiles evaluation and prediction anew when they are called next."""
+        self._use_prediction()
+        if self._compiled is not None:
+            self._compiled.renew_evaluation()
 
     def move(self, runtime: Runtime, steps: Steps, places: TrainState) -> None:
         """Goes on with other steps, on another mesh over the same devices; `compile` follows.
@@ -387,6 +397,11 @@ class Trainer:
     def lower_evaluation(self, group: DeviceBatches) -> Any:
         """Returns the lowered program that evaluates a group of batches; None if it is not one."""
         return self.programs.lower_evaluation(self._taken(group), self.described())
+
+    def lower_prediction(self, group: DeviceBatches) -> Any:
+        """Returns the lowered program that predicts for a batch."""
+        state, step = self.described(), self.predict_step
+        return step.lower(state.params, state.model_state, group.batch.inputs, _FIRST)  # pyright: ignore
 
     @property
     def programs(self) -> CompiledSteps:

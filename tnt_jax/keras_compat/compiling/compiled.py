@@ -230,9 +230,9 @@ class Compiled:
                 if is_users(spec.loss):
                     check_traceable(spec.loss, true, pred)
 
-    def step_parts(self, apply: Apply) -> StepParts:
+    def step_parts(self, apply: Apply, rows_at_once: int | None = None) -> StepParts:
         """Returns the functions of a step around the forward pass `apply`."""
-        return StepParts(apply, self._loss_terms, self._increments)
+        return StepParts(apply, self._loss_terms, self._increments, rows_at_once)
 
     def kept(self, sums: Any) -> Any:
         """Returns the sums with which the next epoch begins; None if no metric keeps its own."""

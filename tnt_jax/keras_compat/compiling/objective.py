@@ -45,9 +45,9 @@ class CompiledObjective:
         self._objective = objective
         self._names: list[str] = []
 
-    def step_parts(self, apply: Apply) -> "ObjectiveParts":
+    def step_parts(self, apply: Apply, rows_at_once: int | None = None) -> "ObjectiveParts":
         """Returns the parts of a step around the objective and the forward pass `apply`."""
-        return ObjectiveParts(self._objective, apply, self._names)
+        return ObjectiveParts(self._objective, apply, self._names, rows_at_once)
 
     def per_row(self, adapter: Adapter) -> PerRow:
         """Returns what computes the objective of each row, for `dependence_of_rows`."""
@@ -76,9 +76,17 @@ class ObjectiveParts:
         objective: See `CompiledObjective`.
         apply: Forward pass of the wrapped model.
         names: List that receives the names of the metrics.
+        rows_at_once: See `Parts`.
     """
 
-    def __init__(self, objective: Objective, apply: Apply, names: list[str]) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        apply: Apply,
+        names: list[str],
+        rows_at_once: int | None = None,
+    ) -> None:
+        self.rows_at_once = rows_at_once
         self._objective = objective
         self._apply = apply
         self._names = names

@@ -24,8 +24,9 @@ from tnt_jax.keras_compat.fit.single_batches import SingleBatches
 from tnt_jax.keras_compat.fit.trials.choose_loop import choose_fit_loop
 from tnt_jax.keras_compat.saving.described_models import model_from
 from tnt_jax.keras_compat.saving.rebuild import Rebuilder
-from tnt_jax.keras_compat.state.core import Core, ModelOptions
+from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
+from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.state import TrainState
@@ -212,7 +213,7 @@ class Model(SingleBatches, Inspection):
         *,
         resume: str | os.PathLike[str] | None = None,
         tnt_ignore_changes: Sequence[str] = (),
-        tnt_micro_batch_size: int | None = None,
+        tnt_micro_batch_size: int | Literal["auto"] | None = None,
         tnt_validation_micro_batch_size: int | None = None,
         tnt_distribute_dataset: bool = True,
         tnt_distribute_validation_dataset: bool = True,
@@ -245,7 +246,9 @@ class Model(SingleBatches, Inspection):
                 that of `TNT_CHECKPOINT_DIR`, or no checkpoints. See docs/survival.md.
             tnt_ignore_changes: What may differ from the run that is resumed, such as
                 `["learning_rate"]`; by default, a difference is an error that names it.
-            tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks.
+            tnt_micro_batch_size: Rows of one rank: the global batch is this times the ranks. With
+                `"auto"`, the global batch is as without, and each rank computes as many of its rows
+                at once as fit its memory, with the same result; see docs/larger_models.md.
             tnt_validation_micro_batch_size: The same for validation.
             tnt_distribute_dataset: False if each process brings a shard, batched for its own ranks.
             tnt_distribute_validation_dataset: The same for validation.
@@ -291,7 +294,7 @@ class Model(SingleBatches, Inspection):
         callbacks: Any = None,
         return_dict: bool = False,
         *,
-        tnt_micro_batch_size: int | None = None,
+        tnt_micro_batch_size: int | Literal["auto"] | None = None,
         tnt_distribute_dataset: bool = True,
     ) -> float | list[float] | dict[str, float]:
         """Returns loss and metrics over the data, the same on every process.
@@ -331,7 +334,7 @@ class Model(SingleBatches, Inspection):
         steps: int | None = None,
         callbacks: Any = None,
         *,
-        tnt_micro_batch_size: int | None = None,
+        tnt_micro_batch_size: int | Literal["auto"] | None = None,
         tnt_distribute_dataset: bool = True,
     ) -> Any:
         """Returns the model's outputs `[examples, ...]` as NumPy arrays, in full on every process.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -151,7 +151,7 @@ class DataArguments:
         y: Targets, with arrays only.
         sample_weight: Weights, with arrays only.
         batch_size: Rows of a global batch.
-        micro_batch_size: Rows of one rank.
+        micro_batch_size: Rows of one rank; `"auto"` to compute as many at once as fit its memory.
         shuffle: Whether arrays are shuffled anew in each epoch.
         distribute: False if each process brings its own shard.
         predicts: Whether targets and weights are ignored.
@@ -162,11 +162,21 @@ class DataArguments:
     y: Any = None
     sample_weight: Any = None
     batch_size: int | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: int | Literal["auto"] | None = None
     shuffle: bool = False
     distribute: bool = True
     predicts: bool = False
     is_inputs: bool = False
+
+    @property
+    def rows_per_rank(self) -> int | None:
+        """Rows of one rank, if they decide the global batch."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether as many rows are computed at once as fit the memory of a device."""
+        return self.micro_batch_size == "auto"
 
 
 class DataIntake:
@@ -265,7 +275,7 @@ class DataIntake:
             )
         rank_slice = self._core.trainer.rank_slice
         options = self._core.options
-        sizes = (data.batch_size, data.micro_batch_size)
+        sizes = (data.batch_size, data.rows_per_rank)
         return ReadOptions(
             rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
         )

@@ -1,6 +1,7 @@
 """Evaluation and prediction: runs a stream of batches through compiled steps."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.shared import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts
 from tnt_jax.train.execution import IN_FLIGHT
-from tnt_jax.train.trainer import device_feed, steps_per_program
+from tnt_jax.train.trainer import device_feed, preparation_of, steps_per_program
 
 
 def evaluate(
@@ -32,13 +33,21 @@ def evaluate(
     num_steps = steps or source.num_batches
     shown = callbacks.open("Model.evaluate", steps=num_steps)
     with shown as hooks, preemption.ending_call() as points:
-        return evaluate_source(shared, source, steps, hooks, points)
+        return evaluate_source(shared, source, steps, hooks, points, fits_memory=data.fits_memory)
 
 
 def evaluate_source(
-    shared: Shared, source: Source, steps: int | None, hooks: CallbackList, points: Points
+    shared: Shared,
+    source: Source,
+    steps: int | None,
+    hooks: CallbackList,
+    points: Points,
+    *,
+    fits_memory: bool = False,
 ) -> dict[str, float]:
     """Returns loss and metrics over a source, as for the validation data of `fit`.
+
+    With `fits_memory`, rows are computed in passes that fit the memory of a device.
 
     Raises:
         Preempted: If all processes stop at one of the points.
@@ -46,9 +55,15 @@ def evaluate_source(
     compilation = shared.core.require_compiled()
     trainer = shared.core.trainer
     stream, first = shared.intake.open("Model.evaluate", source, steps=steps)
+    if fits_memory:
+        shared.core.ask_for_passes()
     shared.preparation.prepare(first)
     shared.preparation.check_rows(first, train=False)
     num_steps = steps_per_program(trainer, compilation.steps_per_execution or 1, to_batch(first))
+    if fits_memory:
+        group = preparation_of(trainer, to_batch, threaded=True)([first])
+        lower = partial(trainer.lower_evaluation, group)
+        shared.core.fit_memory("evaluate", to_batch(first), lower)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
     batches = read_in_lockstep(
@@ -91,8 +106,13 @@ def predict(
     stream, item = shared.intake.open("Model.predict", data, steps=steps)
     first = to_batch(item)
     source = stream.source
+    if data.fits_memory:
+        shared.core.ask_for_passes()
     shared.builder.build_for(first)
     shared.preparation.check_outputs(first)
+    if data.fits_memory:
+        group = preparation_of(trainer, to_batch, threaded=True)([item])
+        shared.core.fit_memory("predict", first, partial(trainer.lower_prediction, group))
     wanted = 1 if compilation is None else compilation.steps_per_execution or 1
     num_steps = steps_per_program(trainer, wanted, first)
     batches = read_in_lockstep(islice(stream.epoch(0), steps), source, where="the data to predict")

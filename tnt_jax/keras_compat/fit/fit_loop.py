@@ -126,6 +126,8 @@ class FitLoop:
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
         self._core.require_trainable()
+        if data.fits_memory:
+            self._core.ask_for_passes()
         compare_starts("Model.fit", self._core, data, arguments)
         data, arguments = carry_out_split(data, arguments)
         weighting = class_weighting(arguments.class_weight)
@@ -143,14 +145,17 @@ class FitLoop:
             )
             self._shared.preparation.prepare(first, weighting)
             self._shared.preparation.check_classes(arguments.class_weight)
-            self._shared.preparation.choose_mesh(first, weighting)
+            if not data.fits_memory:
+                self._shared.preparation.choose_mesh(first, weighting)
             self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
             plan = Plan(stream, first, weighting, None, arguments)
-            if self.compiles_ahead and arguments.has_epochs:
+            if self.compiles_ahead and arguments.has_epochs and not data.fits_memory:
                 self._shared.preparation.compile_ahead(stream, first, plan.unpack)
         self._shared.preparation.check_rows(first, weighting, train=True)
         if arguments.validation_data is not None:
             self._shared.preparation.check_rows(first, weighting, train=False)
+        if data.fits_memory:
+            self._shared.preparation.fit_memory(stream, first, plan.unpack)
         return plan
 
     def _beside_first_batch(
@@ -160,7 +165,7 @@ class FitLoop:
         is_new = self._core.require_compiled().functions is None
         if not (self.compiles_ahead and arguments.has_epochs and is_new):
             return None
-        if self._core.has_open_mesh:
+        if self._core.has_open_mesh or self._core.fits_memory:
             return None
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:

@@ -131,8 +131,42 @@ class Preparation:
             return
         if num_steps > 1 and (stream.num_steps or 0) < num_steps:
             return
+        trainer.ahead.start(lambda: self._lower(stream, first, unpack, num_steps))
+
+    def _lower(
+        self,
+        stream: EpochStream,
+        first: HostBatch,
+        unpack: Callable[[HostBatch], Batch],
+        num_steps: int,
+    ) -> Any:
+        trainer = self._core.trainer
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
-        trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
+        return trainer.lower(prepare([first] * num_steps))
+
+    def fit_memory(
+        self,
+        stream: EpochStream,
+        first: HostBatch,
+        unpack: Callable[[HostBatch], Batch],
+    ) -> None:
+        """Chooses a step that fits the memory of the devices, and compiles it.
+
+        Called after `check_rows`.
+
+        Raises:
+            ValueError: If no step fits.
+        """
+        trainer, compilation = self._core.trainer, self._core.require_compiled()
+        num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)
+
+        def lower() -> Any:
+            # Steps may run one by one, although several were asked for.
+            several = self._lower(stream, first, unpack, num_steps) if num_steps > 1 else None
+            return several or self._lower(stream, first, unpack, 1)
+
+        trainer.ahead.wait()
+        self._core.fit_memory("fit", unpack(first), lower)
 
     def trace_rows(
         self,
@@ -151,7 +185,7 @@ class Preparation:
             ValueError: On all processes, if rows must be independent but are not.
         """
         compilation, core = self._core.require_compiled(), self._core
-        if train in compilation.traced_rows or not core.splits_rows:
+        if train in compilation.traced_rows or not core.cares_for_rows:
             return
         functions = compilation.functions
         assert functions is not None
@@ -192,7 +226,7 @@ class Preparation:
         """
         self.trace_rows(first, weighting, train=train)
         compilation, core = self._core.require_compiled(), self._core
-        if train in compilation.checked_rows or not core.splits_rows:
+        if train in compilation.checked_rows or not core.cares_for_rows:
             return
         functions = compilation.functions
         assert functions is not None
@@ -208,7 +242,7 @@ class Preparation:
         """Does for the model's outputs alone what `check_rows` does; for prediction."""
         core = self._core
         is_checked = core.compilation is not None and False in core.compilation.checked_rows
-        if is_checked or core.knows_outputs or not core.splits_rows:
+        if is_checked or core.knows_outputs or not core.cares_for_rows:
             return
         per_row = outputs_per_row(core.adapter)
         try:
@@ -291,7 +325,7 @@ class Preparation:
     def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""
         self._state.start_optimizer()
-        parts = functions.step_parts(self._core.adapter.apply)
+        parts = functions.step_parts(self._core.adapter.apply, self._core.rows_at_once)
         transformation = compilation.transformation
         assert transformation is not None
         self._core.trainer.compile(

@@ -2,11 +2,10 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,93 +13,51 @@ import numpy as np
 from tnt_jax import reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.keras_compat.callbacks.base import check_can_read
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
+from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.keras_compat.state.wrapped import read_assigned, write_back, writing_back
 from tnt_jax.log import logger
-from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions, auto
+from tnt_jax.sharded import ShardingOptions, auto, planning
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
-from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
+from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
-from tnt_jax.train.steps.global_step import GlobalSteps, WholeBatches, log_choice
+from tnt_jax.train.steps.epoch_sums import num_local_rows
+from tnt_jax.train.steps.global_step import WholeBatches, log_choice
+from tnt_jax.train.steps.micro_batches import evaluated_in_passes, why_in_one_pass
 from tnt_jax.train.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """The arguments of `Model` except module and variables; see `Model`."""
+class _Form(NamedTuple):
+    """A form that the step of a model may have.
 
-    seed: int
-    precision: str
-    trainable: Sequence[str] | None
-    frozen: Sequence[str]
-    synchronize_batch_norm: bool
-    fusion_threshold: int | Literal["xla"] | None
-    gradient_compression: Literal["bfloat16"] | None
-    ranks_per_host: int
-    shard_optimizer_state: bool
-    reproducible: bool
-    virtual_ranks: int
-    mesh: Mapping[str, int] | Literal["auto"] | None = None
-    sharding_rules: Sequence[Rule] = ()
-    pipeline: Pipeline | None = None
-    remat: Remat | Mapping[str, Remat] = "none"
+    Attributes:
+        name: What it is called; empty for the form that the steps have.
+        options: Options of the model.
+        sharding: How the model is sharded; None for data parallelism alone.
+        saved: What saves memory at the cost of time, for the names of further forms.
+    """
 
-    def for_adapter(self) -> dict[str, Any]:
-        """Returns the options of `tnt_jax.adapters.wrap`."""
-        return self._named("precision", "trainable", "frozen", "synchronize_batch_norm")
+    name: str
+    options: ModelOptions
+    sharding: ShardingOptions | None
+    saved: str = ""
 
-    def for_reduction(self) -> dict[str, Any]:
-        """Returns the options of `distributed.sums.reduction.choose_reduction`, by its names."""
-        return {
-            "threshold_kb": self.fusion_threshold,
-            "compression": self.gradient_compression,
-            "ranks_per_host": self.ranks_per_host,
-            "shard_optimizer_state": self.shard_optimizer_state,
-        }
+    def saving(self, what: str, **options: Any) -> "_Form":
+        """Returns a form that saves more memory."""
+        saved = ", ".join(filter(None, (self.saved, what)))
+        name = ", ".join(filter(None, (self.name, what)))
+        return _Form(name, replace(self.options, **options), self.sharding, saved)
 
-    def for_sharding(self) -> ShardingOptions | None:
-        """Returns how the model is sharded; None for data parallelism alone.
 
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is invalid, or options exclude one another.
-        """
-        return ShardingOptions.of(
-            self.mesh,
-            self.sharding_rules,
-            self.pipeline,
-            reproducible=self.reproducible,
-            gradient_compression=self.gradient_compression,
-            ranks_per_host=self.ranks_per_host > 1,
-            shard_optimizer_state=self.shard_optimizer_state,
-        )
-
-    def saved(self) -> dict[str, Any]:
-        """Returns the arguments for a saved or cloned model.
-
-        They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
-        """
-        return self._named(
-            "seed",
-            "precision",
-            "trainable",
-            "frozen",
-            "synchronize_batch_norm",
-            "fusion_threshold",
-            "gradient_compression",
-            "shard_optimizer_state",
-            "reproducible",
-            "virtual_ranks",
-        )
-
-    def _named(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
+_WAYS_OUT = {
+    "reproducible": "it computes the rows of a virtual rank, fewer with more virtual_ranks",
+    "pipeline": "it computes its own micro-batches, smaller ones with more of them",
+}
 
 
 class Core:
@@ -118,7 +75,11 @@ class Core:
         compilation: The choices of `compile`; None before it is called.
         knows_outputs: Whether it is known if rows of the model's outputs depend on one another.
         dependence_of_outputs: How they do in prediction, if so.
-        mesh_choice: Why training has this mesh, with `mesh="auto"`; None before it is chosen.
+        memory_choice: Why training has this mesh and these passes, where they are chosen; None
+            before.
+        rows_at_once: Most rows of a rank that training computes in one pass; None for all.
+        evaluated_at_once: The same for evaluation and prediction.
+        fits_memory: Whether they are chosen by the memory of a device.
         is_fitting: Whether `fit` runs; the wrapped object is then out of date.
     """
 
@@ -134,10 +95,15 @@ class Core:
         self._sharding = options.for_sharding()
         sharded.check_remat(options.remat)
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
-        # This object's own method: another model of the module has other options.
-        self.adapter.apply = self._chosen_apply(self.adapter.apply)
+        self._plain_apply = self.adapter.apply
+        self._use_options(options)
         self.compilation: Compilation | None = None
-        self.mesh_choice: auto.Choice | None = None
+        self.memory_choice: auto.Choice | None = None
+        self.rows_at_once: int | None = None
+        self.evaluated_at_once: int | None = None
+        self.fits_memory = False
+        # Calls and batches for which a step was chosen by its memory.
+        self._fitted: set[Any] = set()
         self.is_fitting, self.knows_outputs = False, False
         self.dependence_of_outputs: str | None = None
         self._trainer: Trainer | None = None
@@ -148,7 +114,7 @@ class Core:
     def trainer(self) -> Trainer:
         """The trainer of the model; its first use joins the job."""
         if self._trainer is None:
-            job = self._on_mesh(runtime.init())
+            job = self.options.on_mesh(runtime.init(), self._sharding)
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
             self._trainer = Trainer(
@@ -171,6 +137,25 @@ class Core:
         finally:
             self._trainer = own
 
+    def _use_options(self, options: ModelOptions) -> None:
+        """Lets the forward pass and the steps to come have other options."""
+        self.options = options
+        apply = options.apply(self._plain_apply)
+        # This object's own method: another model of the module has other options.
+        self.adapter.apply = evaluated_in_passes(apply, lambda: self.evaluated_at_once)
+
+    def _choose_steps(self, job: runtime.Runtime) -> Steps:
+        """Returns the `Steps` that compile the model for the devices of the job."""
+        if self.options.reproducible:
+            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
+            return reproducible.ReproducibleSteps(ranks)
+        return self._steps(job)
+
+    def _steps(
+        self, job: runtime.Runtime, *, whole: bool = False
+    ) -> DataParallelSteps | sharded.ShardedSteps:
+        return self.options.steps(job, self._sharding, self.adapter.axis_names, whole=whole)
+
     def choose_mesh(self, batch: Batch) -> None:
         """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
 
@@ -180,35 +165,160 @@ class Core:
         Raises:
             ValueError: On every process, if the step fits on no mesh.
         """
-        if not self.has_open_mesh:
+        if self.has_open_mesh:
+            self._choose(auto.MESH, batch, self._forms(in_passes=False))
+
+    def ask_for_passes(self) -> None:
+        """Lets the coming call compute as many rows at once as fit the memory of a device.
+
+        Raises:
+            ValueError: If an option decides how many they are.
+        """
+        for name, remedy in _WAYS_OUT.items():
+            if getattr(self.options, name):
+                raise ValueError(
+                    f"{auto.MICRO_BATCH} chooses the rows that a device computes at once, which "
+                    f"{name} decides: {remedy}. Leave one of the two out."
+                )
+        self.fits_memory = True
+
+    def fit_memory(self, call: str, batch: Batch, lower: Callable[[], Any]) -> None:
+        """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
+
+        Called once it is known whether rows depend on one another. In evaluation and prediction
+        only the passes are chosen.
+
+        Args:
+            call: `"fit"`, `"evaluate"` or `"predict"`.
+            batch: This process's rows of a batch; the step's memory is that for such batches.
+            lower: Returns the lowered program of the trainer's own step.
+
+        Raises:
+            ValueError: On every process, if no step fits.
+        """
+        shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
+        if (asked := (call, id(self.compilation), shapes)) in self._fitted:
             return
-        assert self._sharding is not None
-        trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
-        assert compilation.transformation is not None
-        step = auto.TrainingStep(
-            self.step_parts(),
-            compilation.transformation,
-            compilation.accumulation_steps,
-            compilation.on_nan,
+        self._fitted.add(asked)
+        if call == "fit":
+            self._choose(auto.MICRO_BATCH, batch, self._forms(in_passes=True), lower)
+            return
+        job, state = runtime.init(), self.trainer.require_state()
+        whole = auto.local_bytes(state)
+        given = auto.local_bytes((state.params, state.model_state))
+
+        def peak_bytes(rows_at_once: int | None) -> int:
+            self.evaluated_at_once = rows_at_once
+            self.trainer.renew_evaluation()
+            return planning.peak_bytes(lower().compile()) + whole - given
+
+        dependence = self.dependence_of_outputs or (
+            self.compilation and self.compilation.dependence
         )
+        num_rows = num_local_rows(batch) // self.trainer.rank_slice.local_ranks
+        way = auto.Way("", whole, 0, peak_bytes, None if dependence else num_rows)
+        limit = auto.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        logger.info("%s.", auto.choose(f"{call}({auto.MICRO_BATCH})", [way], limit))
 
-        @cache
-        def steps_on(axes: sharded.MeshAxes) -> tuple[runtime.Runtime, auto.StepsInPlaces]:
-            here = replace(job, mesh=axes.build(job.mesh))
-            return here, self._plain_steps(here) if axes.fsdp == 1 else self._sharded_steps(here)
+    def _forms(self, *, in_passes: bool) -> list[_Form]:
+        """Returns the ways to compute a step, the fastest first."""
+        options, own, num_ranks = self.options, self._sharding, runtime.init().num_ranks
+        meshes = auto.candidates(runtime.init().mesh.size)
+        if self.has_open_mesh:
+            assert own is not None
+            forms = [_Form(auto.name_of(meshes[0]), options, None)]
+        else:
+            forms = [_Form("", options, own)]
+        if in_passes and options.remat == "none":
+            forms.append(forms[0].saving("remat='full'", remat="full"))
+        is_free = own is None and not (options.gradient_compression or options.ranks_per_host > 1)
+        if in_passes and is_free and num_ranks > 1 and not options.shard_optimizer_state:
+            forms.append(forms[-1].saving("shard_optimizer_state", shard_optimizer_state=True))
+        if self.has_open_mesh or (in_passes and is_free):
+            rules = () if own is None else own.rules
+            forms += [
+                _Form(
+                    ", ".join(filter(None, (auto.name_of(axes), forms[-1].saved))),
+                    replace(forms[-1].options, shard_optimizer_state=False),
+                    ShardingOptions(axes, rules),
+                )
+                for axes in meshes[1:]
+            ]
+        return forms
 
-        self.mesh_choice = auto.choose(step, trainer.require_state(), trainer.put(batch), steps_on)
-        logger.info("%s.", self.mesh_choice)
-        self._sharding = replace(self._sharding, mesh=self.mesh_choice.axes, is_open=False)
-        here, steps = steps_on(self.mesh_choice.axes)
-        trainer.move(here, steps, steps.place(trainer.require_state()))
-        trainer.compile(**step._asdict())
+    def _choose(
+        self,
+        asked: str,
+        batch: Batch,
+        forms: Sequence[_Form],
+        lower: Callable[[], Any] | None = None,
+    ) -> None:
+        """Chooses the first form of a step that fits the memory of a device, and takes it."""
+        trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
+        limit = auto.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        state, placed = trainer.require_state(), trainer.put(batch)
+        functions, transformation = self.functions, compilation.transformation
+        assert functions is not None and transformation is not None
+        is_whole = isinstance(trainer.steps, WholeBatches)
+        problem, num_rows = None, None
+        if lower is not None:
+            num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
+            problem = compilation.dependence or why_in_one_pass(
+                self.step_parts(), state, batch, num_rows, trainer.runtime.mesh
+            )
+
+        def way_of(form: _Form) -> auto.Way:
+            here = form.options.on_mesh(job, form.sharding)
+            steps = form.options.steps(here, form.sharding, self.adapter.axis_names, whole=is_whole)
+            step_options = (compilation.accumulation_steps, compilation.on_nan)
+
+            def peak_bytes(rows_at_once: int | None) -> int:
+                if not form.name and lower is not None:
+                    # The program that is compiled here is the one that will run.
+                    self._take(form, rows_at_once)
+                    return planning.peak_bytes(lower().compile())
+                parts = functions.step_parts(form.options.apply(self._plain_apply), rows_at_once)
+                step = auto.TrainingStep(parts, transformation, *step_options)
+                return step.peak_bytes(steps, here.mesh, state, placed)
+
+            places = steps.place(state)
+            floor, grads = auto.local_bytes(places), auto.local_bytes(places.params)
+            return auto.Way(form.name, floor, grads, peak_bytes, None if problem else num_rows)
+
+        note = f"{problem}, so that all rows of a rank are computed at once. " if problem else ""
+        try:
+            choice = auto.choose(asked, list(map(way_of, forms)), limit, note=note)
+        except ValueError:
+            if lower is not None:
+                self._take(forms[0], None)
+            raise
+        logger.info("%s. %s", choice, note)
+        self.memory_choice = choice
+        form = forms[choice.way]
+        if form.name or lower is None:
+            self._take(form, choice.rows_at_once)
+            here = form.options.on_mesh(job, form.sharding)
+            self._move(here, self._steps(here, whole=is_whole))
+
+    def _take(self, form: _Form, rows_at_once: int | None) -> None:
+        """Lets steps have another form; without a name, it is that of the steps there are."""
+        self.rows_at_once = self.evaluated_at_once = rows_at_once
+        self._sharding = form.sharding
+        if form.name:
+            self._use_options(form.options)
+        else:
+            self._compile_steps()
 
     @property
     def splits_rows(self) -> bool:
         """Whether a step sees parts of a batch, so that it matters how rows depend on others."""
         steps = self.trainer.steps
         return steps.rank_slice.num_ranks > 1 or self.options.pipeline is not None
+
+    @property
+    def cares_for_rows(self) -> bool:
+        """Whether it must be known how rows depend on others."""
+        return self.splits_rows or self.fits_memory
 
     def choose_step_of_rows(self) -> None:
         """Computes whole global batches if rows were found to depend on one another.
@@ -222,11 +332,11 @@ class Core:
         of_steps = None if compilation is None else compilation.dependence
         dependence = of_steps or self.dependence_of_outputs
         is_whole = isinstance(trainer.steps, WholeBatches)
-        if is_whole == (dependence is not None):
+        if not self.splits_rows or is_whole == (dependence is not None):
             return
         if dependence is not None:
             self._require_whole_batches(dependence)
-        self._move(trainer.runtime, self._steps_of(trainer.runtime, whole=dependence is not None))
+        self._move(trainer.runtime, self._steps(trainer.runtime, whole=dependence is not None))
 
     def _require_whole_batches(self, dependence: str) -> None:
         """Raises a ValueError if an option needs parts of batches; logs the choice otherwise."""
@@ -249,12 +359,17 @@ class Core:
 
     def _move(self, job: runtime.Runtime, steps: DataParallelSteps | sharded.ShardedSteps) -> None:
         """Lets the trainer go on with other steps."""
-        trainer, compilation = self.trainer, self.compilation
+        trainer = self.trainer
         trainer.move(job, steps, steps.place(trainer.require_state()))
+        self._compile_steps()
+
+    def _compile_steps(self) -> None:
+        """Chooses what the trainer's steps compute, once data is known."""
+        compilation = self.compilation
         if compilation is None or compilation.functions is None:
             return
         assert compilation.transformation is not None
-        trainer.compile(
+        self.trainer.compile(
             self.step_parts(),
             compilation.transformation,
             accumulation_steps=compilation.accumulation_steps,
@@ -269,11 +384,11 @@ class Core:
     @property
     def finds_mesh(self) -> bool:
         """Whether training chooses, or has chosen, the mesh."""
-        return self.has_open_mesh or self.mesh_choice is not None
+        return self.has_open_mesh or self.memory_choice is not None
 
     def mesh_notes(self) -> list[str]:
         """Returns why the mesh was chosen, if training chose it, and what a pipeline costs."""
-        chosen = [] if self.mesh_choice is None else [str(self.mesh_choice)]
+        chosen = [] if self.memory_choice is None else [str(self.memory_choice)]
         return chosen + self._pipeline_notes(self.trainer.runtime)
 
     def _pipeline_notes(self, job: runtime.Runtime) -> list[str]:
@@ -329,7 +444,7 @@ class Core:
     def step_parts(self) -> Parts:
         """Returns the forward pass, the loss and the metrics of a step, once data is known."""
         assert self.functions is not None
-        return self.functions.step_parts(self.adapter.apply)
+        return self.functions.step_parts(self.adapter.apply, self.rows_at_once)
 
     def use_optimizer(self) -> None:
         """Starts the optimizer of the compilation, if there is one, unless it already runs."""
@@ -399,58 +514,3 @@ class Core:
         """Stores the variables in the wrapped object, unless `fit` runs, which does so itself."""
         if not self.is_fitting:
             self.write_back()
-
-    def _chosen_apply(self, apply: Apply) -> Apply:
-        """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
-        pipeline, remat = self.options.pipeline, self.options.remat
-        if pipeline is not None:
-            return sharded.pipelined(apply, pipeline, policy=self._layer_policy())
-        return apply if remat == "none" else sharded.rematerialized_apply(apply, remat)
-
-    def _layer_policy(self) -> Any:
-        """Returns what the layers of a pipeline keep for backpropagation; None for everything."""
-        pipeline, remat = self.options.pipeline, self.options.remat
-        if pipeline is None or remat == "none":
-            return None
-        return sharded.policy_of(remat, pipeline.path)
-
-    def _choose_steps(self, job: runtime.Runtime) -> Steps:
-        """Returns the `Steps` that compile the model for the devices of the job."""
-        if self.options.reproducible:
-            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
-            return reproducible.ReproducibleSteps(ranks)
-        return self._steps_of(job, whole=False)
-
-    def _steps_of(
-        self, job: runtime.Runtime, *, whole: bool
-    ) -> DataParallelSteps | sharded.ShardedSteps:
-        """Returns the steps that compute the parts of a batch, or whole batches."""
-        if self._sharding is not None:
-            return self._sharded_steps(job, whole=whole)
-        return GlobalSteps(job) if whole else self._plain_steps(job)
-
-    def _plain_steps(self, job: runtime.Runtime) -> DataParallelSteps:
-        return DataParallelSteps(job, self._reduction(job))
-
-    def _sharded_steps(self, job: runtime.Runtime, *, whole: bool = False) -> sharded.ShardedSteps:
-        assert self._sharding is not None
-        make = sharded.ShardedGlobalSteps if whole else sharded.ShardedSteps
-        return make(
-            job,
-            self._reduction(job),
-            rules=self._sharding.rules,
-            names=self.adapter.axis_names,
-            pipeline=self.options.pipeline,
-            policy=self._layer_policy(),
-            has_remat=self.options.remat != "none",
-        )
-
-    def _reduction(self, job: runtime.Runtime) -> Reduction:
-        choices = self.options.for_reduction()
-        return choose_reduction(job.platform, job.num_ranks, settings=job.settings, **choices)
-
-    def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:
-        """Returns the job with the mesh of this model."""
-        if self._sharding is None:
-            return job
-        return replace(job, mesh=self._sharding.mesh.build(job.mesh))

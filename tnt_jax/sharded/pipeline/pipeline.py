@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
-from tnt_jax.distributed.sums.random_rows import key_of_part, keys_of_parts
 from tnt_jax.sharded.blocks.tracing import variables_in
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe, vary
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.steps.micro_batches import MicroRows
 
 Schedule = Literal["gpipe", "1f1b"]
 
@@ -133,38 +133,6 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
         )
 
     return in_pipeline
-
-
-class MicroRows:
-    """How the rows of a rank are cut into micro-batches of equal size.
-
-    Args:
-        num_rows: Rows of the rank.
-        num_parts: Number of micro-batches.
-
-    Attributes:
-        part_rows: Rows of a micro-batch; the last row fills the last ones.
-        num_missing: Rows that fill them.
-    """
-
-    def __init__(self, num_rows: int, num_parts: int) -> None:
-        self._num_parts = num_parts
-        self.part_rows = -(-num_rows // num_parts)
-        self.num_missing = num_parts * self.part_rows - num_rows
-
-    def cut(self, x: jax.Array) -> jax.Array:
-        """Returns rows as `[micro-batches, rows of each, ...]`."""
-        if self.num_missing:
-            x = jnp.concatenate([x, jnp.repeat(x[-1:], self.num_missing, axis=0)])
-        return x.reshape(self._num_parts, self.part_rows, *x.shape[1:])
-
-    def keys(self, key: jax.Array | None) -> jax.Array | None:
-        """Returns the words of the key of each micro-batch; None without a key."""
-        return None if key is None else keys_of_parts(key, self._num_parts, self.part_rows)
-
-    def key(self, key: jax.Array | None, words: jax.Array | None) -> jax.Array | None:
-        """Returns the key of a micro-batch with some words; None without a key."""
-        return None if key is None or words is None else key_of_part(words)
 
 
 def _in_turn(

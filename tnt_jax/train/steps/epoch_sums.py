@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.train.contracts import Batch, LossTerm, Parts
+from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
 from tnt_jax.train.state import TrainState
 
 
@@ -55,8 +55,17 @@ def divide(term: LossTerm) -> jax.Array:
     It is the local total over the global count, and 0 if that is 0. Its scale is left out: logs
     show each loss without it, as in Keras.
     """
+    return quotient(term, _count_of(term))
+
+
+def counts_of(measured: Measured) -> list[Any]:
+    """Returns the count of each loss term over all ranks, inside `shard_map`."""
+    return list(map(_count_of, measured.terms))
+
+
+def _count_of(term: LossTerm) -> Any:
     # psum of a Python number is a multiplication, so a known count needs no communication.
-    return quotient(term, None if term.count is None else psum(term.count))
+    return None if term.count is None else psum(term.count)
 
 
 def quotient(term: LossTerm, count: jax.Array | float | None) -> jax.Array:

@@ -27,12 +27,15 @@ from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, loss_scal
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import (
     add_sums,
+    counts_of,
     divide,
     num_local_rows,
     num_real_rows,
+    quotient,
     weighted_sum,
 )
 from tnt_jax.train.steps.kept_inputs import keep_inputs
+from tnt_jax.train.steps.micro_batches import MicroRows, num_passes, sums_of_passes
 
 
 def accumulate(
@@ -197,33 +200,53 @@ def differentiate(
         mesh: Ranks, over the axis `data`.
         first_rank: Ranks of other meshes that compute earlier rows of the global batch.
     """
-    key = batch_key(state.key, state.step, num_local_rows(batch), first_rank=first_rank)
+    num_rows = num_local_rows(batch)
+    key = batch_key(state.key, state.step, num_rows, first_rank=first_rank)
     scale = loss_scale(state.opt_state)
+    rows = MicroRows(num_rows, num_passes(num_rows, parts.rows_at_once))
+    num_shares = _jax.num_ranks(mesh) * rows.num_parts
 
-    def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        measured = parts.measure(params, state.model_state, batch, key=key, train=True)
-        losses = [divide(term) for term in measured.terms]
-        total = weighted_sum(losses, measured.terms, measured.penalty / _jax.num_ranks(mesh))
-        loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
-        scaled = loss if scale is None else loss * scale
-        return scaled, (
-            _jax.make_varying((loss, losses, measured.increments)),
-            measured.model_state,
+    def one_pass(batch: Batch, key: Any, counts: list[Any] | None) -> Any:
+        def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+            measured = parts.measure(params, state.model_state, batch, key=key, train=True)
+            losses = list(map(quotient, measured.terms, counts or counts_of(measured)))
+            total = weighted_sum(losses, measured.terms, measured.penalty / num_shares)
+            loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
+            scaled = loss if scale is None else loss * scale
+            return scaled, (
+                _jax.make_varying((loss, losses, measured.increments)),
+                measured.model_state,
+            )
+
+        def rewrite(program: Any) -> Any:
+            is_cpu = mesh.devices.flat[0].platform == "cpu"
+            return keep_inputs(program, step=state.step) if is_cpu else program
+
+        return trace_grads(
+            jax.value_and_grad(objective, has_aux=True),
+            _jax.make_varying(state.params),
+            rewrite=rewrite,
         )
 
-    def rewrite(program: Any) -> Any:
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        return keep_inputs(program, step=state.step) if is_cpu else program
+    if rows.num_parts == 1:
+        (_, (numbers, model_state)), grads, order = one_pass(batch, key, None)
+    else:
+        # The compiler leaves nothing of the forward pass: `why_in_one_pass` has seen to it.
+        whole = parts.measure(state.params, state.model_state, batch, key=key, train=True)
+        counts, model_state = counts_of(whole), whole.model_state
 
-    (_, (numbers, model_state)), grads, order = trace_grads(
-        jax.value_and_grad(objective, has_aux=True),
-        _jax.make_varying(state.params),
-        rewrite=rewrite,
-    )
+        def numbers_and_grads(micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
+            batch, words = micro_batch
+            (_, (numbers, _)), grads, _ = one_pass(batch, rows.key(key, words), counts)
+            return numbers, grads
+
+        micro_batches = (rows.cut_batch(batch), rows.keys(key))
+        numbers, grads = sums_of_passes(numbers_and_grads, micro_batches)
+        order = list(range(len(jax.tree.leaves(grads))))
     # Later traces are those of last batches, which may well be small.
     if parts not in _traced.get():
         _traced.get().add(parts)
-        _warn_of_statistics(model_state, num_local_rows(batch))
+        _warn_of_statistics(model_state, num_rows)
     return LocalStep(numbers, model_state, grads, order)
 
 

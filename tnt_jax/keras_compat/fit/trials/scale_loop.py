@@ -67,13 +67,13 @@ def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
             "tnt_distribute_dataset=False gives each process batches of its own, so that the "
             "global batch grows with the ranks: measure with --weak."
         )
-    if data.micro_batch_size is None:
+    if data.rows_per_rank is None:
         return data
-    micro = data.micro_batch_size / factor
+    micro = data.rows_per_rank / factor
     if micro.denominator != 1:
         raise ValueError(
             f"With --strong the rows of a rank shrink as ranks are added, but "
-            f"tnt_micro_batch_size={data.micro_batch_size} cannot be divided by {factor}. Measure "
+            f"tnt_micro_batch_size={data.rows_per_rank} cannot be divided by {factor}. Measure "
             "with --weak, which keeps it, or on other numbers of ranks."
         )
     return replace(data, micro_batch_size=int(micro))
@@ -81,7 +81,7 @@ def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
 
 def _multiplied(data: DataArguments, factor: Fraction) -> DataArguments:
     # The rows of a rank, and the batches of a process, stay the same by themselves.
-    if factor == 1 or not data.distribute or data.micro_batch_size is not None:
+    if factor == 1 or not data.distribute or data.rows_per_rank is not None:
         return data
     from tnt_jax.data.dispatch import with_larger_batches
 

@@ -1,0 +1,224 @@
+"""`tnt_micro_batch_size="auto"` computes as many rows at once as fit, with the same result."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from training import assert_close, crossentropy
+
+import tnt_jax as tnt
+from tnt_jax.sharded import auto
+
+ROWS, WIDTH = 61, 16
+
+
+class Net(nn.Module):
+    """Dropout, so that rows must keep their random numbers."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        for _ in range(3):
+            x = nn.relu(nn.Dense(64)(x))
+        x = nn.Dropout(0.3, deterministic=not train)(x)
+        return nn.Dense(5)(x)
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train, axis_name="data")(nn.Dense(64)(x))
+        return nn.Dense(5)(nn.relu(x))
+
+
+class Contrastive(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        z = nn.Dense(16)(x)
+        return (z @ z.T).sum(-1, keepdims=True) * nn.Dense(5)(x)
+
+
+class OfNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, 5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.first(x))))
+
+
+def of_keras():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.layers.Input((WIDTH,)),
+            keras.layers.Dense(64, "relu", kernel_regularizer="l2"),
+            keras.layers.Dropout(0.3, seed=1),
+            keras.layers.Dense(5),
+        ]
+    )
+
+
+MODULES = {"linen": Net, "nnx": lambda: OfNnx(nnx.Rngs(0)), "keras": of_keras}
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    return x, np.arange(ROWS) % 5, rng.uniform(size=ROWS).astype(np.float32)
+
+
+def make_model(module, **options):
+    model = tnt.Model(module, seed=3, **options)
+    model.compile(tnt.optimizers.SGD(0.1, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
+    return model
+
+
+def train(model, micro, **arguments):
+    x, y, weight = data()
+    options = {"batch_size": 24, "epochs": 2, "verbose": 0, **arguments}
+    return model.fit(x, y, sample_weight=weight, tnt_micro_batch_size=micro, **options).history
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Lets steps compute at most so many rows at once, whatever the memory."""
+
+    def let(most):
+        def choose(asked, ways, limit, *, note=""):
+            assert ways[0].num_rows is not None, note
+            ways[0].peak_bytes(most)
+            return auto.Choice(asked, ((auto.Attempt("few", 0, True, most),),), limit)
+
+        monkeypatch.setattr(auto, "choose", choose)
+
+    return let
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    ("num_ranks", "most"),
+    [
+        (1, 5),
+        (4, 1),
+        pytest.param(2, 4, marks=pytest.mark.long),
+        pytest.param(1, 1, marks=pytest.mark.long),
+    ],
+)
+def test_passes_give_what_one_pass_gives(use_ranks, few_rows, kind, num_ranks, most):
+    x, y, _ = data()
+    use_ranks(1)
+    whole = make_model(MODULES[kind]())
+    history = train(whole, None, validation_data=(x, y))
+    few_rows(most)
+    use_ranks(num_ranks)
+    model = make_model(MODULES[kind]())
+    assert_close(train(model, "auto", validation_data=(x, y)), history)
+    assert model._core.rows_at_once <= most
+    assert_close(model.get_weights(), whole.get_weights())
+    evaluated = model.evaluate(x, y, batch_size=24, verbose=0, tnt_micro_batch_size="auto")
+    assert_close(evaluated, whole.evaluate(x, y, batch_size=24, verbose=0))
+    predicted = model.predict(x, batch_size=24, verbose=0, tnt_micro_batch_size="auto")
+    assert_close(predicted, whole.predict(x, batch_size=24, verbose=0))
+
+
+def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, caplog):
+    """The step is measured as it runs, and less memory means fewer rows at once."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4096, WIDTH)).astype(np.float32), np.arange(4096) % 5
+    rows, histories = [], []
+    for memory in (None, "3MiB", "1500KiB"):
+        if memory:
+            monkeypatch.setenv("TNT_DEVICE_MEMORY", memory)
+        use_ranks(2)
+        monkeypatch.setattr(logging.getLogger("tnt_jax"), "propagate", True)
+        model = make_model(Net())
+        with caplog.at_level(logging.INFO, "tnt_jax"):
+            history = model.fit(
+                x, y, batch_size=4096, epochs=1, verbose=0, tnt_micro_batch_size="auto"
+            )
+        rows.append(model._core.rows_at_once)
+        histories.append(history.history)
+        limit = model._core.memory_choice.limit
+        assert model._core.memory_choice.attempts[-1][-1].nbytes <= limit
+    assert rows[0] is None
+    assert 1 < rows[2] < rows[1] < 2048
+    assert_close(histories[1], histories[0])
+    assert_close(histories[2], histories[0])
+    said = [record.message for record in caplog.records if "chose" in record.message]
+    assert len(said) == 3
+    assert "chose one pass needs" in said[0]
+    assert f"passes of {rows[1]} rows needs" in said[1]
+    assert "too much: one pass needs" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "memory", "reason"),
+    [
+        pytest.param(Normalized, "14KB", "communicates with other ranks", id="BatchNorm"),
+        pytest.param(Contrastive, "4KB", "compares rows of a batch", id="compares rows"),
+    ],
+)
+def test_a_model_whose_batch_cannot_be_cut_says_why(use_ranks, monkeypatch, module, memory, reason):
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", memory)
+    use_ranks(2)
+    with pytest.raises(ValueError, match=reason) as error:
+        train(make_model(module()), "auto")
+    assert "found no way to compute it whose training step fits the" in str(error.value)
+
+
+def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
+    use_ranks(1)
+    history = train(make_model(Net()), None)
+    # Parameters and momentum are 75 kB each, and gradients are as large.
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "130KB")
+    use_ranks(4)
+    model = make_model(Net())
+    assert_close(train(model, "auto"), history)
+    *others, chosen = model._core.memory_choice.attempts
+    assert others
+    assert "fsdp" in chosen[-1].name or "shard_optimizer_state" in chosen[-1].name
+
+
+def test_a_choice_is_made_once_for_each_shape(use_ranks, few_rows, monkeypatch):
+    few_rows(4)
+    use_ranks(2)
+    model = make_model(Net())
+    train(model, "auto")
+    monkeypatch.setattr(auto, "choose", None)
+    train(model, "auto", epochs=3, initial_epoch=2)
+
+
+def test_a_step_that_fits_nowhere_leaves_the_model_as_it_was(use_ranks, monkeypatch):
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "80KB")
+    use_ranks(2)
+    model = make_model(Net())
+    with pytest.raises(ValueError, match="found no way to compute it"):
+        train(model, "auto")
+    assert model._core.rows_at_once is None
+    assert train(model, None)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"reproducible": True}, "virtual_ranks"),
+        (
+            {"mesh": {"stage": 2}, "pipeline": tnt.Pipeline("layers", microbatches=2)},
+            "micro-batches",
+        ),
+    ],
+)
+def test_options_that_decide_the_rows_are_named(use_ranks, options, remedy):
+    use_ranks(2)
+    with pytest.raises(ValueError, match=remedy):
+        train(make_model(Net(), **options), "auto")
+
+
+@pytest.mark.parametrize("micro", ["Auto", "8"])
+def test_other_words_are_refused(use_ranks, micro):
+    use_ranks(1)
+    with pytest.raises(ValueError, match=r"tnt_micro_batch_size must be a number of rows, but"):
+        train(make_model(Net()), micro)

@@ -1,0 +1,135 @@
+"""The options of a `Model`, and how they choose its forward pass and its steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tnt_jax import sharded
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.sums.reduction import choose_reduction
+from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions
+from tnt_jax.sharded.rules import Axis
+from tnt_jax.train.contracts import Apply
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.steps.global_step import GlobalSteps
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The arguments of `Model` except module and variables; see `Model`."""
+
+    seed: int
+    precision: str
+    trainable: Sequence[str] | None
+    frozen: Sequence[str]
+    synchronize_batch_norm: bool
+    fusion_threshold: int | Literal["xla"] | None
+    gradient_compression: Literal["bfloat16"] | None
+    ranks_per_host: int
+    shard_optimizer_state: bool
+    reproducible: bool
+    virtual_ranks: int
+    mesh: Mapping[str, int] | Literal["auto"] | None = None
+    sharding_rules: Sequence[Rule] = ()
+    pipeline: Pipeline | None = None
+    remat: Remat | Mapping[str, Remat] = "none"
+
+    def for_adapter(self) -> dict[str, Any]:
+        """Returns the options of `tnt_jax.adapters.wrap`."""
+        return self._named("precision", "trainable", "frozen", "synchronize_batch_norm")
+
+    def for_reduction(self) -> dict[str, Any]:
+        """Returns the options of `distributed.sums.reduction.choose_reduction`, by its names."""
+        return {
+            "threshold_kb": self.fusion_threshold,
+            "compression": self.gradient_compression,
+            "ranks_per_host": self.ranks_per_host,
+            "shard_optimizer_state": self.shard_optimizer_state,
+        }
+
+    def for_sharding(self) -> ShardingOptions | None:
+        """Returns how the model is sharded; None for data parallelism alone.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a value is invalid, or options exclude one another.
+        """
+        return ShardingOptions.of(
+            self.mesh,
+            self.sharding_rules,
+            self.pipeline,
+            reproducible=self.reproducible,
+            gradient_compression=self.gradient_compression,
+            ranks_per_host=self.ranks_per_host > 1,
+            shard_optimizer_state=self.shard_optimizer_state,
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Returns the arguments for a saved or cloned model.
+
+        They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
+        """
+        return self._named(
+            "seed",
+            "precision",
+            "trainable",
+            "frozen",
+            "synchronize_batch_norm",
+            "fusion_threshold",
+            "gradient_compression",
+            "shard_optimizer_state",
+            "reproducible",
+            "virtual_ranks",
+        )
+
+    def apply(self, apply: Apply) -> Apply:
+        """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
+        if self.pipeline is not None:
+            return sharded.pipelined(apply, self.pipeline, policy=self._layer_policy())
+        return apply if self.remat == "none" else sharded.rematerialized_apply(apply, self.remat)
+
+    def on_mesh(self, job: Runtime, sharding: ShardingOptions | None) -> Runtime:
+        """Returns the job with the mesh of a model."""
+        return job if sharding is None else replace(job, mesh=sharding.mesh.build(job.mesh))
+
+    def steps(
+        self,
+        job: Runtime,
+        sharding: ShardingOptions | None,
+        names: Callable[[], Mapping[str, tuple[Axis, ...]]],
+        *,
+        whole: bool = False,
+    ) -> DataParallelSteps | sharded.ShardedSteps:
+        """Returns the steps that compute the parts of a batch, or whole batches.
+
+        Args:
+            job: The job, with the mesh of the model.
+            sharding: How the model is sharded; None for data parallelism alone.
+            names: Returns the logical names of the dimensions of parameters, by path.
+            whole: Whether rows depend on one another.
+        """
+        if sharding is None and whole:
+            return GlobalSteps(job)
+        choices = self.for_reduction()
+        reduction = choose_reduction(job.platform, job.num_ranks, settings=job.settings, **choices)
+        if sharding is None:
+            return DataParallelSteps(job, reduction)
+        make = sharded.ShardedGlobalSteps if whole else sharded.ShardedSteps
+        return make(
+            job,
+            reduction,
+            rules=sharding.rules,
+            names=names,
+            pipeline=self.pipeline,
+            policy=self._layer_policy(),
+            has_remat=self.remat != "none",
+        )
+
+    def _layer_policy(self) -> Any:
+        """Returns what the layers of a pipeline keep for backpropagation; None for everything."""
+        if self.pipeline is None or self.remat == "none":
+            return None
+        return sharded.policy_of(self.remat, self.pipeline.path)
+
+    def _named(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,188 @@
+"""Micro-batches: a rank's rows in several passes, with the sums and random numbers of one pass."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Applied
+from tnt_jax.distributed.sums.random_rows import key_of_part, keys_of_parts, row_key, step_key
+from tnt_jax.train.contracts import Apply, Batch, Parts
+from tnt_jax.train.state import TrainState
+
+
+class MicroRows:
+    """How the rows of a rank are cut into micro-batches of equal size.
+
+    Args:
+        num_rows: Rows of the rank.
+        num_parts: Number of micro-batches.
+
+    Attributes:
+        num_parts: As given.
+        part_rows: Rows of a micro-batch; the last row fills the last ones.
+        num_missing: Rows that fill them.
+    """
+
+    def __init__(self, num_rows: int, num_parts: int) -> None:
+        self.num_parts = num_parts
+        self.part_rows = -(-num_rows // num_parts)
+        self.num_missing = num_parts * self.part_rows - num_rows
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Returns rows as `[micro-batches, rows of each, ...]`."""
+        if self.num_missing:
+            x = jnp.concatenate([x, jnp.repeat(x[-1:], self.num_missing, axis=0)])
+        return x.reshape(self.num_parts, self.part_rows, *x.shape[1:])
+
+    def cut_batch(self, batch: Batch) -> Batch:
+        """Returns a batch as micro-batches; rows that fill the last ones are masked."""
+        if self.num_missing and batch.mask is None:
+            num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
+            batch = batch._replace(mask=_jax.make_varying(jnp.ones(num_rows, jnp.float32)))
+        cut: Batch = jax.tree.map(self.cut, batch)
+        if not self.num_missing:
+            return cut
+        is_real = jnp.arange(cut.mask.size) < cut.mask.size - self.num_missing
+        return cut._replace(mask=cut.mask * is_real.reshape(cut.mask.shape))
+
+    def keys(self, key: jax.Array | None) -> jax.Array | None:
+        """Returns the words of the key of each micro-batch; None without a key."""
+        return None if key is None else keys_of_parts(key, self.num_parts, self.part_rows)
+
+    def key(self, key: jax.Array | None, words: jax.Array | None) -> jax.Array | None:
+        """Returns the key of a micro-batch with some words; None without a key."""
+        return None if key is None or words is None else key_of_part(words)
+
+
+def num_passes(num_rows: int, rows_at_once: int | None) -> int:
+    """Returns in how many passes a rank computes its rows; see `Parts.rows_at_once`."""
+    return 1 if rows_at_once is None else math.ceil(num_rows / rows_at_once)
+
+
+def sums_of_passes(compute: Callable[[Any], Any], micro_batches: Any) -> Any:
+    """Returns the sums of what is computed from each micro-batch, inside `shard_map`.
+
+    Sums of numbers in half precision are made in float32.
+
+    Args:
+        compute: From a micro-batch to a pytree of arrays.
+        micro_batches: Pytree of arrays `[micro-batches, ...]`.
+    """
+
+    def wide(x: jax.Array) -> jax.Array:
+        is_half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return x.astype(jnp.float32) if is_half else x
+
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    shapes = jax.eval_shape(compute, first)
+    zeros = jax.tree.map(lambda x: wide(jnp.zeros(x.shape, x.dtype)), shapes)
+
+    def add(totals: Any, micro_batch: Any) -> tuple[Any, None]:
+        values = _jax.make_varying(compute(micro_batch))
+        return jax.tree.map(lambda total, x: total + wide(x), totals, values), None
+
+    totals, _ = jax.lax.scan(add, _jax.make_varying(zeros), micro_batches)
+    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), totals, shapes)
+
+
+def evaluated_in_passes(apply: Apply, rows_at_once: Callable[[], int | None]) -> Apply:
+    """Returns a forward pass that computes rows in passes, except in training.
+
+    Args:
+        apply: Forward pass; rows must not depend on one another.
+        rows_at_once: Returns the most rows of a pass, or None for all, when a program is traced.
+    """
+
+    def in_passes(
+        params: Any,
+        model_state: Any,
+        inputs: Any,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None,
+    ) -> Applied:
+        num_rows = jax.tree.leaves(inputs)[0].shape[0]
+        count = num_passes(num_rows, rows_at_once())
+        if train or count == 1:
+            return apply(params, model_state, inputs, key=key, train=train, mask=mask)
+        rows = MicroRows(num_rows, count)
+        micro = rows.cut_batch(Batch(inputs, mask=mask))
+
+        def compute(micro: tuple[Batch, Any]) -> Applied:
+            batch, words = micro
+            own = rows.key(key, words)
+            return apply(params, model_state, batch.inputs, key=own, train=False, mask=batch.mask)
+
+        whole = apply(params, model_state, inputs, key=key, train=False, mask=mask)
+        applied = jax.lax.map(compute, (micro, rows.keys(key)))
+        return Applied(
+            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], applied.outputs),
+            whole.model_state,
+            whole.penalty,
+            jax.tree.map(lambda x: jnp.sum(x, axis=0), applied.increments),
+        )
+
+    return in_passes
+
+
+def why_in_one_pass(
+    parts: Parts, state: TrainState, batch: Batch, num_rows: int, mesh: Mesh
+) -> str | None:
+    """Returns why a step cannot be computed in several passes; None if it can.
+
+    That rows do not depend on one another is for the caller to know.
+
+    Args:
+        parts: What the step computes.
+        state: Training state, or its description.
+        batch: Some rows of a batch.
+        num_rows: Rows of a rank.
+        mesh: Mesh of the ranks.
+    """
+
+    def measure(params: Any, model_state: Any, words: Any, batch: Batch) -> dict[str, Any]:
+        key = row_key(step_key(words, 0), jnp.uint32(1))
+        measured = parts.measure(params, model_state, batch, key=key, train=True)
+        counts = [jnp.asarray(x.count) for x in measured.terms if x.count is not None]
+        return {
+            "counts": counts,
+            "penalty": jnp.asarray(measured.penalty),
+            "state": measured.model_state,
+            "totals": [term.total for term in measured.terms],
+        }
+
+    one_rank, spec = _jax.one_rank_mesh(mesh.local_devices[0], mesh), PartitionSpec()
+    mapped: Any = _jax.shard_map(measure, mesh=one_rank, in_specs=(spec,) * 4, out_specs=spec)
+    variables = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (state.params, state.model_state, state.key),
+    )
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), jnp.result_type(x)),
+        batch._replace(mask=None),
+    )
+    traced = jax.jit(mapped).trace(*variables, rows)
+    if _jax.communicates(traced):
+        return "The model communicates with other ranks, as a synchronized BatchNorm does"
+
+    def needs(result: str) -> tuple[bool, bool]:
+        wanted = {
+            name: jax.tree.map(lambda _, name=name: name == result, shapes)
+            for name, shapes in traced.out_info.items()
+        }
+        params, _, _, batch = _jax.needed_operands(traced, wanted)
+        return any(jax.tree.leaves(params)), any(jax.tree.leaves(batch))
+
+    if needs("state")[1]:
+        return "The model keeps statistics of a batch, as BatchNorm does"
+    if needs("penalty")[1]:
+        return "The model adds losses that depend on the rows of a batch"
+    if needs("counts")[0]:
+        return "The loss is divided by a number that the model computes"
+    return None
