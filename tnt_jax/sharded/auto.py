@@ -214,7 +214,7 @@ def _attempts(way: Way, limit: int) -> list[Attempt]:
         return Attempt(_name(way, rows_at_once), nbytes, rows_at_once=rows_at_once)
 
     tried, num_rows = [look(None)], way.num_rows or 1
-    points = [(num_rows, tried[0].nbytes)]
+    points: list[tuple[int, float]] = [(num_rows, tried[0].nbytes)]
     at_zero = floor + _agreed(way.grads)
     while tried[-1].nbytes > limit and points[-1][0] > 1 and at_zero < limit:
         line = (points[-1], points[-2]) if len(points) > 2 else ((0, at_zero), points[-1])
@@ -234,7 +234,7 @@ def _attempts(way: Way, limit: int) -> list[Attempt]:
     return [*tried, larger] if larger.nbytes <= limit else [*tried[:-1], larger, tried[-1]]
 
 
-def _rows_at(limit: int, point: tuple[int, int], other: tuple[int, int]) -> int:
+def _rows_at(limit: int, point: tuple[int, float], other: tuple[int, float]) -> int:
     """Returns the rows at which the line through two points `(rows, bytes)` meets a limit."""
     (rows, nbytes), (other_rows, other_nbytes) = point, other
     per_row = (other_nbytes - nbytes) / (other_rows - rows)
