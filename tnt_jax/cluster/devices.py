@@ -1,4 +1,4 @@
-"""Counts the GPUs, processors and memory nodes of this host without importing JAX."""
+"""Identifies this host, and counts its GPUs, processors and memory nodes, without JAX."""
 
 import hashlib
 import os
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -25,12 +26,10 @@ def list_gpus(environ: Mapping[str, str]) -> list[str]:
 
     The sources are `nvidia-smi`, which respects the device limits of containers and SLURM steps,
     and then the driver's list of devices. `CUDA_VISIBLE_DEVICES` restricts both.
-
-    Args:
-        environ: Variables of the process that will use the GPUs.
     """
-    listed = _list_gpus_with_nvidia_smi()
-    physical = _parse_nvidia_smi(listed) if listed is not None else _driver_gpus()
+    physical = _count_with_nvidia_smi()
+    if physical is None:
+        physical = len(list(_DRIVER_GPUS.iterdir())) if _DRIVER_GPUS.is_dir() else 0
     return visible_gpus(physical, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -38,10 +37,6 @@ def visible_gpus(physical: int, visible_devices: str | None) -> list[str]:
     """Returns which of `physical` GPUs are visible with this value of `CUDA_VISIBLE_DEVICES`.
 
     As in CUDA, the first invalid entry hides itself and all entries after it.
-
-    Args:
-        physical: Number of GPUs of the host.
-        visible_devices: Value of `CUDA_VISIBLE_DEVICES`, or None when it is not set.
 
     Example:
         >>> [visible_gpus(4, chosen) for chosen in ("2,3", "0,-1,1", "", None)]
@@ -58,7 +53,7 @@ def visible_gpus(physical: int, visible_devices: str | None) -> list[str]:
     return visible if physical else []
 
 
-def _list_gpus_with_nvidia_smi() -> str | None:
+def _count_with_nvidia_smi() -> int | None:
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -69,15 +64,9 @@ def _list_gpus_with_nvidia_smi() -> str | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    return listed.stdout if listed.returncode == 0 else None
-
-
-def _parse_nvidia_smi(listed: str) -> int:
-    return len(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))
-
-
-def _driver_gpus() -> int:
-    return len(list(_DRIVER_GPUS.iterdir())) if _DRIVER_GPUS.is_dir() else 0
+    if listed.returncode:
+        return None
+    return len(re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE))
 
 
 def count_cores() -> int:
@@ -117,3 +106,13 @@ def numa_nodes() -> list[int]:
     The command line calls them sockets.
     """
     return sorted(int(path.name[4:]) for path in _NUMA_NODES.glob("node[0-9]*"))
+
+
+def machine_id(namespace: Literal["net", "pid"]) -> str:
+    """Returns an identifier that processes of one machine have in common.
+
+    Hosts that share a kernel, such as containers, are told apart by their namespaces: `"net"` for
+    processes that share addresses, `"pid"` for those that can see one another's process ids.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"

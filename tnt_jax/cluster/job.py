@@ -1,11 +1,10 @@
-"""The position of a process in a job, and the choice of a port and of devices.
-
-Several cluster managers leave that choice to the application.
-"""
+"""The position of a process in a job, and the port and devices that some clusters leave open."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+# The end of the dynamic ports (RFC 6335), which Linux by default does not use for outgoing
+# connections.
 _FIRST_PORT = 61440
 _NUM_PORTS = 4096
 # More than any machine has: variables that ask for more are wrong, and would exhaust the memory.
@@ -47,24 +46,22 @@ class Job:
 
 
 def choose_port(number: int) -> int:
-    """Returns a port that all processes derive from a number they share, such as the id of the job.
-
-    The range is the end of the dynamic ports (RFC 6335), which Linux by default does not use for
-    outgoing connections.
-    """
+    """Returns a port that all processes derive from a number they share, such as the job's id."""
     return _FIRST_PORT + number % _NUM_PORTS
 
 
 def coordinator_address(environ: Mapping[str, str], host: str, port: int) -> str:
     """Returns the coordinator's address; JAX's own variables override those of the cluster."""
     given = environ.get("JAX_COORDINATOR_ADDRESS")
-    if given:
-        return (
-            given
-            if given.rpartition(":")[2].isdigit()
-            else f"{given}:{environ.get('JAX_COORDINATOR_PORT') or port}"
-        )
-    return f"{host}:{environ.get('JAX_COORDINATOR_PORT') or port}"
+    if given and given.rpartition(":")[2].isdigit():
+        return given
+    return f"{given or host}:{environ.get('JAX_COORDINATOR_PORT') or port}"
+
+
+def given_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns what `JAX_LOCAL_DEVICE_IDS` says; None if it is not set."""
+    given = environ.get("JAX_LOCAL_DEVICE_IDS")
+    return tuple(int(number) for number in given.split(",")) if given else None
 
 
 def own_devices(
@@ -75,27 +72,18 @@ def own_devices(
     gpus_on_node: int | None,
     count_gpus: GpuCounter,
 ) -> tuple[int, ...] | None:
-    """Returns which of the visible GPUs this process owns.
+    """Returns which of the visible GPUs this process owns; None for all visible devices.
 
     JAX chooses the GPU whose index is the local rank. That fails if each task sees only its own
     GPU, as index 0 (jax#23452), and if a task has several. Here, a process that sees fewer GPUs
     than its node has owns all of them; processes that see all GPUs divide them evenly.
 
-    Args:
-        environ: Variables of the process. `JAX_LOCAL_DEVICE_IDS` takes precedence;
-            `JAX_PLATFORMS=cpu` means no GPU.
-        local_rank: Index of the process on its node.
-        local_size: Number of processes on the node.
-        gpus_on_node: Number of GPUs that the cluster gives the job on this node, or None if
-            unknown.
-        count_gpus: Counts the GPUs that a process with this environment sees.
-
-    Returns:
-        Indices among the visible GPUs, or None for all visible devices.
+    `gpus_on_node` GPUs are those that the cluster gives the job on this node, None if unknown.
+    `JAX_LOCAL_DEVICE_IDS` takes precedence; `JAX_PLATFORMS=cpu` means no GPU.
     """
-    given = environ.get("JAX_LOCAL_DEVICE_IDS")
-    if given:
-        return tuple(int(number) for number in given.split(","))
+    given = given_devices(environ)
+    if given is not None:
+        return given
     if local_size == 1 or environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return None
     visible = count_gpus(environ)

@@ -18,8 +18,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.clusters import Job, detect_job
-from tnt_jax.cluster.devices import cpu_kind
-from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.devices import cpu_kind, machine_id
 from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
 from tnt_jax.cluster.ray import train_secret
 from tnt_jax.distributed.leaving import exits

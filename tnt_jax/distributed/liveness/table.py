@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.devices import machine_id
 from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
 _PIDS, _FIRST, _LEFT = "tnt_jax/pid", "tnt_jax/first_left", "tnt_jax/left"

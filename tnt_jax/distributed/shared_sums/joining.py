@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.devices import machine_id
 from tnt_jax.distributed.liveness.rendezvous import read_key
 from tnt_jax.job import Slot
 from tnt_jax.log import logger

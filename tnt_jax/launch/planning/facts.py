@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.cluster.devices import cpu_kind, list_gpus, list_processors, numa_nodes
-from tnt_jax.cluster.machine import machine_id
+from tnt_jax.cluster.devices import cpu_kind, list_gpus, list_processors, machine_id, numa_nodes
 from tnt_jax.files import UnsafeFolder, is_own, private_folder
 
 __all__ = ["UnsafeFolder", "cache_dir", "private_folder"]
