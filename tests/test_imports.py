@@ -147,7 +147,7 @@ def test_launching_uses_the_standard_library_alone():
         for name in imports(module)
         if name.split(".")[0] not in {"tnt_jax", *sys.stdlib_module_names}
     }
-    assert outside == {("tnt_jax.launch.scale.picture", "matplotlib")}
+    assert outside == {("tnt_jax.launch.scale.scaling", "matplotlib")}
 
 
 def test_one_room_alone_imports_ray():

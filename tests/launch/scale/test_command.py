@@ -9,9 +9,7 @@ from processes import environment
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Scale, parse_options
-from tnt_jax.launch.scale.command import _Listener
-from tnt_jax.launch.scale.hosts import Layout, lay_out
-from tnt_jax.launch.scale.report import check_folder
+from tnt_jax.launch.scale.command import Layout, _Listener, check_folder, lay_out
 from tnt_jax.launch.scale.runs import MARK
 from tnt_jax.launch.scale.scaling import Scaling
 

@@ -1,12 +1,12 @@
 """Tables and efficiencies against numbers worked out by hand, and results as text and back."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from tnt_jax.launch.scale.points import Spread
-from tnt_jax.launch.scale.runs import Run, Shares, as_line, kept, read_line, read_run
-from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.scale.runs import Run, Shares, as_line, read_line, read_run
+from tnt_jax.launch.scale.scaling import Scaling, Spread
 
 
 def run(ranks, round, seconds, *, rows=1000, **changes):
@@ -86,7 +86,7 @@ def test_other_texts_are_refused(text):
 
 
 def test_a_line_of_a_process_is_read_as_it_was_written():
-    measured = kept(RUNS[1])
+    measured = asdict(RUNS[1])
     del measured["round"], measured["hosts"]
     assert read_line(as_line(measured), round=0, hosts=1) == RUNS[1]
     with pytest.raises(ValueError, match="A run must have"):

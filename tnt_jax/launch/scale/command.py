@@ -1,38 +1,44 @@
 """Runs a script on several numbers of devices, in turns, and reports how its speed grows."""
 
+import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options, Scale
+from tnt_jax.launch.planning.plan import Devices, Host, choose_devices
+from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.remote.messages import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import Attempt, job_hosts, new_job_id, run_attempt
-from tnt_jax.launch.scale.curve import continue_curve
-from tnt_jax.launch.scale.hosts import Layout, choose_layouts
+from tnt_jax.launch.run import (
+    Attempt,
+    ask_facts,
+    check,
+    job_hosts,
+    new_job_id,
+    open_session,
+    run_attempt,
+)
 from tnt_jax.launch.scale.projection import why_not_projected
-from tnt_jax.launch.scale.report import check_folder, write_report
 from tnt_jax.launch.scale.runs import MARK, Run, read_line
-from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.scale.scaling import RESULTS, Scaling, continue_curve
 
+_PICTURE = "scaling.png"
 _LONGEST_LINE_BYTES = 1 << 20
 _TRIALS = re.compile(rb"\d+ rank\(s\) on \w+, \d+ rounds of \d+ steps each$")
 
 
 class _Stopped(Exception):
-    """A signal has ended a run, and all that would follow.
-
-    Attributes:
-        code: The exit code of the run.
-    """
+    """A signal has ended a run, with this exit code, and all that would follow."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -40,14 +46,9 @@ class _Stopped(Exception):
 
 
 class _Listener:
-    """Replaces the screen: keeps the line that tells what was measured.
+    """Replaces the screen: keeps the line that tells what was measured, and a table of trials.
 
-    Args:
-        screen: Shows what else the processes print; None to keep it from the user.
-
-    Attributes:
-        found: That line; None as long as it has not come.
-        trials: The table of `tnt-jax tune`, if that runs.
+    The screen shows what else the processes print; None keeps it from the user.
     """
 
     def __init__(self, screen: Screen | None) -> None:
@@ -92,11 +93,6 @@ def refuse_tasks(job: Job | None) -> None:
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
     """Measures, prints a table, and writes the results to the folder that the user asked for.
 
-    Args:
-        options: The options of the command line.
-        scale: What to measure.
-        environ: The launcher's environment.
-
     Returns:
         0; 1 if the script did not run on a number of ranks; 128 + signal number after a signal.
 
@@ -127,16 +123,37 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
     scaling = Scaling(options.script_name, scale.is_weak, runs, failures, remarks)
     scaling = _with_projection(scaling, scale)
     print(scaling.table, flush=True)
-    return int(not _write(scaling, scale) or bool(failures))
+    has_written = scale.output is None or _write(scaling, Path(scale.output))
+    return int(not has_written or bool(failures))
 
 
-def _write(scaling: Scaling, scale: Scale) -> bool:
-    """Writes the results if the user named a folder; returns whether that went well."""
-    if scale.output is None:
-        return True
+def check_folder(folder: Path) -> None:
+    """Raises a ValueError unless results can be written to a folder without touching others."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(
+            f"--output {folder} exists already, and what it holds is kept. Name a new folder, or "
+            "an empty one."
+        )
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be made: {parent} cannot be written to.")
+
+
+def _write(scaling: Scaling, folder: Path) -> bool:
+    """Writes the results, and a picture if Matplotlib is installed; returns whether it could."""
     try:
-        for line in write_report(scaling, Path(scale.output)):
-            say(line)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS).write_text(scaling.to_json() + "\n")
+        if find_spec("matplotlib") is None:
+            say(
+                f"Wrote {folder / RESULTS}; a picture needs Matplotlib: pip install "
+                "'tnt-jax[plots]'."
+            )
+        else:
+            scaling.plot(folder / _PICTURE)
+            say(f"Wrote {folder / RESULTS} and {folder / _PICTURE}.")
     except OSError as error:
         say(f"error: the results could not be written: {error}")
         return False
@@ -144,15 +161,74 @@ def _write(scaling: Scaling, scale: Scale) -> bool:
 
 
 @dataclass(frozen=True)
-class _Measuring:
-    """Runs the script on a number of ranks.
+class Layout:
+    """Where a number of ranks runs: on these hosts, with so many devices each."""
 
-    Attributes:
-        layouts: Where each number runs; empty with Ray, which chooses.
-        options: The options of the command line.
-        scale: What to measure.
-        environ: The launcher's environment.
+    entries: tuple[HostEntry, ...]
+    per_host: int
+
+
+def choose_layouts(
+    entries: Sequence[HostEntry], options: Options, scale: Scale, environ: Mapping[str, str]
+) -> dict[int, Layout]:
+    """Returns where each number of ranks runs; connects to all hosts once to find out.
+
+    Raises:
+        ValueError: If a number of ranks does not fit the hosts.
+        HostError: If hosts cannot take part; the message names each with the reason.
     """
+    if len(entries) == 1 and entries[0].slots is None and options.devices_per_node is None:
+        options = replace(options, devices_per_node=scale.ranks[-1])
+    with open_session(entries, options) as session:
+        facts = ask_facts(session, options, environ)
+        check(find_obstacles(facts))
+    hosts = [
+        Host(entry.name, facts[entry.name], entry.slots, not entry.is_local) for entry in entries
+    ]
+    devices = choose_devices(hosts, options)
+    _check_kind(hosts, devices, options)
+    return {ranks: lay_out(ranks, entries, devices.per_host) for ranks in scale.ranks}
+
+
+def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -> Layout:
+    """Returns the first hosts, with equally many devices each, that have so many devices.
+
+    Raises:
+        ValueError: If the hosts have too few devices, or cannot share the ranks evenly.
+    """
+    total, most = sum(per_host), per_host[0]
+    if ranks > total:
+        raise ValueError(
+            f"--ranks {ranks} needs as many devices, but the {len(entries)} host(s) have {total} "
+            "together. Name more hosts, say how many each has with slots=N in the hostfile or with "
+            "--devices-per-node, or leave the number out."
+        )
+    if ranks <= most:
+        return Layout((replace(entries[0], slots=None),), ranks)
+    used = -(-ranks // most)
+    if ranks % most or any(number != most for number in per_host[:used]):
+        raise ValueError(
+            f"--ranks {ranks} cannot be shared evenly by hosts with "
+            f"{', '.join(map(str, per_host))} device(s): above {most}, name multiples of {most} "
+            "that whole hosts have."
+        )
+    return Layout(tuple(replace(entry, slots=None) for entry in entries[:used]), most)
+
+
+def _check_kind(hosts: Sequence[Host], devices: Devices, options: Options) -> None:
+    """Raises a ValueError where CPUs would take the place of GPUs, of which there are too few."""
+    found = {host.name: host.facts.num_gpus for host in hosts if host.facts.num_gpus}
+    if options.use_gpus and devices.kind == "cpu" and found:
+        listed = ", ".join(f"{name} has {number}" for name, number in found.items())
+        raise ValueError(
+            f"There are too few GPUs for the numbers of ranks ({listed}, as far as JAX can use "
+            "them). Name smaller numbers, or measure CPUs with --no-gpu."
+        )
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """Runs the script on a number of ranks; `layouts` are empty with Ray, which chooses."""
 
     layouts: Mapping[int, Layout]
     options: Options
@@ -162,8 +238,16 @@ class _Measuring:
     def run_once(self, ranks: int, *, tune_steps: int | None = None) -> "_Result":
         """Runs the script to the end of its first `fit`."""
         options = replace(self.options, tune_steps=tune_steps)
-        limit_s = self.scale.run_timeout_s
-        with _hosts(ranks, self.layouts.get(ranks), options, limit_s) as (entries, options):
+        layout, limit_s = self.layouts.get(ranks), self.scale.run_timeout_s
+        with ExitStack() as held:
+            if layout is None:
+                options = replace(options, ray_devices=ranks)
+                # It waits no longer than a run may take for room on the cluster.
+                entries = held.enter_context(RayNodes(options, wait_s=limit_s)).take()
+            else:
+                per_host = layout.per_host
+                options = replace(options, devices_per_node=per_host, processes_per_node=None)
+                entries = list(layout.entries)
             listener = _Listener(Screen([]) if options.output_on_all_devices else None)
             ending = run_attempt(
                 Attempt(new_job_id(options.script_name), entries),
@@ -246,19 +330,3 @@ def _with_projection(scaling: Scaling, scale: Scale) -> Scaling:
     except ValueError as error:
         return replace(scaling, remarks=[*scaling.remarks, str(error)])
     return replace(scaling, projection=projection)
-
-
-@contextmanager
-def _hosts(
-    ranks: int, layout: Layout | None, options: Options, wait_s: float
-) -> Iterator[tuple[list[HostEntry], Options]]:
-    """Yields the hosts of a run, and the options for it; waits so long for room on a cluster."""
-    if layout is not None:
-        yield (
-            list(layout.entries),
-            replace(options, devices_per_node=layout.per_host, processes_per_node=None),
-        )
-        return
-    options = replace(options, ray_devices=ranks)
-    with RayNodes(options, wait_s=wait_s) as nodes:
-        yield nodes.take(), options

@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tnt_jax.launch.scale.report import RESULTS
-from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.scale.scaling import RESULTS, Scaling
 
 # The virtual devices of this process: the processes that are measured get devices of their own.
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")

@@ -38,14 +38,9 @@ class Links(NamedTuple):
 
 
 def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
-    """Returns how long a sum over GPUs takes, in ms.
+    """Returns how long a sum of `mb` MB (10**6 bytes) over GPUs takes, in ms.
 
     It is scattered within hosts, summed between them, and gathered within hosts.
-
-    Args:
-        mb: MB to sum (10**6 bytes).
-        num_gpus: GPUs.
-        links: Figures of the links.
     """
     local = min(num_gpus, links.gpus_per_host)
     num_hosts = -(-num_gpus // links.gpus_per_host)
@@ -65,35 +60,21 @@ def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
 def project(
     step_ms: float, buckets_mb: Sequence[float], num_gpus: int, links: Links, *, overlap: bool
 ) -> float:
-    """Returns the projected step in ms.
+    """Returns the projected step in ms, from the step of one GPU.
 
-    Args:
-        step_ms: Step of one GPU.
-        buckets_mb: Buckets in the order in which they are sent.
-        num_gpus: GPUs.
-        links: Figures of the links.
-        overlap: Whether a bucket travels while later ones are computed.
+    Buckets are sent in this order; with `overlap` each travels while later ones are computed.
     """
     done = 0.0
     for index, mb in enumerate(buckets_mb):
-        ready = (
-            step_ms * (1 - BACKWARD_SHARE * (1 - (index + 1) / len(buckets_mb)))
-            if overlap
-            else step_ms
-        )
+        ready = step_ms
+        if overlap:
+            ready *= 1 - BACKWARD_SHARE * (1 - (index + 1) / len(buckets_mb))
         done = max(done, ready) + all_reduce_ms(mb, num_gpus, links)
     return done
 
 
 class Measured(NamedTuple):
-    """A number of ranks that was measured.
-
-    Attributes:
-        ranks: Number of ranks.
-        hosts: Number of hosts.
-        step_ms: A step.
-        local_ms: A step without communication.
-    """
+    """A number of ranks that was measured; `local_ms` is a step without communication."""
 
     ranks: int
     hosts: int
@@ -103,13 +84,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a script, with rates of links that were found or given.
-
-    Attributes:
-        buckets_mb: Buckets of gradients.
-        links: Figures of the links.
-        overlap: Whether buckets travel during backpropagation.
-    """
+    """The model of a script; with `overlap`, buckets travel during backpropagation."""
 
     buckets_mb: tuple[float, ...]
     links: Links
@@ -128,20 +103,18 @@ def why_not_projected(hosts: Mapping[int, int], *, link_gbit: float | None) -> s
         link_gbit: Rate of a host's link, if the user gives it.
     """
     several = [ranks for ranks, number in hosts.items() if number > 1]
-    if link_gbit is not None and not several:
+    if len(several) >= (2 if link_gbit is None else 1):
+        return ""
+    if link_gbit is not None:
         return (
             "with --link-gbit a number of ranks on several hosts must be measured, by which the "
             "error is found"
         )
-    if link_gbit is not None:
-        return ""
-    if len(several) < 2:
-        return (
-            "at least two numbers of ranks on several hosts must be measured: the smaller ones "
-            "tell the rate of the links, the largest one the error; or give the rate with "
-            "--link-gbit, and measure one"
-        )
-    return ""
+    return (
+        "at least two numbers of ranks on several hosts must be measured: the smaller ones tell "
+        "the rate of the links, the largest one the error; or give the rate with --link-gbit, and "
+        "measure one"
+    )
 
 
 def fit(
@@ -153,27 +126,23 @@ def fit(
 ) -> Model:
     """Returns the model that is closest to what was measured, by the squares of relative errors.
 
-    Args:
-        measured: Numbers of ranks, several of them above one.
-        buckets_mb: Buckets of gradients.
-        gpus_per_host: Ranks of a full host.
-        link_gbit: Rate of a host's link in Gbit/s, if it is known and not to be found.
+    `gpus_per_host` are the ranks of a full host; the rate of a link is found unless it is given.
     """
+    within = [one for one in measured if one.ranks > 1 and one.hosts == 1]
+    between = [one for one in measured if one.hosts > 1]
     models = []
     for overlap in (True, False):
         links = Links(gpus_per_host, math.inf, math.inf, 0, 0)
-        within = [one for one in measured if one.ranks > 1 and one.hosts == 1]
-        between = [one for one in measured if one.hosts > 1]
         links = _best(links, "gpu_gbytes", within, buckets_mb, overlap=overlap)
         if link_gbit is None:
             links = _best(links, "host_gbytes", between, buckets_mb, overlap=overlap)
         else:
             links = links._replace(host_gbytes=link_gbit / 8 * TCP_PAYLOAD_SHARE)
         models.append(Model(tuple(buckets_mb), links, overlap))
-    return min(models, key=lambda model: squares(model, measured))
+    return min(models, key=lambda model: _squares(model, measured))
 
 
-def squares(model: Model, measured: Sequence[Measured]) -> float:
+def _squares(model: Model, measured: Sequence[Measured]) -> float:
     """Returns the sum of the squares of relative errors, on a logarithmic scale."""
     return sum(
         math.log(model.step_ms(one.ranks, one.local_ms) / one.step_ms) ** 2 for one in measured
@@ -194,6 +163,6 @@ def _best(
     choices = [links._replace(**{name: rate}) for rate in _RATES]
 
     def error(choice: Links) -> float:
-        return squares(Model(tuple(buckets_mb), choice, overlap), measured)
+        return _squares(Model(tuple(buckets_mb), choice, overlap), measured)
 
     return min(choices, key=error)

@@ -1,7 +1,7 @@
 """What one run of a script on some number of ranks has measured, as it travels and is kept."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 MARK = "tnt-jax scale: "
@@ -75,22 +75,12 @@ class Run:
 
 
 def as_line(measured: dict[str, Any]) -> str:
-    """Returns the line in which a process tells what it measured.
-
-    Args:
-        measured: The fields of a `Run`, without what the launcher knows.
-    """
+    """Returns the line in which a process tells the fields of a `Run` but `round` and `hosts`."""
     return MARK + json.dumps(measured)
 
 
 def read_line(line: str, *, round: int, hosts: int) -> Run:
-    """Returns the run that a line tells of.
-
-    Args:
-        line: What `as_line` returned.
-        round: Number of the round.
-        hosts: Number of hosts.
-    """
+    """Returns the run that a line of `as_line` tells of."""
     return read_run(json.loads(line.removeprefix(MARK)) | {"round": round, "hosts": hosts})
 
 
@@ -104,8 +94,3 @@ def read_run(kept: dict[str, Any]) -> Run:
     if not isinstance(kept, dict) or set(kept) != names:
         raise ValueError(f"A run must have {', '.join(sorted(names))}, but has {kept!r:.200}.")
     return Run(**{**kept, "shares": Shares(**kept["shares"])})
-
-
-def kept(run: Run) -> dict[str, Any]:
-    """Returns a run as plain data."""
-    return asdict(run)

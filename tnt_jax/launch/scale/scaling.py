@@ -1,20 +1,172 @@
 """Speed and efficiency on several numbers of ranks, as a table, as a picture, and as text."""
 
 import json
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from tnt_jax.launch.scale.curve import Projection, as_dict
-from tnt_jax.launch.scale.points import Point, Spread, kept_point, points_of
-from tnt_jax.launch.scale.runs import Run, kept, read_run
+from tnt_jax.launch.scale.projection import Measured, Model, fit, why_not_projected
+from tnt_jax.launch.scale.runs import Run, read_run
 
+RESULTS = "scaling.json"
+"""Name of the file with the results."""
 _FORMAT = 1
 # By how much a global batch may be off. Batches of a number of tokens are rounded to rows.
 _ODD_BATCH = 0.1
+# MB of a bucket: 25 MiB, and 2 MiB between CPU processes.
+_BUCKET_MB, _CPU_BUCKET_MB = 26.2, 2.1
+# What the picture calls the shares of a step.
+_SHARES = {
+    "compute": "compute",
+    "communication": "exchange",
+    "data": "waiting for data",
+    "host": "host",
+}
+
+
+class Spread(NamedTuple):
+    """A number that was measured in several rounds."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Returns the spread of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks.
+
+    Attributes:
+        ranks: Number of ranks.
+        global_batch: Rows of a global batch.
+        rounds: Number of rounds.
+        examples_per_s: Real rows a second.
+        step_s: Seconds of a step.
+        efficiency: Examples a second and rank, divided by those of the first number of ranks in the
+            same round.
+        compute, communication, data, host: Medians of the `Shares`.
+        compile_s: Median.
+        memory_bytes: Highest.
+        hosts: Number of hosts.
+        device: Kind of the devices.
+        gradient_bytes: Gradients that the ranks sum in a step.
+    """
+
+    ranks: int
+    global_batch: int
+    rounds: int
+    examples_per_s: Spread
+    step_s: Spread
+    efficiency: Spread
+    compute: float
+    communication: float
+    data: float
+    host: float
+    compile_s: float
+    memory_bytes: int
+    hosts: int
+    device: str
+    gradient_bytes: int
+
+
+def points_of(runs: Sequence[Run]) -> list[Point]:
+    """Returns what runs measured on each number of ranks, in increasing order."""
+    numbers = sorted({run.ranks for run in runs})
+    first = {run.round: run for run in runs if run.ranks == numbers[0]}
+    return [_point([run for run in runs if run.ranks == number], first) for number in numbers]
+
+
+def _point(runs: Sequence[Run], first: dict[int, Run]) -> Point:
+    pairs = [(run, first[run.round]) for run in runs if run.round in first]
+    efficiencies = [
+        (run.examples_per_s / run.ranks) / (base.examples_per_s / base.ranks) for run, base in pairs
+    ]
+    return Point(
+        ranks=runs[0].ranks,
+        global_batch=runs[0].global_batch,
+        rounds=len(runs),
+        examples_per_s=Spread.of([run.examples_per_s for run in runs]),
+        step_s=Spread.of([run.step_s for run in runs]),
+        efficiency=Spread.of(efficiencies),
+        **{name: statistics.median(getattr(run.shares, name) for run in runs) for name in _SHARES},
+        compile_s=statistics.median(run.compile_s for run in runs),
+        memory_bytes=max(run.memory_bytes for run in runs),
+        hosts=runs[0].hosts,
+        device=runs[0].device,
+        gradient_bytes=runs[0].gradient_bytes,
+    )
+
+
+def _kept_point(point: Point) -> dict[str, Any]:
+    return {
+        name: value._asdict() if isinstance(value, Spread) else value
+        for name, value in vars(point).items()
+    }
+
+
+@dataclass(frozen=True)
+class ProjectedPoint:
+    """A number of ranks that was not measured.
+
+    Attributes:
+        ranks: Number of ranks.
+        step_s: Seconds of a step.
+        examples_per_s: Rows a second.
+        efficiency: As of `Point`.
+    """
+
+    ranks: int
+    step_s: float
+    examples_per_s: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A curve beyond what was measured.
+
+    Attributes:
+        points: Numbers of ranks, increasing.
+        checked_ranks: The largest number of ranks that was measured.
+        error: Projected step there, from the smaller numbers, divided by the measured step, less 1.
+        host_gbit: Rate of a host's link in the model, Gbit/s.
+        overlaps: Whether gradients travel during backpropagation in the model.
+    """
+
+    points: tuple[ProjectedPoint, ...]
+    checked_ranks: int
+    error: float
+    host_gbit: float
+    overlaps: bool
+
+    def lines(self) -> list[str]:
+        """Returns what is projected, as text."""
+        how = "while gradients are computed" if self.overlaps else "after all are computed"
+        return [
+            *(
+                f"{point.ranks} ranks, projected: {point.examples_per_s:.4g} examples/s, "
+                f"{point.step_s * 1000:.2f} ms/step, efficiency {point.efficiency:.2f}"
+                for point in self.points
+            ),
+            f"The model sends gradients {how}, at {self.host_gbit:.3g} Gbit/s a host. From the "
+            f"smaller numbers of ranks it projects a step on {self.checked_ranks} that is "
+            f"{100 * abs(self.error):.0f} % too {'long' if self.error > 0 else 'short'}. "
+            "Stragglers, input and shared switches are not in it.",
+        ]
+
+    @classmethod
+    def from_dict(cls, kept: dict[str, Any]) -> "Projection":
+        """Returns the projection that `dataclasses.asdict` made a dict of."""
+        return cls(**{**kept, "points": tuple(ProjectedPoint(**point) for point in kept["points"])})
 
 
 @dataclass(frozen=True)
@@ -103,11 +255,9 @@ class Scaling:
         Raises:
             ModuleNotFoundError: If Matplotlib is not installed.
         """
-        from tnt_jax.launch.scale.picture import draw
-
         kind = "weak" if self.is_weak else "strong"
         title = f"{Path(self.script).name}: {kind} scaling on {self.runs[0].device}"
-        return draw(self.points, title=title, projection=self.projection, path=path)
+        return _draw(self.points, title=title, projection=self.projection, path=path)
 
     def _repr_png_(self) -> bytes | None:
         """Returns the picture, which notebooks show; None without Matplotlib."""
@@ -126,9 +276,9 @@ class Scaling:
                 "weak": self.is_weak,
                 "remarks": list(self.remarks),
                 "failures": {str(ranks): why for ranks, why in self.failures.items()},
-                "points": [kept_point(point) for point in self.points],
-                "projection": as_dict(self.projection),
-                "runs": [kept(run) for run in self.runs],
+                "points": [_kept_point(point) for point in self.points],
+                "projection": self.projection and asdict(self.projection),
+                "runs": [asdict(run) for run in self.runs],
             },
             indent=1,
         )
@@ -149,7 +299,7 @@ class Scaling:
             [read_run(run) for run in data["runs"]],
             {int(ranks): why for ranks, why in data["failures"].items()},
             tuple(data["remarks"]),
-            None if data["projection"] is None else Projection.from_dict(data["projection"]),
+            data["projection"] and Projection.from_dict(data["projection"]),
         )
 
 
@@ -191,3 +341,138 @@ def _cells(point: Point) -> tuple[str, ...]:
 def _with_range(value: Spread, factor: float, form: str) -> str:
     median, lowest, highest = (form.format(number * factor) for number in value)
     return f"{median} ({lowest} to {highest})"
+
+
+def continue_curve(
+    scaling: Scaling, to_ranks: int, *, link_gbit: float | None = None
+) -> Projection:
+    """Returns the projection to doubled numbers of ranks, up to `to_ranks`.
+
+    Its error is the one that the same model makes for the largest number of ranks measured.
+
+    Raises:
+        ValueError: If what was measured does not suffice, or goes as far.
+    """
+    points = scaling.points
+    largest = points[-1]
+    if to_ranks <= largest.ranks:
+        raise ValueError(
+            f"--project ({to_ranks}) must be above the numbers of ranks that are measured."
+        )
+    hosts = {point.ranks: point.hosts for point in points}
+    if reason := why_not_projected(hosts, link_gbit=link_gbit):
+        raise ValueError(f"There is no projection: {reason}.")
+    measured = [
+        Measured(p.ranks, p.hosts, p.step_s.median * 1000, _local_ms(scaling, p.ranks))
+        for p in points
+    ]
+    per_host = max(-(-point.ranks // point.hosts) for point in points)
+    mb = largest.gradient_bytes / 1e6
+    num_buckets = max(1, round(mb / (_CPU_BUCKET_MB if largest.device == "cpu" else _BUCKET_MB)))
+
+    def model_of(those: Sequence[Measured]) -> Model:
+        buckets_mb = [mb / num_buckets] * num_buckets
+        return fit(those, buckets_mb, gpus_per_host=per_host, link_gbit=link_gbit)
+
+    last = measured[-1]
+    error = model_of(measured[:-1]).step_ms(last.ranks, last.local_ms) / last.step_ms - 1
+    model = model_of(measured)
+    numbers = [largest.ranks * 2]
+    while numbers[-1] * 2 < to_ranks:
+        numbers.append(numbers[-1] * 2)
+    numbers = [number for number in numbers if number < to_ranks] + [to_ranks]
+    return Projection(
+        tuple(_projected(scaling, n, model.step_ms(n, _local_ms(scaling, n))) for n in numbers),
+        largest.ranks,
+        error,
+        model.links.host_gbytes * 8,
+        model.overlap,
+    )
+
+
+def _local_ms(scaling: Scaling, ranks: int) -> float:
+    """Returns what a step takes without communication: with strong scaling it is shared out."""
+    first = scaling.points[0]
+    local_ms = first.step_s.median * 1000 * (1 - first.communication)
+    return local_ms if scaling.is_weak else local_ms * first.ranks / ranks
+
+
+def _projected(scaling: Scaling, ranks: int, step_ms: float) -> ProjectedPoint:
+    first = scaling.points[0]
+    rows = first.examples_per_s.median * first.step_s.median
+    rows *= ranks / first.ranks if scaling.is_weak else 1
+    speed = rows / step_ms * 1000
+    each = first.examples_per_s.median / first.ranks
+    return ProjectedPoint(ranks, step_ms / 1000, speed, speed / ranks / each)
+
+
+def _draw(
+    points: Sequence[Point],
+    *,
+    title: str,
+    projection: Projection | None,
+    path: str | Path | IO[bytes] | None,
+) -> Any:
+    from matplotlib.figure import Figure
+
+    # Without pyplot no window opens, and no figure is kept.
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    speed, time = figure.subplots(1, 2)
+    _draw_speed(speed, points)
+    if projection is not None:
+        _draw_projection(speed, points, projection)
+    speed.legend(fontsize=8)
+    _draw_shares(time, points)
+    figure.suptitle(title, fontsize=10)
+    if path is not None:
+        figure.savefig(path, dpi=120, format="png")
+    return figure
+
+
+def _draw_speed(axis: Any, points: Sequence[Point]) -> None:
+    ranks = [point.ranks for point in points]
+    medians = [point.examples_per_s.median for point in points]
+    below = [point.examples_per_s.median - point.examples_per_s.lowest for point in points]
+    above = [point.examples_per_s.highest - point.examples_per_s.median for point in points]
+    axis.errorbar(ranks, medians, [below, above], marker="o", capsize=3, label="measured")
+    ideal = [medians[0] / ranks[0] * number for number in ranks]
+    axis.plot(ranks, ideal, "--", color="gray", label="efficiency 1")
+    for point in points[1:]:
+        axis.annotate(
+            f"{point.efficiency.median:.2f}",
+            (point.ranks, point.examples_per_s.median),
+            textcoords="offset points",
+            xytext=(0, -14),
+            ha="center",
+            fontsize=8,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks(ranks, [str(number) for number in ranks])
+    axis.yaxis.set_major_formatter(
+        lambda value, _: f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    )
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("examples/s")
+    axis.margins(x=0.1, y=0.15)
+
+
+def _draw_projection(axis: Any, points: Sequence[Point], projection: Projection) -> None:
+    ranks = [points[-1].ranks, *(point.ranks for point in projection.points)]
+    speeds = [points[-1].examples_per_s.median, *(p.examples_per_s for p in projection.points)]
+    error = f"{100 * abs(projection.error):.0f} %"
+    axis.plot(ranks, speeds, ":", marker="x", label=f"projected (error {error})")
+    axis.set_xticks(ranks, [str(number) for number in ranks])
+
+
+def _draw_shares(axis: Any, points: Sequence[Point]) -> None:
+    labels = [str(point.ranks) for point in points]
+    floor = [0.0] * len(points)
+    for name, label in _SHARES.items():
+        shares = [getattr(point, name) for point in points]
+        axis.bar(labels, shares, bottom=floor, label=label)
+        floor = [low + share for low, share in zip(floor, shares, strict=True)]
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("share of a step")
+    axis.set_ylim(0, 1)
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
