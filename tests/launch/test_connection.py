@@ -2,14 +2,21 @@
 wish.
 """
 
+import json
 import os
 import shlex
 import signal
 
 import pytest
 
-from tnt_jax.launch.remote.connection import Connection, ssh_command, supervisor_command
-from tnt_jax.launch.remote.messages import Lines, Outbox, decode, encode
+from tnt_jax.launch.remote.connection import (
+    Connection,
+    Lines,
+    Outbox,
+    encode,
+    ssh_command,
+    supervisor_command,
+)
 from tnt_jax.launch.remote.session import HostError, Session
 
 
@@ -94,7 +101,7 @@ def test_message_survives_the_way():
     data = bytes(range(256)).decode("latin-1")
     line = encode("output", rank=3, data=data)
     assert line.count(b"\n") == 1
-    assert decode(line) == {"kind": "output", "rank": 3, "data": data}
+    assert json.loads(line) == {"kind": "output", "rank": 3, "data": data}
 
 
 def test_outbox_keeps_what_a_full_pipe_does_not_take():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tnt_jax.launch.processtree import is_handled
-from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.reports import excerpt
 
 GLOO = (

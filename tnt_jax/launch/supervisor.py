@@ -1,15 +1,13 @@
 """The program that starts a host's processes, relays their output and ends all of them.
 
 It is started once on each host and communicates with the launcher through its standard input and
-output (`messages`). When that connection ends, for whatever reason, or falls silent, it ends its
-processes and everything they started.
-
-The questions of a launcher to a supervisor; each answer is plain data.
-
-They are asked before, or instead of, starting processes.
+output (`remote/connection.py`). When that connection ends, for whatever reason, or falls silent, it
+ends its processes and everything they started.
 """
 
+import contextlib
 import fcntl
+import json
 import os
 import selectors
 import signal
@@ -31,16 +29,19 @@ from tnt_jax.launch.processtree import (
     list_jobs,
     send_signal,
 )
-from tnt_jax.launch.remote import messages
+from tnt_jax.launch.remote.connection import BEAT_INTERVAL_S, GREETING, Lines, Outbox, encode
 
 _CONNECT_TIMEOUT_S = 2.0
-# Of the supervisor's process, which starts no job of its own.
+_BACKLOG_BYTES = 1 << 20
+_ABANDONED_GRACE_S = 5.0
+# How often a process is asked whether it handles a signal that was kept for it.
+_AGAIN_S = 1.0
+# A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
+# alive.
+_LAST_PIECES = 16
+FileLike = int | selectors.EpollSelector
+# The ports taken by `listen`.
 _listening: dict[int, socket.socket] = {}
-
-
-def answer(question: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the answer to a question, which the launcher asks by name."""
-    return _ANSWERS[question](**arguments)
 
 
 def listen(port: int | None) -> int:
@@ -69,17 +70,16 @@ def stop_listening() -> None:
 
 def find_reachable(hosts: Sequence[str], port: int) -> list[str]:
     """Returns the names and addresses at which the port can be reached from here."""
-    return [host for host in hosts if _can_connect(host, port)]
+    found = []
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+            found.append(host)
+    return found
 
 
-def _can_connect(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
+# The questions that the launcher asks by name before, or instead of, starting processes; each
+# answer is plain data.
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "inspect": inspect_host,
     "listen": listen,
@@ -92,16 +92,6 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-_BACKLOG_BYTES = 1 << 20
-_ABANDONED_GRACE_S = 5.0
-# How often a process is asked whether it handles a signal that was kept for it.
-_AGAIN_S = 1.0
-# A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
-# alive.
-_LAST_PIECES = 16
-FileLike = int | selectors.EpollSelector
-
-
 class Supervisor:
     """The event loop of one host."""
 
@@ -110,9 +100,9 @@ class Supervisor:
         self._write_fd = write_fd
         self._selector = selectors.DefaultSelector()
         self._outputs = selectors.EpollSelector()
-        self._incoming = messages.Lines()
-        self._outbox = messages.Outbox(write_fd)
-        self._outbox.put(messages.GREETING)
+        self._incoming = Lines()
+        self._outbox = Outbox(write_fd)
+        self._outbox.put(GREETING)
         self._children: dict[int, Child] = {}
         self._connected = True
         self._started = self._finished = False
@@ -170,7 +160,7 @@ class Supervisor:
         return [child for child in self._children.values() if child.code is None]
 
     def _patience(self) -> float:
-        return 0.05 if self._kill_at is not None else messages.BEAT_INTERVAL_S / 2
+        return 0.05 if self._kill_at is not None else BEAT_INTERVAL_S / 2
 
     def _watch(
         self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
@@ -218,14 +208,15 @@ class Supervisor:
             self._abandon()
             return
         for line in self._incoming.feed(data):
-            message = messages.decode(line)
+            message = json.loads(line)
             self._handlers[message["kind"]](message)
         self._heard_at = time.monotonic()
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         """Answers a question; this may take long and blocks everything else."""
         try:
-            self._send("answer", answer=answer(message["question"], message["arguments"]))
+            answer = _ANSWERS[message["question"]](**message["arguments"])
+            self._send("answer", answer=answer)
         except Exception as error:  # The launcher must learn of any error.
             self._send("answer", error=f"{type(error).__name__}: {error}")
 
@@ -327,7 +318,7 @@ class Supervisor:
 
     def _keep_time(self) -> None:
         moment = time.monotonic()
-        if moment - self._turned_at > 2 * messages.BEAT_INTERVAL_S:
+        if moment - self._turned_at > 2 * BEAT_INTERVAL_S:
             # Writing a log file took this long; messages of the launcher are still unread.
             self._heard_at = moment
         self._turned_at = moment
@@ -341,7 +332,7 @@ class Supervisor:
             send_signal(descendants(os.getpid()), signal.SIGKILL)
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._outbox.put(messages.encode(kind, **fields))
+        self._outbox.put(encode(kind, **fields))
 
     def _write(self) -> None:
         self._outbox.flush()

@@ -8,7 +8,7 @@ from typing import Any
 from tnt_jax.launch.doctor.checks import FAILURE, OK, Finding
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import Devices, Host, Launch, Process, plan_processes
-from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.session import Session
 from tnt_jax.launch.run import find_coordinator_address, new_job_id, working_directory
 

@@ -1,17 +1,28 @@
-"""The launcher's connection to the supervisor of a host: started directly, by ssh or by srun."""
+"""The launcher's connection to the supervisor of a host: started directly, by ssh or by srun.
 
+Both sides send one JSON object per line, whose field `kind` names the message. A first line marks
+the beginning. The launcher sends `ask`, `start`, `signal`, `stop` and `beat`; the supervisor sends
+`answer`, `started`, `refused`, `output`, `asked_to_end`, `exit`, `beat` and `done`.
+"""
+
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.remote import messages
-
+GREETING = b"tnt-jax supervisor 1\n"
+"""The output before this line comes from the host's login scripts."""
+BEAT_INTERVAL_S = 1.0
+"""Both sides send something at least this often."""
 _STDERR_BYTES = 8192
+_END_OF_LINE = re.compile(rb"(?<=\n)")
 
 
 def supervisor_command() -> list[str]:
@@ -30,17 +41,8 @@ def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
 
     ssh uses the first value of an option, which is the user's.
     """
-    options = [
-        "-T",
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "ConnectTimeout=10",
-        "-o",
-        "ServerAliveInterval=5",
-        "-o",
-        "ServerAliveCountMax=2",
-    ]
+    settings = "BatchMode=yes ConnectTimeout=10 ServerAliveInterval=5 ServerAliveCountMax=2"
+    options = ["-T", *(word for setting in settings.split() for word in ("-o", setting))]
     return ["ssh", *ssh_args, *options, "--", host, "exec " + shlex.join(supervisor_command())]
 
 
@@ -49,16 +51,99 @@ def srun_command(host: str) -> list[str]:
 
     It gets all resources allocated on the node.
     """
-    options = [
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={host}",
-        "--overlap",
-        "--unbuffered",
-        "--cpu-bind=none",
-        "--mpi=none",
-    ]
-    return ["srun", *options, *supervisor_command()]
+    options = "--nodes=1 --ntasks=1 --overlap --unbuffered --cpu-bind=none --mpi=none"
+    return ["srun", *options.split(), f"--nodelist={host}", *supervisor_command()]
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Returns the line for one message.
+
+    The bytes of a process's output are sent as Latin-1 text, which is lossless.
+    """
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+
+
+class Lines:
+    """Splits a stream of bytes into lines, in whatever pieces it arrives.
+
+    An incomplete line is cut and ended after `limit` bytes, if that is not None.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Returns the lines, with their ends, that `data` completes."""
+        lines = []
+        for piece in _END_OF_LINE.split(data):
+            self._pieces.append(piece)
+            self._num_bytes += len(piece)
+            if piece.endswith(b"\n"):
+                lines += self.flush()
+            elif self._limit is not None and self._num_bytes >= self._limit:
+                lines += [rest + b"\n" for rest in self.flush()]
+        return lines
+
+    def flush(self) -> list[bytes]:
+        """Returns and clears the last line if it has no end."""
+        rest = b"".join(self._pieces)
+        self._pieces, self._num_bytes = [], 0
+        return [rest] if rest else []
+
+
+class Outbox:
+    """Data still to be sent through a pipe that may be full; several threads may use it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, data: bytes) -> None:
+        """Accepts data to send; `flush` sends it."""
+        with self._lock:
+            if not self.is_closed:
+                self._waiting += data
+
+    def flush(self) -> None:
+        """Sends as much as the pipe accepts; closes the box if the pipe has no reader."""
+        with self._lock:
+            try:
+                while self._waiting and not self.is_closed:
+                    del self._waiting[: os.write(self._descriptor, self._waiting[:65536])]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                self._waiting.clear()
+                self.is_closed = True
+
+    def close(self) -> None:
+        """Discards the pending data and accepts no more, so that the descriptor can be closed."""
+        with self._lock:
+            self._waiting.clear()
+            self.is_closed = True
+
+    def beat_for_ever(self) -> None:
+        """Sends regular heartbeats from a thread of its own, whatever the other threads wait for.
+
+        The other side must not take this one for dead while it waits for a full terminal, a pager
+        or a slow file system.
+        """
+
+        def beat() -> None:
+            while not self.is_closed:
+                if not self._waiting:
+                    self.put(encode("beat"))
+                self.flush()
+                time.sleep(BEAT_INTERVAL_S)
+
+        threading.Thread(target=beat, daemon=True).start()
 
 
 class Connection:
@@ -70,6 +155,8 @@ class Connection:
             lost.
         finished: Whether the supervisor has reported that all processes have ended.
         closed: Whether the connection has ended.
+        stdout: File descriptor of the supervisor's messages.
+        stderr: That of the error output of ssh, the login scripts and the supervisor.
     """
 
     def __init__(self, host: str, command: Sequence[str], *, is_remote: bool) -> None:
@@ -78,7 +165,7 @@ class Connection:
         self.finished = False
         self.closed = False
         self._greeted = False
-        self._lines = messages.Lines()
+        self._lines = Lines()
         self._complaints = b""
         self._heard_at = time.monotonic()
         # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it
@@ -90,27 +177,12 @@ class Connection:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        for descriptor in (self.stdin, self.stdout, self.stderr):
-            os.set_blocking(descriptor, False)
-        self._outbox = messages.Outbox(self.stdin)
-
-    @property
-    def stdin(self) -> int:
-        """File descriptor for writing to the supervisor."""
-        assert self._popen.stdin is not None
-        return self._popen.stdin.fileno()
-
-    @property
-    def stdout(self) -> int:
-        """File descriptor of the supervisor's messages."""
-        assert self._popen.stdout is not None
-        return self._popen.stdout.fileno()
-
-    @property
-    def stderr(self) -> int:
-        """File descriptor of the error output of ssh, the login scripts and the supervisor."""
-        assert self._popen.stderr is not None
-        return self._popen.stderr.fileno()
+        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert stdin and stdout and stderr
+        self.stdout, self.stderr = stdout.fileno(), stderr.fileno()
+        for stream in (stdin, stdout, stderr):
+            os.set_blocking(stream.fileno(), False)
+        self._outbox = Outbox(stdin.fileno())
 
     @property
     def silent_s(self) -> float:
@@ -119,7 +191,7 @@ class Connection:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message as far as the connection accepts it; `flush` sends the rest."""
-        self._outbox.put(messages.encode(kind, **fields))
+        self._outbox.put(encode(kind, **fields))
         self._outbox.flush()
 
     def flush(self) -> None:
@@ -148,8 +220,8 @@ class Connection:
         found = []
         for line in self._lines.feed(data):
             if self._greeted:
-                found.append(messages.decode(line))
-            elif line == messages.GREETING:
+                found.append(json.loads(line))
+            elif line == GREETING:
                 self._greeted = True
             else:
                 self._complaints += line
@@ -167,7 +239,7 @@ class Connection:
     def close(self) -> None:
         """Ends the connection, upon which the supervisor ends its processes."""
         self._outbox.close()
-        if self._popen.stdin is not None and not self._popen.stdin.closed:
+        if self._popen.stdin is not None:
             self._popen.stdin.close()
 
     def wait(self, timeout_s: float) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol, TextIO
 
 from tnt_jax.launch.planning.plan import Process
-from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.connection import Lines
 
 _LONGEST_LINE_BYTES = 1 << 16
 

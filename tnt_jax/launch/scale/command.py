@@ -15,7 +15,7 @@ from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options, Scale
 from tnt_jax.launch.planning.plan import Devices, Host, choose_devices
 from tnt_jax.launch.planning.preflight import find_obstacles
-from tnt_jax.launch.remote.messages import Lines
+from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.remote.session import HostError
