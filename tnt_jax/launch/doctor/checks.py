@@ -1,6 +1,6 @@
 """Judges examinations of hosts: pure functions that return findings with remedies."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tnt_jax.launch.doctor.examine import Examination
@@ -12,6 +12,8 @@ _MOST_SKEW_S = 2.0
 _FEWEST_FILES = 4096
 _LEAST_SHM_MB = 1000
 _LEAST_DISK_MB = 1000
+# Status, detail and remedy of a `Finding`.
+_Judgement = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -45,153 +47,109 @@ def judge(
         skews_s: For each host, by how many seconds its clock is ahead of the launcher's, and the
             uncertainty.
     """
-    findings = [*_installation(hosts), *_names(hosts)]
+    all_facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
+    obstacles = find_obstacles(all_facts)
+    traps = find_unreachable(all_facts, "cpu") if len(hosts) > 1 else {}
+    findings = []
     for host, found in hosts.items():
-        findings += [finding for check in _CHECKS for finding in check(host, found)]
-        findings += _directory(host, found, token)
-        findings.append(_clock(host, *skews_s[host]))
-    return sorted(findings, key=lambda finding: list(hosts).index(finding.host))
+        facts = all_facts[host]
+        judgements = {
+            "installation": _installation(facts, obstacles.get(host, "")),
+            "own name": _own_name(facts, traps.get(host, "")),
+            "devices": _devices(facts, found),
+            "proxies": _proxies(found),
+            "limits": _limits(found),
+            "space": _space(found),
+            "directory": _directory(found, token),
+            "clock": _clock(*skews_s[host]),
+        }
+        findings += [Finding(host, topic, *said) for topic, said in judgements.items() if said]
+    return findings
 
 
-def _installation(hosts: Mapping[str, Examination]) -> Iterator[Finding]:
-    facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
-    obstacles = find_obstacles(facts)
-    for host, found in facts.items():
-        versions = ", ".join(
-            f"{name} {version or 'missing'}" for name, version in found.versions.items()
-        )
-        detail = f"Python {found.python}, {versions}"
-        if host in obstacles:
-            yield Finding(host, "installation", FAILURE, detail, obstacles[host])
-        elif found.versions["jax"] is None:
-            yield Finding(
-                host,
-                "installation",
-                FAILURE,
-                detail,
-                "Install the package there: pip install tnt-jax",
-            )
-        else:
-            yield Finding(host, "installation", OK, detail)
-
-
-def _names(hosts: Mapping[str, Examination]) -> Iterator[Finding]:
-    facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
-    traps = find_unreachable(facts, "cpu") if len(hosts) > 1 else {}
-    for host, found in facts.items():
-        detail = f"{found.hostname} is {', '.join(found.own_addresses) or 'unknown'}"
-        # Collectives between GPUs do not need the name.
-        status = WARNING if found.num_gpus and found.has_cuda_jax else FAILURE
-        if host not in traps:
-            status = OK
-        yield Finding(host, "own name", status, detail, traps.get(host, ""))
-
-
-def _devices(host: str, found: Examination) -> Iterator[Finding]:
-    facts = Facts.from_json(found.facts)
-    versions = (
-        f", driver {found.driver or 'unknown'}, NCCL {found.nccl or 'not from pip'}"
-        if facts.num_gpus
-        else ""
+def _installation(facts: Facts, obstacle: str) -> _Judgement:
+    versions = ", ".join(
+        f"{name} {version or 'missing'}" for name, version in facts.versions.items()
     )
-    detail = f"{facts.num_gpus} GPU(s), {facts.num_cores} cores{versions}"
+    detail = f"Python {facts.python}, {versions}"
+    if obstacle:
+        return FAILURE, detail, obstacle
+    if facts.versions["jax"] is None:
+        return FAILURE, detail, "Install the package there: pip install tnt-jax"
+    return OK, detail, ""
+
+
+def _own_name(facts: Facts, trap: str) -> _Judgement:
+    detail = f"{facts.hostname} is {', '.join(facts.own_addresses) or 'unknown'}"
+    if not trap:
+        return OK, detail, ""
+    # Collectives between GPUs do not need the name.
+    return (WARNING if facts.num_gpus and facts.has_cuda_jax else FAILURE), detail, trap
+
+
+def _devices(facts: Facts, found: Examination) -> _Judgement:
+    detail = f"{facts.num_gpus} GPU(s), {facts.num_cores} cores"
+    if facts.num_gpus:
+        detail += f", driver {found.driver or 'unknown'}, NCCL {found.nccl or 'not from pip'}"
     if facts.num_gpus and not facts.has_cuda_jax:
-        yield Finding(
-            host, "devices", WARNING, detail, "JAX cannot use the GPUs: pip install 'jax[cuda13]'"
-        )
-    elif found.driver and not facts.num_gpus:
-        yield Finding(
-            host,
-            "devices",
-            WARNING,
-            detail,
-            "A driver is loaded but no GPU can be used: look at nvidia-smi -L.",
-        )
-    else:
-        yield Finding(host, "devices", OK, detail)
+        return WARNING, detail, "JAX cannot use the GPUs: pip install 'jax[cuda13]'"
+    if found.driver and not facts.num_gpus:
+        remedy = "A driver is loaded but no GPU can be used: look at nvidia-smi -L."
+        return WARNING, detail, remedy
+    return OK, detail, ""
 
 
-def _proxies(host: str, found: Examination) -> Iterator[Finding]:
-    if found.proxies:
-        remedy = (
-            "tnt-jax exempts the coordinator; if processes still wait for one another, unset them."
-        )
-        yield Finding(host, "proxies", WARNING, ", ".join(found.proxies), remedy)
-    else:
-        yield Finding(host, "proxies", OK, "none")
+def _proxies(found: Examination) -> _Judgement:
+    if not found.proxies:
+        return OK, "none", ""
+    remedy = "tnt-jax exempts the coordinator; if processes still wait for one another, unset them."
+    return WARNING, ", ".join(found.proxies), remedy
 
 
-def _limits(host: str, found: Examination) -> Iterator[Finding]:
+def _limits(found: Examination) -> _Judgement:
     files = found.open_files
     detail = f"open files {files or 'unlimited'}, locked memory {found.locked_kb or 'unlimited'} kB"
     if files is not None and files < _FEWEST_FILES:
-        yield Finding(
-            host,
-            "limits",
-            WARNING,
-            detail,
-            f"Data loading may run out of files: ulimit -n {_FEWEST_FILES}",
-        )
-    else:
-        yield Finding(host, "limits", OK, detail)
+        remedy = f"Data loading may run out of files: ulimit -n {_FEWEST_FILES}"
+        return WARNING, detail, remedy
+    return OK, detail, ""
 
 
-def _space(host: str, found: Examination) -> Iterator[Finding]:
+def _space(found: Examination) -> _Judgement:
     detail = f"/dev/shm {found.shm_mb} MB, caches {found.free_disk_mb} MB free"
     if found.shm_mb is None or found.shm_mb < _LEAST_SHM_MB:
         remedy = (
             "NCCL and data loaders exchange data through /dev/shm: mount a larger one (docker run "
             "--shm-size=8g)."
         )
-        yield Finding(host, "space", WARNING, detail, remedy)
-    elif found.free_disk_mb < _LEAST_DISK_MB:
-        yield Finding(
-            host,
-            "space",
-            WARNING,
-            detail,
-            "Free some space, or set JAX_COMPILATION_CACHE_DIR to another disk.",
-        )
-    else:
-        yield Finding(host, "space", OK, detail)
+        return WARNING, detail, remedy
+    if found.free_disk_mb < _LEAST_DISK_MB:
+        remedy = "Free some space, or set JAX_COMPILATION_CACHE_DIR to another disk."
+        return WARNING, detail, remedy
+    return OK, detail, ""
 
 
-def _directory(host: str, found: Examination, token: str) -> Iterator[Finding]:
+def _directory(found: Examination, token: str) -> _Judgement | None:
     if not token:
-        yield Finding(
-            host,
-            "directory",
-            WARNING,
-            "the launcher cannot write to its working directory",
-            "Run from a directory of your own.",
-        )
-    elif found.token == token:
-        yield Finding(host, "directory", OK, "the working directory is the same")
-    elif not any(missing.startswith("directory") for missing in found.facts["missing"]):
-        remedy = (
-            "Copy the script and the data to each host, or run from a shared file system; the "
-            "master alone writes results."
-        )
-        yield Finding(
-            host,
-            "directory",
-            WARNING,
-            "the working directory is another one of the same name",
-            remedy,
-        )
+        detail = "the launcher cannot write to its working directory"
+        return WARNING, detail, "Run from a directory of your own."
+    if found.token == token:
+        return OK, "the working directory is the same", ""
+    if any(missing.startswith("directory") for missing in found.facts["missing"]):
+        return None  # The installation has failed because of that.
+    remedy = (
+        "Copy the script and the data to each host, or run from a shared file system; the "
+        "master alone writes results."
+    )
+    return WARNING, "the working directory is another one of the same name", remedy
 
 
-def _clock(host: str, skew_s: float, uncertainty_s: float) -> Finding:
+def _clock(skew_s: float, uncertainty_s: float) -> _Judgement:
     detail = f"{skew_s:+.2f} s (+-{uncertainty_s:.2f} s)"
     if abs(skew_s) - uncertainty_s > _MOST_SKEW_S:
-        return Finding(
-            host,
-            "clock",
-            WARNING,
-            detail,
-            "Times in logs will not match; run a time service such as chrony.",
-        )
-    return Finding(host, "clock", OK, detail)
+        remedy = "Times in logs will not match; run a time service such as chrony."
+        return WARNING, detail, remedy
+    return OK, detail, ""
 
 
 def judge_reachability(reached: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Finding]:
@@ -200,28 +158,16 @@ def judge_reachability(reached: Mapping[str, Mapping[str, Sequence[str]]]) -> li
     Args:
         reached: For each host, the names and addresses at which each other host reached it.
     """
-    findings = []
-    for host, others in reached.items():
-        missed = [other for other, addresses in others.items() if not addresses]
-        if missed:
-            remedy = (
-                "Open the ports between the hosts of a job; a firewall or another network is in "
-                "between."
-            )
-            findings.append(
-                Finding(host, "reachable", FAILURE, f"not from {', '.join(missed)}", remedy)
-            )
-        else:
-            used = sorted({addresses[0] for addresses in others.values()})
-            findings.append(
-                Finding(host, "reachable", OK, f"at {', '.join(used)}" if used else "no other host")
-            )
-    return findings
+    return [Finding(host, "reachable", *_reachable(others)) for host, others in reached.items()]
 
 
-_CHECKS: tuple[Callable[[str, Examination], Iterator[Finding]], ...] = (
-    _devices,
-    _proxies,
-    _limits,
-    _space,
-)
+def _reachable(others: Mapping[str, Sequence[str]]) -> _Judgement:
+    missed = [other for other, addresses in others.items() if not addresses]
+    if missed:
+        remedy = (
+            "Open the ports between the hosts of a job; a firewall or another network is in "
+            "between."
+        )
+        return FAILURE, f"not from {', '.join(missed)}", remedy
+    used = sorted({addresses[0] for addresses in others.values()})
+    return OK, f"at {', '.join(used)}" if used else "no other host", ""

@@ -13,18 +13,26 @@ from typing import Any
 
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
 from tnt_jax.launch.doctor.examine import Examination
-from tnt_jax.launch.doctor.links import measure_links
 from tnt_jax.launch.planning.environment import carried_environment
 from tnt_jax.launch.planning.facts import Facts, Request
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import Host
+from tnt_jax.launch.planning.plan import Devices, Host, Launch, Process, plan_processes
 from tnt_jax.launch.planning.preflight import find_remedy, share_machine
+from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.session import HostError, Session
-from tnt_jax.launch.run import ASK_TIMEOUT_S, job_hosts, open_session, working_directory
+from tnt_jax.launch.run import (
+    ASK_TIMEOUT_S,
+    find_coordinator_address,
+    job_hosts,
+    new_job_id,
+    open_session,
+    working_directory,
+)
 
 _CONNECT_TIMEOUT_S = 30.0
+_LINKS_TIMEOUT_S = 120.0
 
 
 def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -51,16 +59,8 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             findings, links = examine_hosts(nodes.take(), options, environ)
     failed = any(finding.status == FAILURE for finding in findings)
     if given.json:
-        print(
-            json.dumps(
-                {
-                    "ok": not failed,
-                    "findings": list(map(dataclasses.asdict, findings)),
-                    "links": links,
-                },
-                indent=2,
-            )
-        )
+        listed = list(map(dataclasses.asdict, findings))
+        print(json.dumps({"ok": not failed, "findings": listed, "links": links}, indent=2))
     else:
         print(describe(findings, links))
     return int(failed)
@@ -114,21 +114,14 @@ def examine_hosts(
         if not share_machine(facts.values()):
             findings += judge_reachability(_connect_all_pairs(session, hosts))
         if any(finding.status == FAILURE for finding in findings):
-            return [
-                *findings,
-                Finding(
-                    entries[0].name,
-                    "all-reduce",
-                    WARNING,
-                    "not tried",
-                    "Resolve the failures first.",
-                ),
-            ], []
+            remedy = "Resolve the failures first."
+            untried = Finding(entries[0].name, "all-reduce", WARNING, "not tried", remedy)
+            return [*findings, untried], []
         job = [
             Host(entry.name, facts[entry.name], entry.slots, not entry.is_local)
             for entry in entries
         ]
-        finding, links = measure_links(session, job, options, environ)
+        finding, links = _measure_links(session, job, options, environ)
         return [*findings, finding], links
 
 
@@ -147,14 +140,8 @@ def _try_to_connect(
         ]
         rest = [entry for entry in entries if entry.name not in error.reasons]
         return failures, rest
-    return [
-        Finding(
-            entries[0].name,
-            "connection",
-            OK,
-            f"to {len(entries)} host(s) in {time.monotonic() - started:.1f} s",
-        )
-    ], list(entries)
+    detail = f"to {len(entries)} host(s) in {time.monotonic() - started:.1f} s"
+    return [Finding(entries[0].name, "connection", OK, detail)], list(entries)
 
 
 def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[float, float]]:
@@ -162,9 +149,8 @@ def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[floa
 
     The uncertainty is half of the response time.
     """
-    session.ask(
-        "read_clock", {}, timeout_s=ASK_TIMEOUT_S
-    )  # The first question waits for the connection.
+    # The first question waits for the connection.
+    session.ask("read_clock", {}, timeout_s=ASK_TIMEOUT_S)
     skews_s = {}
     for host in hosts:
         before = time.time()
@@ -212,6 +198,65 @@ def _connect_all_pairs(
         )
         session.ask("stop_listening", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)
     return reached
+
+
+class _Recorder:
+    """Replaces the screen: keeps the lines that the processes print."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self._streams: dict[int, Lines] = {}
+
+    def write(self, rank: int, name: str, data: bytes) -> None:
+        """Takes a piece of output of a rank."""
+        if name == "stdout":
+            self.lines += self._streams.setdefault(rank, Lines()).feed(data)
+
+    def finish(self, rank: int) -> None:
+        """Does nothing: all relevant lines are complete."""
+
+    def shows(self, rank: int) -> bool:
+        """Returns False: the user has not seen the end of a failed process's output."""
+        return False
+
+
+def _measure_links(
+    session: Session, hosts: Sequence[Host], options: Options, environ: Mapping[str, str]
+) -> tuple[Finding, list[dict[str, Any]]]:
+    """Runs a small job; returns a finding on it and, for each pair of hosts, its all-reduce.
+
+    A measurement is a latency and a bandwidth. A single host is measured against itself, with two
+    processes.
+    """
+    has_gpus = all(host.facts.num_gpus and host.facts.has_cuda_jax for host in hosts)
+    kind = "gpu" if options.use_gpus and has_gpus else "cpu"
+    count = 2 if len(hosts) == 1 and (kind == "cpu" or hosts[0].facts.num_gpus > 1) else 1
+    launch = Launch(
+        job_id=new_job_id("doctor"),
+        coordinator_address=find_coordinator_address(session, hosts, options, kind),
+        cwd=working_directory(environ),
+        environ=environ,
+        launched_at=time.time(),
+    )
+    processes = plan_processes(hosts, Devices(kind, (count,) * len(hosts)), options, launch)
+    recorder = _Recorder()
+    code = session.run(processes, screen=recorder, timeout_s=_LINKS_TIMEOUT_S)
+    links = [
+        _link(json.loads(line), processes) for line in recorder.lines if line.startswith(b'{"pair"')
+    ]
+    detail, remedy = "one device alone", ""
+    if code:
+        detail = f"failed with code {code} after {len(links)} pair(s)"
+        remedy = "See the output above: it is that of the process that failed first."
+    elif links:
+        slowest = min(link["bandwidth_mb_per_s"] for link in links)
+        detail = f"{len(links)} pair(s) of {kind} processes, slowest {slowest} MB/s"
+    return Finding(hosts[0].name, "all-reduce", FAILURE if code else OK, detail, remedy), links
+
+
+def _link(measured: dict[str, Any], processes: Sequence[Process]) -> dict[str, Any]:
+    first, second = (processes[rank].host for rank in measured.pop("pair"))
+    return {"from": first, "to": second, **measured}
 
 
 def describe(findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> str:

@@ -27,7 +27,6 @@ class Examination:
         proxies: Names of the proxy variables that are set.
         open_files: Maximum number of files that a process may open; None for no limit.
         locked_kb: Maximum memory that a process may lock, in kB; None for no limit.
-        processes: Maximum number of processes of the user; None for no limit.
         shm_mb: Free space of /dev/shm, in MB; None if there is no such directory.
         token: Content of the file that the launcher has just written to the working directory, or
             None if it is not there.
@@ -40,7 +39,6 @@ class Examination:
     proxies: list[str]
     open_files: int | None
     locked_kb: int | None
-    processes: int | None
     shm_mb: int | None
     token: str | None
     free_disk_mb: int
@@ -63,7 +61,6 @@ def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
         proxies=sorted(name for name in environ if name.lower() in _PROXIES and environ[name]),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_kb=None if locked is None else locked // 1024,
-        processes=_limit(resource.RLIMIT_NPROC),
         shm_mb=_free_mb("/dev/shm"),
         token=_read(token_file),
         free_disk_mb=_free_mb(facts["cache_dir"]) or 0,
