@@ -5,169 +5,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from tnt_jax.settings import LOG_LEVELS, parse_save_freq
-
-# Options that say how a single job runs, or goes on.
-_NOT_WITH_SCALE = {
-    "num_processes": "-n",
-    "max_restarts": "--max-restarts",
-    "min_hosts": "--min-hosts",
-    "min_devices": "--min-devices",
-    "checkpoint_dir": "--checkpoint-dir",
-    "checkpoint_every": "--checkpoint-every",
-    "timeline": "--timeline",
-    "cleanup": "--cleanup",
-}
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What `tnt-jax scale` measures.
-
-    Attributes:
-        ranks: Numbers of ranks, increasing.
-        steps: Timed steps of a run.
-        rounds: Runs on each number of ranks.
-        is_weak: Whether the global batch grows with the ranks.
-        output: Folder for the results; None to print alone.
-        run_timeout_s: Seconds after which a run is ended.
-        project: Number of ranks up to which the curve is continued; None to leave it.
-        link_gbit: Rate of a host's link in Gbit/s, for this; None to find it.
-        tune: Whether ways to sum gradients are compared on the highest number of ranks, too.
-    """
-
-    ranks: tuple[int, ...]
-    steps: int = 20
-    rounds: int = 3
-    is_weak: bool = False
-    output: str | None = None
-    run_timeout_s: float = 1800.0
-    project: int | None = None
-    link_gbit: float | None = None
-    tune: bool = False
-
-
-def add_scale_arguments(
-    group: argparse._ArgumentGroup, at_least: Callable[[int], Callable[[str], int]]
-) -> None:
-    """Adds the options of `tnt-jax scale` to a group of a parser.
-
-    Args:
-        group: The group.
-        at_least: Maps the lowest integer that is allowed to what reads one.
-    """
-    add = group.add_argument
-    add(
-        "--ranks",
-        nargs="+",
-        type=at_least(1),
-        required=True,
-        metavar="N",
-        help="numbers of devices to run on, one process each; others are compared with the lowest",
-    )
-    add(
-        "--steps",
-        type=at_least(1),
-        default=Scale.steps,
-        metavar="N",
-        help="timed steps of a run, after those that compile and warm up (default: %(default)s)",
-    )
-    add(
-        "--rounds",
-        type=at_least(1),
-        default=Scale.rounds,
-        metavar="R",
-        help="runs on each number of ranks; each round takes all numbers in turn "
-        "(default: %(default)s)",
-    )
-    kind = group.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--strong",
-        action="store_true",
-        help="keep the script's global batch on all numbers of ranks (default)",
-    )
-    kind.add_argument(
-        "--weak",
-        action="store_true",
-        help="multiply the global batch with the ranks: the script's own is that of the lowest "
-        "number",
-    )
-    add("--output", metavar="DIR", help="new folder for scaling.json and scaling.png")
-    add(
-        "--project",
-        type=at_least(2),
-        metavar="N",
-        help="continue the curve to N ranks by a model of the links, and state its error",
-    )
-    add(
-        "--link-gbit",
-        type=float,
-        metavar="G",
-        help="with --project: rate of a host's link in Gbit/s (default: found by what is measured)",
-    )
-    add(
-        "--tune",
-        action="store_true",
-        help="also find the fastest way to sum gradients on the highest number, as tnt-jax tune",
-    )
-    add(
-        "--run-timeout",
-        type=float,
-        default=Scale.run_timeout_s,
-        metavar="S",
-        help="seconds after which a run that has not ended is given up (default: %(default)g)",
-    )
-
-
-def read_scale(given: argparse.Namespace) -> Scale:
-    """Returns what to measure.
-
-    Raises:
-        ValueError: If an option has no meaning with `scale`, or numbers of ranks are repeated.
-    """
-    defaults = {"max_restarts": 0}
-    for name, option in _NOT_WITH_SCALE.items():
-        if getattr(given, name) != defaults.get(name):
-            raise ValueError(
-                f"{option} cannot be used with tnt-jax scale, which runs a script several times "
-                "for a few steps, on the devices that --ranks says. Leave it out."
-            )
-    if len(set(given.ranks)) < len(given.ranks):
-        raise ValueError(f"--ranks must name each number once, but got {_words(given.ranks)}.")
-    if given.project is not None and given.project <= max(given.ranks):
-        raise ValueError(
-            f"--project ({given.project}) must be above the numbers of ranks that are measured "
-            f"({_words(given.ranks)})."
-        )
-    if given.link_gbit is not None and (given.project is None or given.link_gbit <= 0):
-        raise ValueError("--link-gbit is only valid together with --project, and must be above 0.")
-    if given.tune and max(given.ranks) == 1:
-        raise ValueError("--tune needs a number of ranks above 1: one rank sends nothing.")
-    if given.run_timeout <= 0:
-        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout:g}.")
-    return Scale(
-        ranks=tuple(sorted(given.ranks)),
-        steps=given.steps,
-        rounds=given.rounds,
-        is_weak=given.weak,
-        output=given.output,
-        run_timeout_s=given.run_timeout,
-        project=given.project,
-        link_gbit=given.link_gbit,
-        tune=given.tune,
-    )
-
-
-def _words(numbers: list[int]) -> str:
-    return " ".join(map(str, numbers))
-
-
-# Defaults that `options.Options` has, too.
-GRACE_PERIOD_S = 30.0
-MAX_RESTARTS = 0
 
 _EPILOG = """\
 examples:
@@ -193,31 +34,233 @@ COMMANDS = {
     "its step needs by the compiler's own analysis, instead of training.",
 }
 
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
-        return int(text)
-
-    return integer
-
-
-def _save_freq(text: str) -> str:
-    try:
-        parse_save_freq(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+# Options that say how a single job runs, or goes on.
+_NOT_WITH_SCALE = {
+    "num_processes": "-n",
+    "max_restarts": "--max-restarts",
+    "min_hosts": "--min-hosts",
+    "min_devices": "--min-devices",
+    "checkpoint_dir": "--checkpoint-dir",
+    "checkpoint_every": "--checkpoint-every",
+    "timeline": "--timeline",
+    "cleanup": "--cleanup",
+}
 
 
-def make_parser(version: str, command: str) -> argparse.ArgumentParser:
-    """Returns the parser of the command line up to the script.
+@dataclass(frozen=True)
+class Scale:
+    """What `tnt-jax scale` measures: its options, named and explained as in `_add_scaling`."""
 
-    Args:
-        version: What `--version` prints.
-        command: The first word, one of `COMMANDS`; empty to train.
+    ranks: tuple[int, ...]
+    steps: int = 20
+    rounds: int = 3
+    is_weak: bool = False
+    output: str | None = None
+    run_timeout_s: float = 1800.0
+    project: int | None = None
+    link_gbit: float | None = None
+    tune: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line, explained where the parser adds them.
+
+    Attributes:
+        script: The script to run, or "-m" for the module that is the first of `script_args`; empty
+            with `cleanup`.
+        script_args: Its arguments.
+        interpreter: Words of the command that runs the script; empty to run the script itself.
+        devices_per_node: Devices to use on each host; None for all GPUs, or one CPU.
+        this_host_only: Whether the user asked for devices of this host, even if a cluster offers
+            more hosts.
+        exports: Variables for every process, in order; values may refer to others as `$NAME`.
+        tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
+        scale: What `tnt-jax scale` measures; None for other commands.
+        is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
+        ray_address: Address of the Ray cluster to run on; None for hosts.
+        ray_devices: Devices to use there.
+        cleanup: Id of the job whose remains are ended, empty to list jobs; None to run a job.
     """
+
+    script: str
+    script_args: tuple[str, ...] = ()
+    interpreter: tuple[str, ...] = (sys.executable,)
+    devices_per_node: int | None = None
+    this_host_only: bool = False
+    processes_per_node: int | None = None
+    use_gpus: bool = True
+    log_level: str | None = None
+    log_on_all_devices: bool = False
+    output_on_all_devices: bool = False
+    exports: tuple[tuple[str, str], ...] = ()
+    fusion_threshold_kb: int | Literal["xla"] | None = None
+    timeline: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
+    tune_steps: int | None = None
+    scale: Scale | None = None
+    is_plan: bool = False
+    pin_to_socket: bool = False
+    pin_memory_to_socket: bool = False
+    compilation_cache: bool = True
+    hostfile: str | None = None
+    ssh_args: tuple[str, ...] = ()
+    log_dir: str | None = None
+    port: int | None = None
+    grace_period_s: float = 30.0
+    max_restarts: int = 0
+    min_hosts: int | None = None
+    ray_address: str | None = None
+    ray_devices: int | None = None
+    min_devices: int | None = None
+    dry_run: bool = False
+    cleanup: str | None = None
+    force: bool = False
+
+    @property
+    def script_name(self) -> str:
+        """The path of the script, or the name of the module."""
+        return self.script_args[0] if self.script == "-m" else self.script
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the script ends with its first `fit`, which measures instead of training."""
+        return self.is_plan or self.tune_steps is not None or self.scale is not None
+
+
+def parse_options(argv: Sequence[str], *, version: str) -> Options:
+    """Returns the options of a command line; prints help or an error and exits where argparse does.
+
+    Everything after `--`, or from the first word that is not an option, is the script and its
+    arguments. The first word `tune` selects trials instead of training, and allows `--steps`;
+    `scale` selects measurements on several numbers of devices, and has options of its own; `plan`
+    selects a plan, for which one process has all devices.
+
+    Raises:
+        ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.
+    """
+    command = argv[0] if argv and argv[0] in COMMANDS else ""
+    words = list(argv[1:] if command else argv)
+    at = words.index("--") if "--" in words else len(words)
+    given = _make_parser(version, command).parse_args(words[:at])
+    exports = tuple(_export(text) for texts in given.exports for text in texts)
+    # If a script is named before the first `--`, this `--` belongs to its arguments.
+    script = [*given.script, *words[at if given.script else at + 1 :]]
+    _check(given, script, command)
+    names = {field.name for field in fields(Options)}
+    chosen = {name: value for name, value in vars(given).items() if name in names}
+    chosen |= {
+        "script": script[0] if script else "",
+        "script_args": tuple(script[1:]),
+        "exports": exports,
+        "ssh_args": tuple(shlex.split(given.ssh_args)),
+        "pin_to_socket": given.pin_to_socket or given.pin_memory_to_socket,
+        "this_host_only": given.num_processes is not None and given.hostfile is None,
+        "scale": _read_scale(given) if command == "scale" else None,
+        "is_plan": command == "plan",
+    }
+    if given.python_interpreter is not None:
+        chosen["interpreter"] = tuple(shlex.split(given.python_interpreter))
+    if command == "plan":
+        chosen["processes_per_node"] = 1
+    if given.ray:
+        chosen["ray_address"] = given.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+        chosen["ray_devices"] = given.num_processes
+    else:
+        chosen["devices_per_node"] = given.num_processes or given.devices_per_node
+    return Options(**chosen)
+
+
+def _read_scale(given: argparse.Namespace) -> Scale:
+    for name, option in _NOT_WITH_SCALE.items():
+        # The default is None, or 0 for --max-restarts.
+        if getattr(given, name) not in (None, 0):
+            raise ValueError(
+                f"{option} cannot be used with tnt-jax scale, which runs a script several times "
+                "for a few steps, on the devices that --ranks says. Leave it out."
+            )
+    ranks = " ".join(map(str, given.ranks))
+    if len(set(given.ranks)) < len(given.ranks):
+        raise ValueError(f"--ranks must name each number once, but got {ranks}.")
+    if given.project is not None and given.project <= max(given.ranks):
+        raise ValueError(
+            f"--project ({given.project}) must be above the numbers of ranks that are measured "
+            f"({ranks})."
+        )
+    if given.link_gbit is not None and (given.project is None or given.link_gbit <= 0):
+        raise ValueError("--link-gbit is only valid together with --project, and must be above 0.")
+    if given.tune and max(given.ranks) == 1:
+        raise ValueError("--tune needs a number of ranks above 1: one rank sends nothing.")
+    if given.run_timeout_s <= 0:
+        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
+    chosen = {field.name: getattr(given, field.name) for field in fields(Scale)}
+    return Scale(**{**chosen, "ranks": tuple(sorted(given.ranks))})
+
+
+def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> None:
+    if given.num_processes is not None and given.devices_per_node is not None:
+        raise ValueError(
+            "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
+        )
+    _check_ray(given, command)
+    if given.force and given.cleanup is None:
+        raise ValueError("--force is only valid together with --cleanup.")
+    if script[:1] == ["-m"] and (len(script) == 1 or given.python_interpreter == ""):
+        raise ValueError(
+            "-m must be followed by a module, and needs a Python interpreter: tnt-jax -n 2 -- -m "
+            "package.train --epochs 3"
+        )
+    if command and given.python_interpreter == "":
+        raise ValueError(
+            f"tnt-jax {command} runs a Python script up to its first fit, and needs an "
+            "interpreter: name the script, and leave --python-interpreter out: "
+            f"tnt-jax {command} -n 2 -- train.py"
+        )
+    if not script and given.cleanup is None:
+        raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")
+
+
+def _check_ray(given: argparse.Namespace, command: str) -> None:
+    if not given.ray:
+        if given.ray_address is not None or given.min_devices is not None:
+            raise ValueError("--ray-address and --min-devices are only valid together with --ray.")
+        return
+    if given.num_processes is None and command != "scale":
+        raise ValueError(
+            "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
+            "cluster has them: tnt-jax --ray -n 8 -- train.py"
+        )
+    others = {
+        "--hostfile": given.hostfile,
+        "--min-hosts": given.min_hosts,
+        "--devices-per-node": given.devices_per_node,
+        "--cleanup": given.cleanup,
+    }
+    wrong = [name for name, value in others.items() if value is not None]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} cannot be used together with --ray, which chooses the nodes and leaves "
+            "nothing behind; --min-devices says on how few devices to start."
+        )
+    if given.min_devices is not None and given.min_devices > given.num_processes:
+        raise ValueError(
+            f"--min-devices ({given.min_devices}) must not be above -n ({given.num_processes})."
+        )
+
+
+def _export(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(
+            f"-x must be followed by NAME=VALUE, but got {text!r}. If that is the script, put -- "
+            "before it."
+        )
+    return name, value
+
+
+def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
+    """Returns the parser of the command line up to the script; `dest` is a field of `Options`."""
     parser = argparse.ArgumentParser(
         prog="tnt-jax",
         usage=f"tnt-jax {f'{command} ' if command else ''}[options] -- script.py [arguments]",
@@ -233,11 +276,12 @@ def make_parser(version: str, command: str) -> argparse.ArgumentParser:
     _add_output(parser.add_argument_group("output"))
     _add_processes(parser.add_argument_group("processes"))
     if command == "scale":
-        add_scale_arguments(parser.add_argument_group("scaling"), _at_least)
+        _add_scaling(parser.add_argument_group("scaling"))
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(
             "--steps",
+            dest="tune_steps",
             type=_at_least(1),
             default=20,
             metavar="N",
@@ -268,7 +312,7 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="processes that share the devices of a host (default: one per device)",
     )
-    add("--no-gpu", "--no-gpus", action="store_true", help="use CPUs only")
+    add("--no-gpu", "--no-gpus", dest="use_gpus", action="store_false", help="use CPUs only")
     add(
         "--pin-to-socket",
         action="store_true",
@@ -363,6 +407,7 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--fusion-threshold",
+        dest="fusion_threshold_kb",
         type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
         metavar="KiB",
         help="size in KiB from which a gradient bucket is full; 0 sends each array separately, "
@@ -393,247 +438,110 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--no-compilation-cache",
-        action="store_true",
+        dest="compilation_cache",
+        action="store_false",
         help="do not keep compiled programs for the next run",
     )
     add(
         "--grace-period",
+        dest="grace_period_s",
         type=float,
-        default=GRACE_PERIOD_S,
+        default=Options.grace_period_s,
         metavar="S",
         help="seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
     )
     add(
         "--max-restarts",
         type=_at_least(0),
-        default=MAX_RESTARTS,
+        default=Options.max_restarts,
         metavar="K",
         help="start a job that failed again, at most K times; the script goes on from its own last "
         "checkpoint",
     )
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line.
-
-    Attributes:
-        script: The script to run, or "-m" for the module that is the first of `script_args`; empty
-            with `cleanup`.
-        script_args: Its arguments.
-        interpreter: Words of the command that runs the script; empty to run the script itself.
-        devices_per_node: Devices to use on each host; None for all GPUs, or one CPU.
-        this_host_only: Whether the user asked for devices of this host, even if a cluster offers
-            more hosts.
-        processes_per_node: Processes that share these devices; None for one each.
-        use_gpus: Whether GPUs may be used.
-        log_level: Level of the library's log; None to leave the environment's.
-        log_on_all_devices: Whether every process logs.
-        output_on_all_devices: Whether the output of every process is shown.
-        exports: Variables for every process, in order; values may refer to others as `$NAME`.
-        fusion_threshold_kb: KiB from which a gradient bucket is full, or "xla"; None to leave the
-            environment's.
-        timeline: File for a timeline of process 0, in Chrome's trace format, beside which the
-            others write theirs; None for none.
-        checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes; None to leave
-            the environment's.
-        checkpoint_every: Batches, "epoch", or a time such as "30s", between two checkpoints; None
-            to leave the environment's.
-        tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
-        scale: What `tnt-jax scale` measures; None for other commands.
-        is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
-        pin_to_socket: Whether each process is bound to the processors of one NUMA node.
-        pin_memory_to_socket: Whether its memory is, too.
-        compilation_cache: Whether compiled programs are kept between runs.
-        hostfile: File that lists the hosts; None for this one.
-        ssh_args: Words to add to the ssh command.
-        log_dir: Directory for one log file per process; None for none.
-        port: Port of the coordinator; None for any free one.
-        grace_period_s: Seconds that processes get to end by themselves after Ctrl-C or SIGTERM.
-        max_restarts: How many times a job that failed is started again.
-        min_hosts: Fewest hosts to start on, leaving out those that cannot take part; None for all.
-        ray_address: Address of the Ray cluster to run on; None for hosts.
-        ray_devices: Devices to use there.
-        min_devices: Fewest devices to start on there, if there is no room for all; None for all.
-        dry_run: Whether to print the plan instead of running it.
-        cleanup: Id of the job whose remains are ended, empty to list jobs; None to run a job.
-        force: Whether `cleanup` uses SIGKILL.
-    """
-
-    script: str
-    script_args: tuple[str, ...] = ()
-    interpreter: tuple[str, ...] = (sys.executable,)
-    devices_per_node: int | None = None
-    this_host_only: bool = False
-    processes_per_node: int | None = None
-    use_gpus: bool = True
-    log_level: str | None = None
-    log_on_all_devices: bool = False
-    output_on_all_devices: bool = False
-    exports: tuple[tuple[str, str], ...] = ()
-    fusion_threshold_kb: int | Literal["xla"] | None = None
-    timeline: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: str | None = None
-    tune_steps: int | None = None
-    scale: Scale | None = None
-    is_plan: bool = False
-    pin_to_socket: bool = False
-    pin_memory_to_socket: bool = False
-    compilation_cache: bool = True
-    hostfile: str | None = None
-    ssh_args: tuple[str, ...] = ()
-    log_dir: str | None = None
-    port: int | None = None
-    grace_period_s: float = GRACE_PERIOD_S
-    max_restarts: int = MAX_RESTARTS
-    min_hosts: int | None = None
-    ray_address: str | None = None
-    ray_devices: int | None = None
-    min_devices: int | None = None
-    dry_run: bool = False
-    cleanup: str | None = None
-    force: bool = False
-
-    @property
-    def script_name(self) -> str:
-        """The path of the script, or the name of the module."""
-        return self.script_args[0] if self.script == "-m" else self.script
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether the script ends with its first `fit`, which measures instead of training."""
-        return self.is_plan or self.tune_steps is not None or self.scale is not None
-
-
-def parse_options(argv: Sequence[str], *, version: str) -> Options:
-    """Returns the options of a command line; prints help or an error and exits where argparse does.
-
-    Everything after `--`, or from the first word that is not an option, is the script and its
-    arguments. The first word `tune` selects trials instead of training, and allows `--steps`;
-    `scale` selects measurements on several numbers of devices, and has options of its own; `plan`
-    selects a plan, for which one process has all devices.
-
-    Raises:
-        ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.
-    """
-    command = argv[0] if argv and argv[0] in COMMANDS else ""
-    is_tuning, is_plan = command == "tune", command == "plan"
-    ours, script = _split(argv[1:] if command else argv)
-    parser = make_parser(version, command)
-    given = parser.parse_args(ours)
-    exports = tuple(_export(text) for texts in given.exports for text in texts)
-    # If a script is named before the first `--`, this `--` belongs to its arguments.
-    script = [*given.script, *(["--"] if given.script and "--" in argv else []), *script]
-    _check(given, script, command)
-    return Options(
-        script=script[0] if script else "",
-        script_args=tuple(script[1:]),
-        interpreter=(sys.executable,)
-        if given.python_interpreter is None
-        else tuple(shlex.split(given.python_interpreter)),
-        devices_per_node=None if given.ray else given.num_processes or given.devices_per_node,
-        this_host_only=given.num_processes is not None and given.hostfile is None,
-        processes_per_node=1 if is_plan else given.processes_per_node,
-        use_gpus=not given.no_gpu,
-        log_level=given.log_level,
-        log_on_all_devices=given.log_on_all_devices,
-        output_on_all_devices=given.output_on_all_devices,
-        exports=exports,
-        fusion_threshold_kb=given.fusion_threshold,
-        timeline=given.timeline,
-        checkpoint_dir=given.checkpoint_dir,
-        checkpoint_every=given.checkpoint_every,
-        tune_steps=given.steps if is_tuning else None,
-        scale=read_scale(given) if command == "scale" else None,
-        is_plan=is_plan,
-        pin_to_socket=given.pin_to_socket or given.pin_memory_to_socket,
-        pin_memory_to_socket=given.pin_memory_to_socket,
-        compilation_cache=not given.no_compilation_cache,
-        hostfile=given.hostfile,
-        ssh_args=tuple(shlex.split(given.ssh_args)),
-        log_dir=given.log_dir,
-        port=given.port,
-        grace_period_s=given.grace_period,
-        max_restarts=given.max_restarts,
-        min_hosts=given.min_hosts,
-        ray_address=_ray_address(given) if given.ray else None,
-        ray_devices=given.num_processes if given.ray else None,
-        min_devices=given.min_devices,
-        dry_run=given.dry_run,
-        cleanup=given.cleanup,
-        force=given.force,
+def _add_scaling(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of `tnt-jax scale`; `dest` is a field of `Scale`."""
+    add = group.add_argument
+    add(
+        "--ranks",
+        nargs="+",
+        type=_at_least(1),
+        required=True,
+        metavar="N",
+        help="numbers of devices to run on, one process each; others are compared with the lowest",
+    )
+    add(
+        "--steps",
+        type=_at_least(1),
+        default=Scale.steps,
+        metavar="N",
+        help="timed steps of a run, after those that compile and warm up (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        type=_at_least(1),
+        default=Scale.rounds,
+        metavar="R",
+        help="runs on each number of ranks; each round takes all numbers in turn "
+        "(default: %(default)s)",
+    )
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--strong",
+        dest="is_weak",
+        action="store_const",
+        const=False,
+        default=False,
+        help="keep the script's global batch on all numbers of ranks (default)",
+    )
+    kind.add_argument(
+        "--weak",
+        dest="is_weak",
+        action="store_true",
+        help="multiply the global batch with the ranks: the script's own is that of the lowest "
+        "number",
+    )
+    add("--output", metavar="DIR", help="new folder for scaling.json and scaling.png")
+    add(
+        "--project",
+        type=_at_least(2),
+        metavar="N",
+        help="continue the curve to N ranks by a model of the links, and state its error",
+    )
+    add(
+        "--link-gbit",
+        type=float,
+        metavar="G",
+        help="with --project: rate of a host's link in Gbit/s (default: found by what is measured)",
+    )
+    add(
+        "--tune",
+        action="store_true",
+        help="also find the fastest way to sum gradients on the highest number, as tnt-jax tune",
+    )
+    add(
+        "--run-timeout",
+        dest="run_timeout_s",
+        type=float,
+        default=Scale.run_timeout_s,
+        metavar="S",
+        help="seconds after which a run that has not ended is given up (default: %(default)g)",
     )
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
+        return int(text)
+
+    return integer
 
 
-def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> None:
-    if given.num_processes is not None and given.devices_per_node is not None:
-        raise ValueError(
-            "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
-        )
-    _check_ray(given, command)
-    if given.force and given.cleanup is None:
-        raise ValueError("--force is only valid together with --cleanup.")
-    if script[:1] == ["-m"] and (len(script) == 1 or given.python_interpreter == ""):
-        raise ValueError(
-            "-m must be followed by a module, and needs a Python interpreter: tnt-jax -n 2 -- -m "
-            "package.train --epochs 3"
-        )
-    if command and given.python_interpreter == "":
-        raise ValueError(
-            f"tnt-jax {command} runs a Python script up to its first fit, and needs an "
-            "interpreter: name the script, and leave --python-interpreter out: "
-            f"tnt-jax {command} -n 2 -- train.py"
-        )
-    if not script and given.cleanup is None:
-        raise ValueError("A script is required, for instance: tnt-jax -n 2 -- train.py --epochs 3")
-
-
-def _check_ray(given: argparse.Namespace, command: str) -> None:
-    if not given.ray:
-        if given.ray_address is not None or given.min_devices is not None:
-            raise ValueError("--ray-address and --min-devices are only valid together with --ray.")
-        return
-    if given.num_processes is None and command != "scale":
-        raise ValueError(
-            "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
-            "cluster has them: tnt-jax --ray -n 8 -- train.py"
-        )
-    others = {
-        "--hostfile": given.hostfile,
-        "--min-hosts": given.min_hosts,
-        "--devices-per-node": given.devices_per_node,
-        "--cleanup": given.cleanup,
-    }
-    wrong = [name for name, value in others.items() if value is not None]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]} cannot be used together with --ray, which chooses the nodes and leaves "
-            "nothing behind; --min-devices says on how few devices to start."
-        )
-    if given.min_devices is not None and given.min_devices > given.num_processes:
-        raise ValueError(
-            f"--min-devices ({given.min_devices}) must not be above -n ({given.num_processes})."
-        )
-
-
-def _ray_address(given: argparse.Namespace) -> str:
-    return given.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
-
-
-def _export(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ValueError(
-            f"-x must be followed by NAME=VALUE, but got {text!r}. If that is the script, put -- "
-            "before it."
-        )
-    return name, value
+def _save_freq(text: str) -> str:
+    try:
+        parse_save_freq(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
