@@ -8,17 +8,21 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tnt_jax.cluster.clusters import detect_job
+from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.launch.child import expand
 from tnt_jax.launch.doctor.command import doctor
+from tnt_jax.launch.planning.environment import task_environment
+from tnt_jax.launch.planning.facts import Facts, Request, inspect_host
 from tnt_jax.launch.planning.fingerprint import fingerprint
 from tnt_jax.launch.planning.options import Options, parse_options
-from tnt_jax.launch.processtree import adopt_orphans, kill_descendants
+from tnt_jax.launch.planning.plan import script_command
+from tnt_jax.launch.planning.preflight import find_obstacles
+from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_orphans
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.restarts import clean_up, run_with_restarts
-from tnt_jax.launch.run import run_part
-from tnt_jax.launch.scale.command import refuse_tasks, run_scale
-from tnt_jax.launch.task import become_task, refuse_restarts
+from tnt_jax.launch.run import check, run_part
+from tnt_jax.launch.scale.command import run_scale
 from tnt_jax.settings import read_settings
 
 _logger = logging.getLogger("tnt_jax.launch")
@@ -65,22 +69,61 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
     # A launcher started by a process of a job starts another job.
     chooses_hosts = options.hostfile or options.ray_address
     job = None if chooses_hosts or "TNT_JOB_ID" in environ else detect_job(environ)
+    if job is not None:
+        _refuse_what_only_all_can(job, options)
     if options.scale is not None:
-        refuse_tasks(job)
         return run_scale(options, options.scale, environ)
     if job is None:
         return run_with_restarts(options, environ)
-    refuse_restarts(job, options)
     if options.devices_per_node is None:
-        become_task(job, options, environ)
+        _become_task(job, options, environ)
     return run_part(job, options, environ)
+
+
+def _refuse_what_only_all_can(job: Job, options: Options) -> None:
+    """Raises a ValueError if one task among many is to start jobs, or the job again."""
+    if options.scale is not None:
+        raise ValueError(
+            f"tnt-jax scale starts jobs of several sizes one after the other, but this program is "
+            f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "
+            "script without srun or mpirun."
+        )
+    if options.max_restarts or options.min_hosts:
+        raise ValueError(
+            f"--max-restarts and --min-hosts need a launcher that starts all processes, but this "
+            f"one is one of {job.num_processes} that {job.source} has started. Run tnt-jax once, "
+            "in the batch script without srun or mpirun, or have the cluster start the job again: "
+            "#SBATCH --requeue and scontrol requeue, or backoffLimit in Kubernetes."
+        )
+
+
+def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None:
+    """Replaces this program by the script, as one process of the cluster's job.
+
+    The cluster shows the output, passes on signals and ends the other tasks when one fails.
+    """
+    cwd = os.getcwd()
+    interpreter = options.interpreter[0] if options.interpreter else ""
+    request = Request(cwd, options.script, interpreter, dict(environ))
+    facts = Facts.from_json(inspect_host(request.to_json()))
+    check(find_obstacles({facts.hostname: facts}))
+    environment = {
+        **environ,
+        **task_environment(job, facts=facts, options=options, environ=environ),
+    }
+    for name, value in options.exports:
+        environment[name] = expand(value, environment)
+    command = script_command(options, cwd)
+    leave_orphans()
+    os.execvpe(command[0], command, {**environment, "TNT_TASK_PID": str(os.getpid())})
 
 
 def _version() -> str:
     try:
-        return f"tnt-jax {version('tnt-jax')} from {Path(__file__).parents[1]}"
+        installed = version("tnt-jax")
     except PackageNotFoundError:
-        return f"tnt-jax (not installed) from {Path(__file__).parents[1]}"
+        installed = "(not installed)"
+    return f"tnt-jax {installed} from {Path(__file__).parents[1]}"
 
 
 def _start_log(options: Options) -> None:

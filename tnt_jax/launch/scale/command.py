@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from tnt_jax.cluster.job import Job
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options, Scale
 from tnt_jax.launch.planning.plan import Devices, Host, choose_devices
@@ -78,16 +77,6 @@ class _Listener:
     def shows(self, rank: int) -> bool:
         """Returns False: a report on a failure is to have the end of the process's output."""
         return False
-
-
-def refuse_tasks(job: Job | None) -> None:
-    """Raises a ValueError if this launcher is one task among many, which cannot start others."""
-    if job is not None:
-        raise ValueError(
-            f"tnt-jax scale starts jobs of several sizes one after the other, but this program is "
-            f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "
-            "script without srun or mpirun."
-        )
 
 
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
