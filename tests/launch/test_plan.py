@@ -6,10 +6,15 @@ import os
 import pytest
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.planning.environment import PLUGIN_PATH, carried_environment, task_environment
+from tnt_jax.launch.planning.environment import (
+    PLUGIN_PATH,
+    Launch,
+    carried_environment,
+    task_environment,
+)
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import Devices, Host, Launch, choose_devices, plan_processes
+from tnt_jax.launch.planning.plan import Devices, Host, choose_devices, plan_processes
 
 FACTS = Facts(
     hostname="node1",

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.planning.environment import carried_environment
+from tnt_jax.launch.planning.environment import Launch, carried_environment
 from tnt_jax.launch.planning.facts import Facts, Request
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import (
     SECRET,
     Host,
-    Launch,
     Process,
     choose_devices,
     plan_processes,

@@ -13,11 +13,11 @@ from typing import Any
 
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
 from tnt_jax.launch.doctor.examine import Examination
-from tnt_jax.launch.planning.environment import carried_environment
+from tnt_jax.launch.planning.environment import Launch, carried_environment
 from tnt_jax.launch.planning.facts import Facts, Request
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import Devices, Host, Launch, Process, plan_processes
+from tnt_jax.launch.planning.plan import Devices, Host, Process, plan_processes
 from tnt_jax.launch.planning.preflight import find_remedy, share_machine
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes

@@ -2,49 +2,56 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.planning.facts import Facts
-from tnt_jax.launch.planning.options import Options, Scale
+from tnt_jax.launch.planning.options import Options
 
 PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
 """Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
 
 _CARRIED_NAMES = (
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "CONDA_DEFAULT_ENV",
-    "GLIBC_TUNABLES",
-)
-_CARRIED_PREFIXES = (
-    "TNT_",
-    "XLA_",
-    "JAX_",
-    "TF_",
-    "NCCL_",
-    "KERAS_",
-    "PYTHON",
-    "PJRT_",
-    "OMP_",
-    "tf_",
-)
+    "PATH PYTHONPATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV GLIBC_TUNABLES"
+).split()
+_CARRIED_PREFIXES = tuple("TNT_ XLA_ JAX_ TF_ NCCL_ KERAS_ PYTHON PJRT_ OMP_ tf_".split())
 # What describes a host or a login there, and what Ray sets for the process that it starts.
-_NAMES_OF_A_HOST = (
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "HOSTNAME",
-    "TMPDIR",
-    "DISPLAY",
-    "CUDA_VISIBLE_DEVICES",
-)
-_PREFIXES_OF_A_HOST = ("RAY_", "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMIX_")
+_NAMES_OF_A_HOST = ("HOME USER LOGNAME SHELL HOSTNAME TMPDIR DISPLAY CUDA_VISIBLE_DEVICES").split()
+_PREFIXES_OF_A_HOST = tuple("RAY_ SSH_ XDG_ DBUS_ SLURM_ OMPI_ PMIX_".split())
 _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the processes of a job have in common.
+
+    Attributes:
+        job_id: Name that marks every process of the job.
+        coordinator_address: `host:port` where process 0 listens.
+        cwd: Directory in which the processes run.
+        environ: The environment of the launcher.
+        launched_at: When the launcher began, in seconds since 1970.
+        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
+        columns: Width of the terminal, in characters.
+        num_parts: Number of launchers like this one, with as many processes each, that a cluster
+            has started for the job.
+        part: Index of this one among them.
+        restart_count: How many times the job was started before.
+        secret: What only the processes of the job know; empty if several launchers start them.
+    """
+
+    job_id: str
+    coordinator_address: str
+    cwd: str
+    environ: Mapping[str, str]
+    launched_at: float
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
+    num_parts: int = 1
+    part: int = 0
+    restart_count: int = 0
+    secret: str = field(default="", repr=False)
 
 
 def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -69,64 +76,40 @@ def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def process_environment(
-    *,
+    launch: Launch,
+    options: Options,
     facts: Facts,
-    device_kind: str,
-    local_devices: Sequence[int],
+    *,
     rank: int,
     num_processes: int,
     processes_on_host: int,
-    single_host: bool,
-    options: Options,
-    job_id: str,
-    coordinator_address: str,
-    environ: Mapping[str, str],
-    launched_at: float,
-    restart_count: int,
+    local_devices: Sequence[int],
+    device_kind: str,
+    is_single_host: bool,
 ) -> dict[str, str]:
     """Returns the variables of one process in addition to those of its host.
 
     Variables that divide the machine (threads) or keep caches are defaults: variables that the
     user's shell sets are kept.
-
-    Args:
-        facts: The facts of the host.
-        device_kind: "gpu" or "cpu".
-        local_devices: Indices of the devices of this process on its host.
-        rank: Number of the process in the job.
-        num_processes: Number of processes in the job.
-        processes_on_host: Number of processes on this host.
-        single_host: Whether all processes are on one host.
-        options: The user's options.
-        job_id: Name of the job.
-        coordinator_address: `host:port` of process 0.
-        environ: Environment of the launcher.
-        launched_at: When the launcher began, in seconds since 1970.
-        restart_count: How many times the job was started before.
     """
+    environ, address = launch.environ, launch.coordinator_address
+    num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
     threads = max(1, facts.num_cores // processes_on_host)
-    on_cpu = device_kind == "cpu"
     return {
-        **_defaults(
-            facts,
-            options,
-            environ,
-            threads=threads,
-            num_cpu_devices=len(local_devices) if on_cpu else 0,
-        ),
+        **_defaults(facts, options, environ, threads, num_cpu_devices),
         **(
-            _cpu_devices(len(local_devices))
-            if on_cpu
+            _cpu_devices(num_cpu_devices)
+            if num_cpu_devices
             else _gpu_devices(facts, local_devices, num_processes)
         ),
-        "TNT_LAUNCHED_AT": f"{launched_at:.3f}",
-        "TNT_JOB_ID": job_id,
-        "TNT_RESTART_COUNT": str(restart_count),
-        **_job_variables(coordinator_address, num_processes, rank),
+        "TNT_LAUNCHED_AT": f"{launch.launched_at:.3f}",
+        "TNT_JOB_ID": launch.job_id,
+        "TNT_RESTART_COUNT": str(launch.restart_count),
+        **_job_variables(address, num_processes, rank),
         # By default the coordinator listens on all network interfaces.
-        **({"JAX_COORDINATOR_BIND_ADDRESS": coordinator_address} if single_host else {}),
-        **_path(facts, environ, num_processes=num_processes),
-        **_direct_connections(environ, coordinator_address),
+        **({"JAX_COORDINATOR_BIND_ADDRESS": address} if is_single_host else {}),
+        **_path(facts, environ, num_processes),
+        **_direct_connections(environ, address),
         **_library_options(options),
     }
 
@@ -137,24 +120,15 @@ def task_environment(
     """Returns the variables of a process that a cluster has started.
 
     They are added to those of the cluster, which has bound the process to its processors and often
-    to its GPUs.
-
-    Args:
-        job: The process id, the number of processes and the coordinator.
-        facts: The facts of its host, as seen by the process.
-        options: The user's options.
-        environ: Environment that the cluster gave the process.
+    to its GPUs; `facts` are those of its host as seen by the process.
     """
-    on_cpu = not options.use_gpus
     ids = ",".join(map(str, job.local_device_ids or ()))
     gpu_devices = {"JAX_LOCAL_DEVICE_IDS": ids} if ids else {}
     return {
-        **_defaults(
-            facts, options, environ, threads=facts.num_cores, num_cpu_devices=1 if on_cpu else 0
-        ),
-        **(_cpu_devices(1) if on_cpu else gpu_devices),
+        **_defaults(facts, options, environ, facts.num_cores, 0 if options.use_gpus else 1),
+        **(gpu_devices if options.use_gpus else _cpu_devices(1)),
         **_job_variables(job.coordinator_address, job.num_processes, job.process_id),
-        **_path(facts, environ, num_processes=job.num_processes),
+        **_path(facts, environ, job.num_processes),
         **_direct_connections(environ, job.coordinator_address),
         **_library_options(options),
     }
@@ -164,7 +138,6 @@ def _defaults(
     facts: Facts,
     options: Options,
     environ: Mapping[str, str],
-    *,
     threads: int,
     num_cpu_devices: int,
 ) -> dict[str, str]:
@@ -175,8 +148,16 @@ def _defaults(
         "TF_CPP_MIN_LOG_LEVEL": "1",
         **{name: str(threads) for name in _THREADS_OF_LIBRARIES},
         **_cache(facts, options),
-        **({**_cpu_threads(threads, num_cpu_devices), **_huge_pages()} if num_cpu_devices else {}),
     }
+    if num_cpu_devices:
+        # XLA's thread pool must have twice as many threads as devices that wait for one another
+        # within the process. With fewer, an all-reduce can hang, because some devices wait for
+        # others that have not started. More threads than cores cost time (benchmarks/scaling.py).
+        needed = 2 * num_cpu_devices if num_cpu_devices > 1 else 1
+        defaults["PJRT_NPROC"] = str(max(threads, needed))
+        # XLA allocates the memory of each step anew, and the kernel clears it page by page
+        # (benchmarks/convolutions.py).
+        defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return {name: value for name, value in defaults.items() if not environ.get(name)}
 
 
@@ -188,7 +169,7 @@ def _job_variables(coordinator_address: str, num_processes: int, rank: int) -> d
     }
 
 
-def _path(facts: Facts, environ: Mapping[str, str], *, num_processes: int) -> dict[str, str]:
+def _path(facts: Facts, environ: Mapping[str, str], num_processes: int) -> dict[str, str]:
     # There JAX finds the plugin that joins the job as soon as any code asks for JAX's devices.
     plugin = PLUGIN_PATH if num_processes > 1 else None
     if plugin is None and facts.package_root is None:
@@ -211,20 +192,6 @@ def _cache(facts: Facts, options: Options) -> dict[str, str]:
         # A model has many programs that take less than the second from which JAX keeps them.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
-
-
-def _cpu_threads(threads: int, num_devices: int) -> dict[str, str]:
-    # XLA's thread pool must have twice as many threads as devices that wait for one another within
-    # the process. With fewer, an all-reduce can hang, because some devices wait for others that
-    # have not started. More threads than cores cost time (benchmarks/scaling.py).
-    needed = 2 * num_devices if num_devices > 1 else 1
-    return {"PJRT_NPROC": str(max(threads, needed))}
-
-
-def _huge_pages() -> dict[str, str]:
-    # XLA allocates the memory of each step anew, and the kernel clears it page by page
-    # (benchmarks/convolutions.py).
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _cpu_devices(num_devices: int) -> dict[str, str]:
@@ -251,36 +218,25 @@ def _direct_connections(environ: Mapping[str, str], coordinator_address: str) ->
 
 
 def _library_options(options: Options) -> dict[str, str]:
-    chosen: dict[str, str] = {}
-    if options.log_level is not None:
-        chosen["TNT_LOG_LEVEL"] = options.log_level
-    if options.log_on_all_devices:
-        chosen["TNT_LOG_ON_ALL_DEVICES"] = "1"
-    if options.output_on_all_devices:
-        chosen["TNT_OUTPUT_ON_ALL_DEVICES"] = "1"
-    if options.fusion_threshold_kb is not None:
-        chosen["TNT_FUSION_THRESHOLD"] = str(options.fusion_threshold_kb)
-    if options.tune_steps is not None:
-        chosen["TNT_TUNE_STEPS"] = str(options.tune_steps)
-    if options.scale is not None:
-        chosen |= _scale_variables(options.scale)
-    if options.is_plan:
-        chosen["TNT_PLAN"] = "1"
-    if options.timeline is not None:
-        chosen["TNT_TIMELINE"] = options.timeline
-    if options.checkpoint_dir is not None:
+    directory = options.checkpoint_dir
+    chosen = {
+        "TNT_LOG_LEVEL": options.log_level,
+        "TNT_LOG_ON_ALL_DEVICES": "1" if options.log_on_all_devices else None,
+        "TNT_OUTPUT_ON_ALL_DEVICES": "1" if options.output_on_all_devices else None,
+        "TNT_FUSION_THRESHOLD": options.fusion_threshold_kb,
+        "TNT_TUNE_STEPS": options.tune_steps,
+        "TNT_PLAN": "1" if options.is_plan else None,
+        "TNT_TIMELINE": options.timeline,
         # On other hosts processes may start in another directory.
-        chosen["TNT_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
-    if options.checkpoint_every is not None:
-        chosen["TNT_CHECKPOINT_EVERY"] = options.checkpoint_every
-    return chosen
-
-
-def _scale_variables(scale: Scale) -> dict[str, str]:
-    return {
-        "TNT_SCALE_STEPS": str(scale.steps),
-        "TNT_SCALE_FROM": str(scale.ranks[0]),
-        "TNT_SCALE_WEAK": str(int(scale.is_weak)),
-        # What is measured is no run of the user's, so that it must not be noted as one.
-        **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
+        "TNT_CHECKPOINT_DIR": None if directory is None else os.path.abspath(directory),
+        "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
     }
+    if (scale := options.scale) is not None:
+        chosen |= {
+            "TNT_SCALE_STEPS": scale.steps,
+            "TNT_SCALE_FROM": scale.ranks[0],
+            "TNT_SCALE_WEAK": int(scale.is_weak),
+            # What is measured is no run of the user's, so that it must not be noted as one.
+            **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
+        }
+    return {name: str(value) for name, value in chosen.items() if value is not None}

@@ -1,14 +1,12 @@
-"""Turns hosts, devices and options into a list of processes.
-
-Everything here is a pure function of its arguments.
-"""
+"""Turns hosts, devices and options into a list of processes: pure functions."""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tnt_jax.launch.planning.environment import (
+    Launch,
     carried_environment,
     environment_on_ray,
     process_environment,
@@ -16,11 +14,11 @@ from tnt_jax.launch.planning.environment import (
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.options import Options
 
-# Runs a script up to the end of its first fit.
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
 SECRET = "TNT_JOB_SECRET"
 """Variable that holds what only the processes of the job know."""
+# Runs a script up to the end of its first fit.
 _TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
 
 
@@ -93,38 +91,6 @@ class Process:
     def to_json(self) -> dict[str, Any]:
         """Returns the process as plain data."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the processes of a job have in common.
-
-    Attributes:
-        job_id: Name that marks every process of the job.
-        coordinator_address: `host:port` where process 0 listens.
-        cwd: Directory in which the processes run.
-        environ: The environment of the launcher.
-        launched_at: When the launcher began, in seconds since 1970.
-        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
-        columns: Width of the terminal, in characters.
-        num_parts: Number of launchers like this one, with as many processes each, that a cluster
-            has started for the job.
-        part: Index of this one among them.
-        restart_count: How many times the job was started before.
-        secret: What only the processes of the job know; empty if several launchers start them.
-    """
-
-    job_id: str
-    coordinator_address: str
-    cwd: str
-    environ: Mapping[str, str]
-    launched_at: float
-    terminals: tuple[str, ...] = ()
-    columns: int = 80
-    num_parts: int = 1
-    part: int = 0
-    restart_count: int = 0
-    secret: str = field(default="", repr=False)
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
@@ -210,64 +176,49 @@ def plan_processes(
         _processes_on(host, number, options)
         for host, number in zip(hosts, devices.per_host, strict=True)
     ]
+    carries = carried_environment if options.ray_address is None else environment_on_ray
     processes: list[Process] = []
     for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
+        carried = carries(launch.environ) if host.is_remote else {}
         for local_rank in range(count):
             rank = launch.part * sum(counts) + len(processes)
+            pinning = _pinning(host, local_rank, count, options)
+            local_devices = range(
+                local_rank * num_devices // count, (local_rank + 1) * num_devices // count
+            )
             environment = process_environment(
-                facts=host.facts,
-                device_kind=devices.kind,
-                local_devices=range(
-                    local_rank * num_devices // count, (local_rank + 1) * num_devices // count
-                ),
+                launch,
+                options,
+                host.facts,
                 rank=rank,
                 num_processes=launch.num_parts * sum(counts),
                 processes_on_host=count,
-                single_host=len(hosts) * launch.num_parts == 1,
-                options=options,
-                job_id=launch.job_id,
-                coordinator_address=launch.coordinator_address,
-                environ=launch.environ,
-                launched_at=launch.launched_at,
-                restart_count=launch.restart_count,
+                local_devices=local_devices,
+                device_kind=devices.kind,
+                is_single_host=len(hosts) * launch.num_parts == 1,
             )
-            pinning = _pinning(host, local_rank, count, options)
-            process = _process(host, rank, local_rank, pinning, environment, options, launch)
-            if devices.kind == "cpu" and not pinning:
-                own = _own_processors(host.facts.processors, local_rank, count)
-                process = replace(process, processors=own)
-            processes.append(process)
+            secret = {SECRET: launch.secret} if launch.secret else {}
+            processes.append(
+                Process(
+                    rank=rank,
+                    local_rank=local_rank,
+                    host=host.name,
+                    command=(*pinning, *script_command(options, launch.cwd)),
+                    cwd=launch.cwd,
+                    environment={**carried, **environment, **secret},
+                    exports=options.exports,
+                    shown=_shown(rank, options),
+                    log_file=_log_file(rank, options, launch),
+                    terminals=_terminals(rank, options, launch),
+                    columns=launch.columns,
+                    processors=(
+                        _own_processors(host.facts.processors, local_rank, count)
+                        if devices.kind == "cpu" and not pinning
+                        else ()
+                    ),
+                )
+            )
     return processes
-
-
-def _process(
-    host: Host,
-    rank: int,
-    local_rank: int,
-    pinning: Sequence[str],
-    environment: Mapping[str, str],
-    options: Options,
-    launch: Launch,
-) -> Process:
-    """Returns a process of the job with the variables that are its own."""
-    carries = carried_environment if options.ray_address is None else environment_on_ray
-    return Process(
-        rank=rank,
-        local_rank=local_rank,
-        host=host.name,
-        command=(*pinning, *script_command(options, launch.cwd)),
-        cwd=launch.cwd,
-        environment={
-            **(carries(launch.environ) if host.is_remote else {}),
-            **environment,
-            **({SECRET: launch.secret} if launch.secret else {}),
-        },
-        exports=options.exports,
-        shown=_shown(rank, options),
-        log_file=_log_file(rank, options, launch),
-        terminals=tuple(name for name in launch.terminals if _is_shown_alone(rank, name, options)),
-        columns=launch.columns,
-    )
 
 
 def _processes_on(host: Host, num_devices: int, options: Options) -> int:
@@ -324,12 +275,12 @@ def _shown(rank: int, options: Options) -> tuple[str, ...]:
     return ("stderr",) if options.log_on_all_devices else ()
 
 
-def _is_shown_alone(rank: int, name: str, options: Options) -> bool:
-    return (
-        rank == 0
-        and not options.output_on_all_devices
-        and not (name == "stderr" and options.log_on_all_devices)
-    )
+def _terminals(rank: int, options: Options, launch: Launch) -> tuple[str, ...]:
+    """Returns which streams are shown alone on a terminal, where progress bars work."""
+    if rank or options.output_on_all_devices:
+        return ()
+    shared = ("stderr",) if options.log_on_all_devices else ()
+    return tuple(name for name in launch.terminals if name not in shared)
 
 
 def _log_file(rank: int, options: Options, launch: Launch) -> str | None:
