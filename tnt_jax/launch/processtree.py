@@ -5,35 +5,27 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PATIENCE_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all descendants whose own parent ends.
-
-    This way `descendants` finds all of them.
-    """
+    """Makes this process the parent of all descendants whose own parent ends, to find them all."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def leave_orphans() -> None:
-    """Reverts `adopt_orphans`.
-
-    A program that replaces this process would not wait for orphans.
-    """
+    """Reverts `adopt_orphans`: a program that replaces this process would not wait for orphans."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends.
-
-    Call it between fork and exec.
-    """
+    """Has the kernel kill this process, between fork and exec, when the thread that forked ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -58,10 +50,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def processes_with(variable: str) -> list[tuple[int, str]]:
-    """Returns (process id, value) of this user's processes with an environment variable.
-
-    They were started with the variable set.
-    """
+    """Returns (process id, value) of this user's processes started with a variable set."""
     prefix = f"{variable}=".encode()
     found = []
     for pid, _, state in _all_processes():
@@ -98,15 +87,21 @@ def is_handled(pid: int, signum: int) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
-def kill_descendants(pid: int, *, patience_s: float = 5.0) -> list[int]:
-    """Kills all descendants of `pid` and returns those still there after `patience_s` seconds.
+def kill_descendants(pid: int) -> list[int]:
+    """Kills all descendants of `pid` and returns those still there after five seconds."""
+    return _await_end(lambda: descendants(pid), kill=True)
+
+
+def _await_end(find: Callable[[], list[int]], *, kill: bool) -> list[int]:
+    """Waits until no process is found, and returns those still there after five seconds.
 
     A process can start another while it is being killed, and a process in an uninterruptible system
     call dies late, so the list is read again until it is empty.
     """
-    deadline = time.monotonic() + patience_s
-    while (left := descendants(pid)) and time.monotonic() < deadline:
-        send_signal(left, signal.SIGKILL)
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := find()) and time.monotonic() < deadline:
+        if kill:
+            send_signal(left, signal.SIGKILL)
         time.sleep(0.02)
     return left
 
@@ -125,7 +120,6 @@ def reap_orphans() -> None:
 
     Call it while this process has no children of its own: they would seem to be orphans.
     """
-    # ChildProcessError: there is none.
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -147,9 +141,6 @@ def _all_processes() -> list[tuple[int, int, str]]:
     return found
 
 
-_PATIENCE_S = 5.0
-
-
 def list_jobs() -> dict[str, list[str]]:
     """Returns the commands of this user's running processes by the id of their job."""
     jobs: dict[str, list[str]] = {}
@@ -169,13 +160,8 @@ def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
         Number of processes found, and those still running after five seconds.
     """
     found = _processes_of(job_id)
-    deadline = time.monotonic() + _PATIENCE_S
     send_signal(found, signal.SIGKILL if force else signal.SIGTERM)
-    while (left := _processes_of(job_id)) and time.monotonic() < deadline:
-        if force:
-            # A process may start another while it is being killed.
-            send_signal(left, signal.SIGKILL)
-        time.sleep(0.05)
+    left = _await_end(lambda: _processes_of(job_id), kill=force)
     return len(found), [f"{pid} {_command(pid)}" for pid in left]
 
 
@@ -189,12 +175,36 @@ def _processes_of(job_id: str) -> list[int]:
 
 def _command(pid: int) -> str:
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except (FileNotFoundError, ProcessLookupError):
         return "(has ended)"
+    return words.decode(errors="replace").strip()
+
+
+def catch_signals(
+    caught: Iterable[int], ignored: Iterable[int] = ()
+) -> tuple[int, Callable[[], None]]:
+    """Has signals written to a pipe instead of ending this process, and ignores others.
+
+    Returns:
+        The end of the pipe to read, and a function that restores everything; it passes signals that
+        nobody has read on to the handlers from before.
+    """
+    read_fd, write_fd = os.pipe()
+    for descriptor in (read_fd, write_fd):
+        os.set_blocking(descriptor, False)
+    previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    previous = {signum: signal.signal(signum, lambda signum, frame: None) for signum in caught}
+    previous |= {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignored}
+
+    def restore() -> None:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(previous_fd)
+        with contextlib.suppress(BlockingIOError):
+            for signum in os.read(read_fd, 64):
+                signal.raise_signal(signum)
+        os.close(read_fd)
+        os.close(write_fd)
+
+    return read_fd, restore

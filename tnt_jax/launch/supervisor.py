@@ -22,6 +22,7 @@ from tnt_jax.launch.doctor.examine import examine, read_clock
 from tnt_jax.launch.planning.facts import inspect_host
 from tnt_jax.launch.processtree import (
     adopt_orphans,
+    catch_signals,
     count_memory_kills,
     descendants,
     end_job,
@@ -172,17 +173,12 @@ class Supervisor:
             self._selector.unregister(source)
 
     def _watch_signals(self) -> None:
-        read_fd, write_fd = os.pipe()
-        for descriptor in (read_fd, write_fd):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, lambda signum, frame: None)
-        for signum in (signal.SIGUSR1, signal.SIGUSR2):
-            # Processes inherit this, so that a signal that is passed on ends only processes that
-            # handle it.
-            signal.signal(signum, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher passes on Ctrl-C of a terminal.
+        # Processes inherit what is ignored. Thus SIGUSR1 and SIGUSR2 that are passed on end only
+        # processes that handle them. The launcher passes on Ctrl-C of a terminal.
+        read_fd, _ = catch_signals(
+            (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP),
+            ignored=(signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT),
+        )
 
         def wake() -> None:
             caught = os.read(read_fd, 4096)

@@ -1,6 +1,5 @@
 """Runs a plan: communicates with the supervisors until every process has ended."""
 
-import contextlib
 import logging
 import os
 import selectors
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tnt_jax.launch.planning.plan import Process
+from tnt_jax.launch.processtree import catch_signals
 from tnt_jax.launch.remote.connection import Connection
 from tnt_jax.launch.remote.reports import failure_report, gist, loss_report, preemption_cause
 from tnt_jax.launch.remote.screen import Output, Screen, say
@@ -181,30 +181,13 @@ class Session:
 
     def watch_signals(self) -> Callable[[], None]:
         """Handles the signals that end or concern a job; returns a function that restores them."""
-        read_fd, write_fd = os.pipe()
-        for descriptor in (read_fd, write_fd):
-            os.set_blocking(descriptor, False)
-        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        taken = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-        previous = {signum: signal.signal(signum, lambda signum, frame: None) for signum in taken}
-        if any(connection.is_remote for connection in self._connections.values()):
-            # The hosts would take a stopped launcher for dead.
-            previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        is_remote = any(connection.is_remote for connection in self._connections.values())
+        # The hosts would take a stopped launcher for dead.
+        read_fd, restore = catch_signals(caught, ignored=(signal.SIGTSTP,) if is_remote else ())
         self._selector.register(
             read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64))
         )
-
-        def restore() -> None:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(previous_fd)
-            # A signal that came last is for whoever handles signals after this session.
-            with contextlib.suppress(BlockingIOError):
-                for signum in os.read(read_fd, 64):
-                    signal.raise_signal(signum)
-            os.close(read_fd)
-            os.close(write_fd)
-
         return restore
 
     def _catch(self, caught: bytes) -> None:
