@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tnt_jax.launch.planning.facts import UnsafeFolder, private_folder
+from tnt_jax.files import UnsafeFolder, private_folder
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (

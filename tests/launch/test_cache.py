@@ -4,16 +4,9 @@ import os
 
 import pytest
 
-from tnt_jax.launch.planning import facts as cache
+from tnt_jax.files import UnsafeFolder, private_folder
 from tnt_jax.launch.planning import facts as facts_module
-from tnt_jax.launch.planning.facts import (
-    Facts,
-    Request,
-    UnsafeFolder,
-    cache_dir,
-    inspect_host,
-    private_folder,
-)
+from tnt_jax.launch.planning.facts import Facts, Request, cache_dir, inspect_host
 from tnt_jax.launch.planning.preflight import find_missing_caches
 
 
@@ -25,7 +18,9 @@ def test_cache_dir_follows_the_xdg_specification(tmp_path):
 @pytest.mark.parametrize("home", ["", "/nonexistent", "open"])
 def test_without_a_home_of_ones_own_the_cache_is_private(tmp_path, monkeypatch, home):
     asked = []
-    monkeypatch.setattr(cache, "private_folder", lambda path: asked.append(path) or "private")
+    monkeypatch.setattr(
+        facts_module, "private_folder", lambda path: asked.append(path) or "private"
+    )
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o1777)
     home = str(tmp_path / "open") if home == "open" else home

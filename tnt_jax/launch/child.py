@@ -1,11 +1,4 @@
-"""One running process of the job, as its supervisor sees it.
-
-How it is started, its last output, and how it ended.
-
-Filters the lines that Gloo prints on standard output for each group of processes.
-
-Gloo is the library for CPU collectives.
-"""
+"""One running process of the job, as its supervisor sees it."""
 
 import contextlib
 import errno
@@ -21,6 +14,12 @@ from typing import IO, Any
 
 from tnt_jax.launch.processtree import descendants, die_with_parent, is_handled, send_signal
 
+TAIL_BYTES = 1 << 16
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end nobody: they are kept for a process that does not handle them yet."""
+_REQUESTS = (signal.SIGTERM, *NOTICES)
+_VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
+# Gloo, the library for CPU collectives, prints a line for each group of processes.
 _BEGIN = b"[Gloo] Rank "
 _GREETING = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer "
@@ -29,17 +28,17 @@ _GREETING = re.compile(
 _LONGEST_BYTES = 128
 
 
-class WithoutGreetings:
-    """Passes on a stream without Gloo's greetings.
+class _WithoutGreetings:
+    """Passes on a stream without Gloo's greetings, which arrive in pieces.
 
-    Greetings arrive in pieces: what may become one is held back until it is clear.
+    What may become one is held back until it is clear.
     """
 
     def __init__(self) -> None:
         self._waiting = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the data to show so far; `data` is the next piece of the stream."""
+        """Returns what can be shown once the next piece of the stream has come."""
         data = _GREETING.sub(b"", self._waiting + data)
         begin = data.rfind(_BEGIN)
         is_open = begin >= 0 and b"\n" not in data[begin:] and len(data) - begin < _LONGEST_BYTES
@@ -50,13 +49,6 @@ class WithoutGreetings:
         """Returns the data held back at the end of the stream."""
         rest, self._waiting = self._waiting, b""
         return rest
-
-
-TAIL_BYTES = 1 << 16
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end nobody: they are kept for a process that does not handle them yet."""
-_REQUESTS = (signal.SIGTERM, *NOTICES)
-_VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 
 
 def expand(value: str, environ: Mapping[str, str]) -> str:
@@ -88,7 +80,7 @@ class Child:
         self.rank: int = process["rank"]
         self.shown: frozenset[str] = frozenset(process["shown"])
         self._tails = {"stdout": b"", "stderr": b""}
-        self._filters = {name: WithoutGreetings() for name in self._tails}
+        self._filters = {name: _WithoutGreetings() for name in self._tails}
         self._log: IO[bytes] | None = _open_log(process["log_file"])
         # The ends of its standard output and error that the process writes and that we read.
         pairs = {

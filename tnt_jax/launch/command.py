@@ -14,6 +14,7 @@ from tnt_jax.launch.doctor.command import doctor
 from tnt_jax.launch.planning.environment import task_environment
 from tnt_jax.launch.planning.facts import Facts, Request, inspect_host
 from tnt_jax.launch.planning.fingerprint import fingerprint
+from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry
 from tnt_jax.launch.planning.options import Options, parse_options
 from tnt_jax.launch.planning.plan import script_command
 from tnt_jax.launch.planning.preflight import find_obstacles
@@ -21,7 +22,7 @@ from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_or
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.restarts import clean_up, run_with_restarts
-from tnt_jax.launch.run import check, run_part
+from tnt_jax.launch.run import Attempt, check, new_job_id, run_attempt
 from tnt_jax.launch.scale.command import run_scale
 from tnt_jax.settings import read_settings
 
@@ -77,7 +78,8 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
         return run_with_restarts(options, environ)
     if options.devices_per_node is None:
         _become_task(job, options, environ)
-    return run_part(job, options, environ)
+    attempt = Attempt(new_job_id(options.script_name), [HostEntry(LOCALHOST)])
+    return run_attempt(attempt, options, environ, part=job).code
 
 
 def _refuse_what_only_all_can(job: Job, options: Options) -> None:

@@ -1,8 +1,4 @@
-"""Starts a job again after a failure, on the hosts that are left.
-
-The launcher does not know how far a job has come: the script itself goes on from its last
-checkpoint.
-"""
+"""Starts a job again after a failure, on the hosts that are left, and cleans up after jobs."""
 
 import signal
 import time
@@ -28,11 +24,21 @@ from tnt_jax.launch.run import (
 )
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
+LONGEST_DELAY_S = 60.0
+"""The longest delay before a restart; an attempt that ran longer begins the delays anew."""
+ABANDONED_HOST_S = 8.0
+"""The shortest delay after the loss of a host, which needs this long to end its own processes.
+
+It notices one second later than the launcher at most, gives its processes five seconds, and kills
+them.
+"""
+_NEVER_AGAIN = (0, 128 + signal.SIGINT)
+
+Run = Callable[[Attempt], Ending]
+
 
 def clean_up(options: Options, environ: Mapping[str, str]) -> int:
-    """Ends the processes of the job `options.cleanup` on the hosts of the hostfile or on this one.
-
-    Without an id it lists jobs.
+    """Ends the processes of the job `options.cleanup` on its hosts; without an id it lists jobs.
 
     Returns:
         0 if no process of the job is left, 1 otherwise.
@@ -59,19 +65,6 @@ def _describe(jobs_by_host: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) or "No process of a job is running."
 
 
-LONGEST_DELAY_S = 60.0
-"""The longest delay before a restart; an attempt that ran longer begins the delays anew."""
-ABANDONED_HOST_S = 8.0
-"""The shortest delay after the loss of a host, which needs this long to end its own processes.
-
-It notices one second later than the launcher at most, gives its processes five seconds, and kills
-them.
-"""
-_NEVER_AGAIN = (0, 128 + signal.SIGINT)
-
-Run = Callable[[Attempt], Ending]
-
-
 class _Signalled(BaseException):
     """Raised where a signal to the launcher arrives while no process of the job runs."""
 
@@ -79,17 +72,15 @@ class _Signalled(BaseException):
 def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
     """Runs a job, starts it again after failures, and returns the exit code of the last attempt.
 
-    Args:
-        options: The options of the command line; `max_restarts` limits the restarts, and attempts
-            to start that found too few hosts count.
-        environ: The launcher's environment.
+    The launcher does not know how far a job has come: the script itself goes on from its last
+    checkpoint. `max_restarts` limits the restarts; starts that found too few hosts count.
 
     Returns:
-        The exit code of the last attempt that ran (`session.Session.run`); 75 if a signal came
-        between two attempts.
+        The exit code of the last attempt that ran (`Session.run`); 75 if a signal came between two
+        attempts.
 
     Raises:
-        ValueError, FileNotFoundError, HostError: As `run.run_attempt` at the first start.
+        ValueError, FileNotFoundError, HostError: As `run_attempt` at the first start.
         KeyboardInterrupt: At Ctrl-C between two attempts.
     """
 
@@ -132,7 +123,11 @@ def _repeat(
         delay_s = delay_before_restart(in_a_row, has_lost_hosts=bool(ending.silent_hosts))
         in_a_row += 1
         attempt = replace(attempt, restart_count=attempt.restart_count + 1)
-        _announce(attempt, options.max_restarts, ending.because, delay_s)
+        moment = time.strftime("%H:%M:%S", time.localtime(time.time() + delay_s))
+        say(
+            f"Restart {attempt.restart_count} of {options.max_restarts} follows in {delay_s:g} s, "
+            f"at {moment}. Cause: {ending.because}"
+        )
         time.sleep(delay_s)
         reap_orphans()
         began_at = time.monotonic()
@@ -147,11 +142,9 @@ def _repeat(
 
 
 def delay_before_restart(in_a_row: int, *, has_lost_hosts: bool) -> float:
-    """Returns the seconds to wait: 1, 2, 4 and so on up to a minute.
+    """Returns the seconds to wait: 1, 2, 4 and so on up to a minute, longer after lost hosts.
 
-    Args:
-        in_a_row: Restarts just before this one whose attempt ran for less than a minute.
-        has_lost_hosts: Whether processes of the last attempt may still run on a lost host.
+    `in_a_row` are the restarts just before this one whose attempt ran for less than a minute.
     """
     delay_s = min(LONGEST_DELAY_S, 2.0 ** min(in_a_row, 10))
     return max(delay_s, ABANDONED_HOST_S) if has_lost_hosts else delay_s
@@ -160,10 +153,7 @@ def delay_before_restart(in_a_row: int, *, has_lost_hosts: bool) -> float:
 def run_on_hosts_left(attempt: Attempt, min_hosts: int | None, run: Run) -> Ending:
     """Runs an attempt without the hosts that cannot take part, as long as enough are left.
 
-    Args:
-        attempt: The attempt, with all hosts.
-        min_hosts: The fewest hosts to run on; None for all of them.
-        run: Runs an attempt; raises `HostError` if hosts cannot take part.
+    At least `min_hosts` must be left, or all if that is None.
 
     Raises:
         ValueError: If fewer hosts than `min_hosts` are listed.
@@ -186,14 +176,6 @@ def run_on_hosts_left(attempt: Attempt, min_hosts: int | None, run: Run) -> Endi
             reasons.update(error.reasons)
             if len(attempt.entries) - len(reasons) < fewest:
                 raise HostError(reasons) from error
-
-
-def _announce(attempt: Attempt, max_restarts: int, because: str, delay_s: float) -> None:
-    moment = time.strftime("%H:%M:%S", time.localtime(time.time() + delay_s))
-    say(
-        f"Restart {attempt.restart_count} of {max_restarts} follows in {delay_s:g} s, at {moment}. "
-        f"Cause: {because}"
-    )
 
 
 @contextmanager

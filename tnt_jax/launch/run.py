@@ -51,14 +51,7 @@ _logger = logging.getLogger("tnt_jax.launch")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job.
-
-    Attributes:
-        job_id: Name of the job, the same for all attempts.
-        entries: The hosts to use.
-        restart_count: How many times the job was started before.
-        left_out: The reason for each host that cannot take part.
-    """
+    """One start of a job: `left_out` has the reason for each host that cannot take part."""
 
     job_id: str
     entries: Sequence[HostEntry]
@@ -114,16 +107,13 @@ def run_attempt(
         HostError: If hosts cannot take part; the message names each with the reason.
     """
     entries = attempt.entries
-    phases = Phases()
+    phases = _Phases()
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         if attempt.restart_count:
-            end_earlier_attempts(session, attempt)
+            _end_earlier_attempts(session, attempt)
         phases.end("connecting to the hosts")
-        hosts = [
-            Host(entry.name, facts[entry.name], entry.slots, not entry.is_local)
-            for entry in entries
-        ]
+        hosts = hosts_of(entries, facts)
         check(find_obstacles(facts))
         devices = choose_devices(hosts, options)
         missing_caches = find_missing_caches(facts) if options.compilation_cache else []
@@ -132,11 +122,9 @@ def run_attempt(
         launch = Launch(
             job_id=attempt.name,
             restart_count=attempt.restart_count,
-            coordinator_address=(
-                part.coordinator_address
-                if part
-                else find_coordinator_address(session, hosts, options, devices.kind)
-            ),
+            coordinator_address=part.coordinator_address
+            if part
+            else find_coordinator_address(session, hosts, options, devices.kind),
             cwd=working_directory(environ),
             environ=environ,
             launched_at=phases.began_at,
@@ -152,7 +140,7 @@ def run_attempt(
         processes = plan_processes(hosts, devices, options, launch)
         phases.end("planning")
         if options.dry_run:
-            print(describe(processes, launch))
+            print(_describe(processes, launch))
             return Ending(0)
         _logger.info(
             "Job %s: %d process(es) on %d host(s).", launch.job_id, len(processes), len(hosts)
@@ -174,25 +162,7 @@ def _say_where(attempt: Attempt) -> None:
         say(f"Restart {attempt.restart_count} starts on {names}.")
 
 
-def run_part(part: Job, options: Options, environ: Mapping[str, str]) -> int:
-    """Starts the script on the devices of this host, for a job over launchers like this one.
-
-    Args:
-        part: The position of this launcher among those that a cluster has started.
-        options: The options of the command line.
-        environ: The launcher's environment.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ValueError, FileNotFoundError, HostError: As `run_attempt`.
-    """
-    attempt = Attempt(new_job_id(options.script_name), [HostEntry(LOCALHOST)])
-    return run_attempt(attempt, options, environ, part).code
-
-
-class Phases:
+class _Phases:
     """Times the phases of a start, and logs them at level DEBUG."""
 
     def __init__(self) -> None:
@@ -204,6 +174,13 @@ class Phases:
         moment = time.monotonic()
         _logger.debug("Start-up: %s took %.2f s.", name, moment - self._last)
         self._last = moment
+
+
+def hosts_of(entries: Sequence[HostEntry], facts: Mapping[str, Facts]) -> list[Host]:
+    """Returns hosts with their facts."""
+    return [
+        Host(entry.name, facts[entry.name], entry.slots, not entry.is_local) for entry in entries
+    ]
 
 
 def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
@@ -225,10 +202,7 @@ def _connect(entry: HostEntry, options: Options) -> Connection:
 
 @contextmanager
 def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Session]:
-    """Connects to all hosts at once.
-
-    At the end, in whatever way, the supervisors end all processes that they started.
-    """
+    """Connects to all hosts; at the end, however it comes, the supervisors end their processes."""
     connections = [_connect(entry, options) for entry in entries]
     session = Session(connections, grace_period_s=options.grace_period_s)
     restore_signals = session.watch_signals()
@@ -262,21 +236,16 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
     try:
         answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
     except HostError as error:
-        raise HostError(
-            {
-                host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip()
-                for host, reason in error.reasons.items()
-            }
-        ) from error
+        reasons = {
+            host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip()
+            for host, reason in error.reasons.items()
+        }
+        raise HostError(reasons) from error
     return {host: Facts.from_json(fields) for host, fields in answers.items()}
 
 
-def end_earlier_attempts(session: Session, attempt: Attempt) -> None:
-    """Kills what a lost host or a killed supervisor has left of the job's earlier attempts.
-
-    Raises:
-        HostError: If processes cannot be killed.
-    """
+def _end_earlier_attempts(session: Session, attempt: Attempt) -> None:
+    """Kills what a lost host or a killed supervisor has left of the job's earlier attempts."""
     arguments = {"job_id": attempt.job_id, "force": True}
     answers = session.ask("end_job", arguments, timeout_s=ASK_TIMEOUT_S)
     check(
@@ -330,16 +299,11 @@ def find_coordinator_address(
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """Returns the working directory as the user's shell spells it.
-
-    Other hosts may know only that spelling.
-    """
+    """Returns the working directory as the user's shell spells it, as other hosts may know it."""
     spelled = environ.get("PWD", "")
-    return (
-        spelled
-        if os.path.isabs(spelled) and os.path.isdir(spelled) and os.path.samefile(spelled, ".")
-        else os.getcwd()
-    )
+    if os.path.isabs(spelled) and os.path.isdir(spelled) and os.path.samefile(spelled, "."):
+        return spelled
+    return os.getcwd()
 
 
 def new_job_id(script: str) -> str:
@@ -348,7 +312,7 @@ def new_job_id(script: str) -> str:
     return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def describe(processes: Sequence[Process], launch: Launch) -> str:
+def _describe(processes: Sequence[Process], launch: Launch) -> str:
     """Returns a plan as text: for each process its host, variables and command, for a shell."""
     lines = [
         f"job {launch.job_id}: {len(processes)} process(es), meeting at "

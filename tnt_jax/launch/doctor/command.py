@@ -25,6 +25,7 @@ from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import (
     ASK_TIMEOUT_S,
     find_coordinator_address,
+    hosts_of,
     job_hosts,
     new_job_id,
     open_session,
@@ -117,10 +118,7 @@ def examine_hosts(
             remedy = "Resolve the failures first."
             untried = Finding(entries[0].name, "all-reduce", WARNING, "not tried", remedy)
             return [*findings, untried], []
-        job = [
-            Host(entry.name, facts[entry.name], entry.slots, not entry.is_local)
-            for entry in entries
-        ]
+        job = hosts_of(entries, facts)
         finding, links = _measure_links(session, job, options, environ)
         return [*findings, finding], links
 

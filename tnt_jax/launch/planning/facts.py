@@ -1,9 +1,4 @@
-"""Facts about a host: the launcher asks before anything starts, the supervisor answers.
-
-The folder of the compilation cache: only folders that nobody else can write to.
-
-A compiled program in the cache is executed, so whoever can write to the cache decides what runs.
-"""
+"""Facts about a host: the launcher asks before anything starts, the supervisor answers."""
 
 import importlib.metadata
 import os
@@ -19,16 +14,14 @@ from typing import Any
 from tnt_jax.cluster.devices import cpu_kind, list_gpus, list_processors, machine_id, numa_nodes
 from tnt_jax.files import UnsafeFolder, is_own, private_folder
 
-__all__ = ["UnsafeFolder", "cache_dir", "private_folder"]
+_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def cache_dir(environ: Mapping[str, str]) -> str:
     """Returns the user's cache directory (XDG base directory specification).
 
-    For a user without a home directory it is a private folder in /tmp.
-
-    Args:
-        environ: Environment of the user's processes.
+    A compiled program in the cache is executed, so whoever can write to the cache decides what
+    runs. For a user without a home directory it is a private folder in /tmp.
 
     Raises:
         UnsafeFolder: If there can be no private folder.
@@ -43,9 +36,6 @@ def cache_dir(environ: Mapping[str, str]) -> str:
     ):
         return os.path.join(home, ".cache")
     return private_folder(f"/tmp/tnt_jax-{os.geteuid()}")
-
-
-_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 @dataclass(frozen=True)
@@ -72,21 +62,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a host.
+    """Facts about a host, which calls itself `hostname`.
 
     Attributes:
-        hostname: The host's own name.
         machine: Identifies the machine, or the container that has a network of its own.
         own_addresses: The addresses to which that name resolves on the host itself; empty if there
             are none.
         ssh_address: Address at which the launcher reached the host by ssh, or None.
-        python: Python version.
         versions: Installed version by package name (tnt-jax, jax, jaxlib); None if not installed.
         cpu_kind: Identifies the instruction set of the processors.
         processors: Numbers of the processors that the processes may use, those of a core together.
         gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
         has_cuda_jax: Whether JAX's CUDA plugin is installed.
-        numa_nodes: Numbers of the NUMA nodes.
         numactl: Path of numactl, or None.
         cache_dir: Directory for the user's caches; empty if there is no safe one.
         no_cache_because: Why there is none; empty if there is one.
@@ -180,10 +167,7 @@ def is_loopback(address: str) -> bool:
 
 
 def ssh_address(environ: Mapping[str, str]) -> str | None:
-    """Returns the address at which an ssh client reached this host.
-
-    It is the third word of `SSH_CONNECTION`.
-    """
+    """Returns the address at which an ssh client reached this host."""
     words = environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else None
 

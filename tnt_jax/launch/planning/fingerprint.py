@@ -14,10 +14,7 @@ _NAMED_ARRAYS = 8
 
 
 def fingerprint_line(epoch: int, step: int, arrays: Mapping[str, str]) -> str:
-    """Returns the line of a fingerprint file for digests of arrays by path.
-
-    They are taken after `step` steps, in epoch `epoch`, from 0.
-    """
+    """Returns the line of a fingerprint file for digests of arrays by path after `step` steps."""
     return json.dumps({"epoch": epoch, "step": step, "arrays": dict(arrays)}) + "\n"
 
 
@@ -26,10 +23,6 @@ def first_difference(path: str | Path, other: str | Path) -> str | None:
 
     Only steps that both files have are compared, so that a resumed run can be compared with a whole
     one.
-
-    Args:
-        path: A fingerprint file.
-        other: Another one.
 
     Raises:
         ValueError: If a file is not a fingerprint file, or the two have no step in common.
@@ -55,12 +48,7 @@ def first_difference(path: str | Path, other: str | Path) -> str | None:
 
 
 def fingerprint(words: Sequence[str]) -> int:
-    """Runs `tnt-jax fingerprint A B`: prints the first difference and returns 1, or returns 0.
-
-    Raises:
-        ValueError: If there are not two files, or one is not a fingerprint file.
-        FileNotFoundError: If a file does not exist.
-    """
+    """Runs `tnt-jax fingerprint A B`: prints the first difference and returns 1, or returns 0."""
     if len(words) != 2:
         raise ValueError(
             f"tnt-jax fingerprint compares two files, but got {len(words)}: "

@@ -45,12 +45,7 @@ def is_local(name: str) -> bool:
 
 
 def read_hostfile(path: str) -> list[HostEntry]:
-    """Returns the hosts that a file lists.
-
-    Raises:
-        ValueError: If the file cannot be read, lists no host, or has a malformed line; the message
-            names the line.
-    """
+    """Returns the hosts that a file lists; see `parse_hostfile`."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -59,10 +54,7 @@ def read_hostfile(path: str) -> list[HostEntry]:
 
 
 def allocated_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
-    """Returns the nodes of the current SLURM allocation; none outside of one.
-
-    An allocation is that of a batch script or of the shell of `salloc`.
-    """
+    """Returns the nodes of the SLURM allocation of a batch script or of `salloc`; else none."""
     nodes = environ.get("SLURM_JOB_NODELIST")
     return [HostEntry(name, through="srun") for name in expand_nodes(nodes)] if nodes else []
 
@@ -71,11 +63,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
     r"""Returns the hosts in a hostfile's text, one per line: `NAME` or `NAME slots=N`.
 
     `#` starts a comment. Blank lines are ignored. A repeated host is left out, unless the lines
-    disagree about its slots.
-
-    Args:
-        text: Content of the file.
-        source: Its name in messages.
+    disagree about its slots. `source` is the name of the file in messages.
 
     Example:
         >>> hosts = parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")

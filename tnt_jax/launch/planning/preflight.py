@@ -31,16 +31,32 @@ def find_remedy(host: str, reason: str) -> str:
 def find_obstacles(facts: Mapping[str, Facts]) -> dict[str, str]:
     """Returns the reason and the remedy for each host that cannot take part.
 
-    Args:
-        facts: The facts of each host, by its name; the others are compared with the first.
+    The first host is the one that the others are compared with.
     """
     reference = next(iter(facts.values()))
+    expected = _versions(reference)
     obstacles = {}
     for host, found in facts.items():
-        reasons = [*_missing(found), *_differences(reference, found)]
+        reasons = []
+        if found.missing:
+            reasons.append(
+                f"There is no {' and no '.join(found.missing)} there. Is it spelled right, and is "
+                "the directory shared?"
+            )
+        versions = _versions(found)
+        reasons += [
+            f"{name} is {versions[name] or 'not installed'} there, but "
+            f"{version or 'not installed'} on {reference.hostname}; install the same."
+            for name, version in expected.items()
+            if versions[name] != version
+        ]
         if reasons:
             obstacles[host] = " ".join(reasons)
     return obstacles
+
+
+def _versions(facts: Facts) -> dict[str, str | None]:
+    return {"Python": facts.python.rpartition(".")[0], **facts.versions}
 
 
 def find_missing_caches(facts: Mapping[str, Facts]) -> list[str]:
@@ -53,29 +69,6 @@ def find_missing_caches(facts: Mapping[str, Facts]) -> list[str]:
     ]
 
 
-def _missing(facts: Facts) -> list[str]:
-    if not facts.missing:
-        return []
-    return [
-        f"There is no {' and no '.join(facts.missing)} there. Is it spelled right, and is the "
-        "directory shared?"
-    ]
-
-
-def _differences(reference: Facts, facts: Facts) -> list[str]:
-    expected, found = _versions(reference), _versions(facts)
-    return [
-        f"{name} is {found[name] or 'not installed'} there, but {version or 'not installed'} on "
-        f"{reference.hostname}; install the same."
-        for name, version in expected.items()
-        if found[name] != version
-    ]
-
-
-def _versions(facts: Facts) -> dict[str, str | None]:
-    return {"Python": facts.python.rpartition(".")[0], **facts.versions}
-
-
 def find_unreachable(facts: Mapping[str, Facts], device_kind: str) -> dict[str, str]:
     """Returns the reason and the remedy for each host that others cannot reach by its own name.
 
@@ -84,11 +77,16 @@ def find_unreachable(facts: Mapping[str, Facts], device_kind: str) -> dict[str, 
     """
     if device_kind != "cpu" or share_machine(facts.values()):
         return {}
-    return {
-        host: _loopback(found)
-        for host, found in facts.items()
-        if all(map(is_loopback, found.own_addresses))
-    }
+    traps = {}
+    for host, found in facts.items():
+        if all(map(is_loopback, found.own_addresses)):
+            name, resolved = found.hostname, ", ".join(found.own_addresses) or "no address"
+            traps[host] = (
+                f"Its own name, {name}, stands for {resolved} there, where no other host can reach "
+                f"it. Give {name} its network address in DNS or in /etc/hosts on that host, where "
+                f"Debian writes '127.0.1.1 {name}'."
+            )
+    return traps
 
 
 def share_machine(facts: Iterable[Facts]) -> bool:
@@ -96,23 +94,13 @@ def share_machine(facts: Iterable[Facts]) -> bool:
     return len({found.machine for found in facts}) == 1
 
 
-def _loopback(facts: Facts) -> str:
-    resolved = ", ".join(facts.own_addresses) or "no address"
-    return (
-        f"Its own name, {facts.hostname}, stands for {resolved} there, where no other host can "
-        f"reach it. Give {facts.hostname} its network address in DNS or in /etc/hosts on that "
-        f"host, where Debian writes '127.0.1.1 {facts.hostname}'."
-    )
-
-
 def choose_address(
     candidates: Sequence[str], reachable: Mapping[str, Sequence[str]]
 ) -> tuple[str, list[str]]:
     """Returns the first candidate that most hosts reach, and the hosts that do not reach it.
 
-    Args:
-        candidates: Names and addresses of the first host, the preferred one first.
-        reachable: The candidates that each of the other hosts reaches.
+    Candidates are names and addresses of the first host, the preferred one first; `reachable` are
+    those that each of the other hosts reaches.
     """
     best = max(
         candidates, key=lambda candidate: sum(candidate in found for found in reachable.values())

@@ -7,7 +7,6 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tnt_jax.launch.planning.hostfile import HostEntry
@@ -45,12 +44,7 @@ class RayNodes:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Frees the nodes."""
         self.free()
 

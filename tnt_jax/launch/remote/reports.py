@@ -18,15 +18,10 @@ _CULPRIT = re.compile(
 
 
 def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str:
-    """Returns the report on a failed process.
+    """Returns the report on a failed process, from what its supervisor says of its end.
 
-    It says which process failed and how, and has the end of its output unless that was shown. If
-    the process said that another one was the cause, the report begins with that.
-
-    Args:
-        host: The host of the process.
-        message: What its supervisor says of its end.
-        shown: Whether the user has seen its error output.
+    It has the end of the process's output unless the user has seen that. If the process said that
+    another one was the cause, the report begins with that.
     """
     rank, code, pid = message["rank"], message["code"], message["pid"]
     text = f"Rank {rank} on {host} {_how(code)}. It was process {pid}."
@@ -77,19 +72,13 @@ def excerpt(lines: Sequence[str]) -> list[str]:
 
 
 def preemption_cause(tail: bytes) -> str:
-    """Returns what preempted a process, in one line, from the end of its output.
-
-    Returns "" if it does not say.
-    """
+    """Returns what preempted a process, from the end of its output; "" if it does not say."""
     found = re.search(rb"(SIG[A-Z0-9]+ came(?: to process \d+)?): the state ", tail)
     return f"it was preempted: {found[1].decode()}, and the state is saved" if found else ""
 
 
 def loss_report(rank: int, host: str, ended: Sequence[int]) -> str:
-    """Returns the report on a process that could not continue without others.
-
-    These had ended with exit code 0 without leaving the job.
-    """
+    """Returns the report on a process that could not continue without others, which had ended."""
     names = (
         f"Rank {ended[0]}" if len(ended) == 1 else f"One of the ranks {', '.join(map(str, ended))}"
     )

@@ -28,10 +28,8 @@ class Output(Protocol):
 class Screen:
     """Writes the processes' output to the launcher's own.
 
-    If several ranks write, each line begins with its rank.
-
     If only one rank writes to a stream, its output is passed on unchanged and at once, so that
-    progress bars work. If several write, lines longer than 64 KiB are cut.
+    progress bars work. If several write, each line begins with its rank, and is cut after 64 KiB.
     """
 
     def __init__(self, processes: Iterable[Process]) -> None:

@@ -22,6 +22,7 @@ from tnt_jax.launch.run import (
     Attempt,
     ask_facts,
     check,
+    hosts_of,
     job_hosts,
     new_job_id,
     open_session,
@@ -171,9 +172,7 @@ def choose_layouts(
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         check(find_obstacles(facts))
-    hosts = [
-        Host(entry.name, facts[entry.name], entry.slots, not entry.is_local) for entry in entries
-    ]
+    hosts = hosts_of(entries, facts)
     devices = choose_devices(hosts, options)
     _check_kind(hosts, devices, options)
     return {ranks: lay_out(ranks, entries, devices.per_host) for ranks in scale.ranks}
