@@ -5,7 +5,4 @@ a small `supervisor` program on each host (locally, through ssh or through srun)
 host's `facts`. The pure function `plan.plan_processes` turns hosts, devices and options into a list
 of `Process`. The supervisors start these and watch them. `session` shows their output, and ends all
 of them when one fails.
-
-This package uses only the standard library, `tnt_jax.settings`, `tnt_jax.cluster` and
-`tnt_jax.on_ray`, and never imports JAX.
 """

@@ -98,8 +98,8 @@ def run_attempt(
         environ: The launcher's environment.
         part: The position of this launcher among several that a cluster has started for one job;
             None if it is the only one.
-        screen: The receiver of the processes' output; by default the launcher's screen.
-        timeout_s: Seconds after which the processes are ended; None for no limit.
+        screen: As of `Session.run`.
+        timeout_s: As of `Session.run`.
 
     Raises:
         ValueError: If the options do not fit the hosts.

@@ -142,7 +142,9 @@ class Supervisor:
                 self._relay_all,
                 wanted=len(self._outbox) < _BACKLOG_BYTES,
             )
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(
+                BEAT_INTERVAL_S / 2 if self._kill_at is None else 0.05
+            ):
                 key.data()
             self._keep_time()
             if self._started and not self._running() and self._say_goodbye():
@@ -159,9 +161,6 @@ class Supervisor:
 
     def _running(self) -> list[Child]:
         return [child for child in self._children.values() if child.code is None]
-
-    def _patience(self) -> float:
-        return 0.05 if self._kill_at is not None else BEAT_INTERVAL_S / 2
 
     def _watch(
         self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
@@ -227,7 +226,8 @@ class Supervisor:
                 self._stop(0.0)
                 return
             self._children[child.pid] = child
-            self._listen(child)
+            for name, descriptor in child.streams.items():
+                self._outputs.register(descriptor, selectors.EVENT_READ, (child, name))
             self._send("started", rank=child.rank, pid=child.pid)
         if self._early is not None:
             self._forward_signal({"signum": self._early})
@@ -258,10 +258,6 @@ class Supervisor:
             self._stop(_ABANDONED_GRACE_S)
 
     # From the processes.
-
-    def _listen(self, child: Child) -> None:
-        for name, descriptor in child.streams.items():
-            self._outputs.register(descriptor, selectors.EVENT_READ, (child, name))
 
     def _relay_all(self) -> None:
         for key, _ in self._outputs.select(0):

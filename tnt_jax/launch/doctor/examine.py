@@ -21,7 +21,6 @@ class Examination:
     """The result of a host's examination, in addition to its `Facts`.
 
     Attributes:
-        facts: The facts, as plain data.
         driver: Version of the NVIDIA driver, or None.
         nccl: Installed version of NCCL's Python package, or None.
         proxies: Names of the proxy variables that are set.

@@ -27,17 +27,13 @@ class Launch:
     """What the processes of a job have in common.
 
     Attributes:
-        job_id: Name that marks every process of the job.
         coordinator_address: `host:port` where process 0 listens.
-        cwd: Directory in which the processes run.
         environ: The environment of the launcher.
         launched_at: When the launcher began, in seconds since 1970.
         terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
-        columns: Width of the terminal, in characters.
         num_parts: Number of launchers like this one, with as many processes each, that a cluster
             has started for the job.
         part: Index of this one among them.
-        restart_count: How many times the job was started before.
         secret: What only the processes of the job know; empty if several launchers start them.
     """
 
@@ -64,10 +60,7 @@ def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of the launcher's shell that processes on a Ray cluster get, too.
-
-    They are all but those that describe the launcher's host.
-    """
+    """Returns the variables of the launcher's shell that processes on a Ray cluster get, too."""
     return {
         name: value
         for name, value in sorted(environ.items())

@@ -24,11 +24,9 @@ _TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the job and its facts.
+    """A host of the job, by the name that the user gave it.
 
     Attributes:
-        name: Its name as the user gave it.
-        facts: The facts of the host.
         slots: Number of devices that the hostfile grants on it; None for no limit.
         is_remote: Whether processes there start from the environment of a login, not from the
             launcher's.
@@ -42,13 +40,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of the job.
-
-    Attributes:
-        kind: "gpu" or "cpu".
-        per_host: Number of devices on each host.
-        warnings: Warnings for the user about the choice.
-    """
+    """How many devices of which kind ("gpu" or "cpu") each host has in the job."""
 
     kind: str
     per_host: tuple[int, ...]
@@ -62,16 +54,12 @@ class Process:
     Attributes:
         rank: Its number in the job; 0 is the master.
         local_rank: Its number on its host.
-        host: Name of the host.
-        command: Words of the command.
-        cwd: Directory to run it in.
         environment: Variables in addition to those of the host.
         exports: The user's own variables, set after these, with `$NAME` expanded on the host.
         shown: Which of its streams reach the user's screen: "stdout", "stderr".
         log_file: File on the host that gets both streams, or None.
         terminals: Which of its streams are terminals, so that progress bars work: those shown alone
             on a terminal.
-        columns: Width of these terminals, in characters.
         processors: Processors of the host on which it runs; empty for any.
     """
 

@@ -6,6 +6,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tnt_jax.launch.planning.plan import Process
@@ -52,14 +53,8 @@ class Session:
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
         for connection in connections:
-            self._selector.register(
-                connection.stdout, selectors.EVENT_READ, lambda c=connection: self._receive(c)
-            )
-            self._selector.register(
-                connection.stderr,
-                selectors.EVENT_READ,
-                lambda c=connection: self._read_complaints(c),
-            )
+            self._listen(connection.stdout, partial(self._receive, connection))
+            self._listen(connection.stderr, partial(self._read_complaints, connection))
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._starting, self._began_at = 0, 0.0
         self._started = False
@@ -101,13 +96,7 @@ class Session:
         hosts: Iterable[str] | None = None,
         timeout_s: float,
     ) -> dict[str, Any]:
-        """Asks hosts, by default all, and returns their answers by host.
-
-        Args:
-            question: Name of a function of `supervisor`.
-            arguments: Its arguments.
-            hosts: Hosts to ask.
-            timeout_s: Seconds to wait for all answers.
+        """Asks hosts, by default all, to call a function of `supervisor`; returns their answers.
 
         Raises:
             HostError: If a host cannot be reached, fails to answer or does not answer in time; the
@@ -118,10 +107,7 @@ class Session:
         for host in asked:
             self._connections[host].send("ask", question=question, arguments=arguments)
         deadline = time.monotonic() + timeout_s
-        while (
-            any(host not in self._answers and host not in self._lost for host in asked)
-            and time.monotonic() < deadline
-        ):
+        while set(asked) - {*self._answers, *self._lost} and time.monotonic() < deadline:
             self._turn()
             if self._caught is not None:
                 raise KeyboardInterrupt
@@ -144,12 +130,9 @@ class Session:
         screen: Output | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Starts the processes and returns when all have ended.
+        """Starts the processes, and returns when all have ended, or were ended after `timeout_s`.
 
-        Args:
-            processes: The plan.
-            screen: The receiver of their output; by default the launcher's screen.
-            timeout_s: Seconds after which the processes are ended; None for no limit.
+        Their output goes to `screen`, by default the launcher's.
 
         Returns:
             0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
@@ -169,10 +152,8 @@ class Session:
                 silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
             )
             connection.show_life()
-        while any(
-            not connection.finished and not connection.closed
-            for connection in self._connections.values()
-        ):
+        connections = self._connections.values()
+        while any(not (connection.finished or connection.closed) for connection in connections):
             self._turn()
             self._keep_time()
             if self._give_up_at is not None and time.monotonic() > self._give_up_at:
@@ -185,10 +166,11 @@ class Session:
         is_remote = any(connection.is_remote for connection in self._connections.values())
         # The hosts would take a stopped launcher for dead.
         read_fd, restore = catch_signals(caught, ignored=(signal.SIGTSTP,) if is_remote else ())
-        self._selector.register(
-            read_fd, selectors.EVENT_READ, lambda: self._catch(os.read(read_fd, 64))
-        )
+        self._listen(read_fd, lambda: self._catch(os.read(read_fd, 64)))
         return restore
+
+    def _listen(self, descriptor: int, action: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def _catch(self, caught: bytes) -> None:
         for signum in caught:
@@ -233,12 +215,9 @@ class Session:
             self._time_out_at = None
             self._fail(1, "The processes did not end in time.")
         for connection in self._connections.values():
-            if (
-                connection.is_remote
-                and not connection.closed
-                and connection.silent_s > HOST_TIMEOUT_S
-            ):
-                self._lose(connection, f"it has been silent for {connection.silent_s:.0f} seconds")
+            silent_s = connection.silent_s
+            if connection.is_remote and not connection.closed and silent_s > HOST_TIMEOUT_S:
+                self._lose(connection, f"it has been silent for {silent_s:.0f} seconds")
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
         for connection in self._connections.values():
