@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options, Scale
-from tnt_jax.launch.planning.plan import Devices, Host, choose_devices
+from tnt_jax.launch.planning.plan import choose_devices
 from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
@@ -94,7 +93,10 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
     if options.ray_address is None:
         entries = job_hosts(options, environ)
         layouts = choose_layouts(entries, options, scale, environ)
-        _check_projection(layouts, scale)
+        hosts = {ranks: len(layout.entries) for ranks, layout in layouts.items()}
+        reason = why_not_projected(hosts, link_gbit=scale.link_gbit)
+        if scale.project is not None and reason:
+            raise ValueError(f"--project: {reason}.")
     else:
         layouts = {}
     measure = _Measuring(layouts, options, scale, environ)
@@ -111,7 +113,8 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
         say("error: nothing was measured.")
         return 1
     scaling = Scaling(options.script_name, scale.is_weak, runs, failures, remarks)
-    scaling = _with_projection(scaling, scale)
+    if scale.project is not None:
+        scaling = _with_projection(scaling, scale.project, scale.link_gbit)
     print(scaling.table, flush=True)
     has_written = scale.output is None or _write(scaling, Path(scale.output))
     return int(not has_written or bool(failures))
@@ -172,9 +175,14 @@ def choose_layouts(
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         check(find_obstacles(facts))
-    hosts = hosts_of(entries, facts)
-    devices = choose_devices(hosts, options)
-    _check_kind(hosts, devices, options)
+    devices = choose_devices(hosts_of(entries, facts), options)
+    found = {host: have.num_gpus for host, have in facts.items() if have.num_gpus}
+    if options.use_gpus and devices.kind == "cpu" and found:
+        listed = ", ".join(f"{name} has {number}" for name, number in found.items())
+        raise ValueError(
+            f"There are too few GPUs for the numbers of ranks ({listed}, as far as JAX can use "
+            "them). Name smaller numbers, or measure CPUs with --no-gpu."
+        )
     return {ranks: lay_out(ranks, entries, devices.per_host) for ranks in scale.ranks}
 
 
@@ -203,17 +211,6 @@ def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -
     return Layout(tuple(replace(entry, slots=None) for entry in entries[:used]), most)
 
 
-def _check_kind(hosts: Sequence[Host], devices: Devices, options: Options) -> None:
-    """Raises a ValueError where CPUs would take the place of GPUs, of which there are too few."""
-    found = {host.name: host.facts.num_gpus for host in hosts if host.facts.num_gpus}
-    if options.use_gpus and devices.kind == "cpu" and found:
-        listed = ", ".join(f"{name} has {number}" for name, number in found.items())
-        raise ValueError(
-            f"There are too few GPUs for the numbers of ranks ({listed}, as far as JAX can use "
-            "them). Name smaller numbers, or measure CPUs with --no-gpu."
-        )
-
-
 @dataclass(frozen=True)
 class _Measuring:
     """Runs the script on a number of ranks; `layouts` are empty with Ray, which chooses."""
@@ -223,8 +220,12 @@ class _Measuring:
     scale: Scale
     environ: Mapping[str, str]
 
-    def run_once(self, ranks: int, *, tune_steps: int | None = None) -> "_Result":
-        """Runs the script to the end of its first `fit`."""
+    def run_once(self, ranks: int, *, tune_steps: int | None = None) -> tuple[_Listener, int, str]:
+        """Runs the script to the end of its first `fit`.
+
+        Returns:
+            What it has told, the number of hosts, and why it has told nothing; empty if it has.
+        """
         options = replace(self.options, tune_steps=tune_steps)
         layout, limit_s = self.layouts.get(ranks), self.scale.run_timeout_s
         with ExitStack() as held:
@@ -252,15 +253,7 @@ class _Measuring:
                 f"{options.script_name} has ended without a call of fit, of which there must be "
                 "one to measure."
             )
-        return _Result(listener, len(entries), because)
-
-
-class _Result(NamedTuple):
-    """What a run has told, and why it has told nothing; empty if it has."""
-
-    listener: _Listener
-    num_hosts: int
-    because: str
+        return listener, len(entries), because
 
 
 def _take_turns(measure: _Measuring, scale: Scale) -> tuple[list[Run], dict[int, str]]:
@@ -300,21 +293,10 @@ def _try_sums(measure: _Measuring, scale: Scale, failures: Mapping[int, str]) ->
     return ["Ways to sum gradients, by tnt-jax tune:", *listener.trials]
 
 
-def _check_projection(layouts: Mapping[int, Layout], scale: Scale) -> None:
-    """Raises a ValueError, before anything runs, if there will be no projection."""
-    if scale.project is None:
-        return
-    hosts = {ranks: len(layout.entries) for ranks, layout in layouts.items()}
-    if reason := why_not_projected(hosts, link_gbit=scale.link_gbit):
-        raise ValueError(f"--project: {reason}.")
-
-
-def _with_projection(scaling: Scaling, scale: Scale) -> Scaling:
+def _with_projection(scaling: Scaling, to_ranks: int, link_gbit: float | None) -> Scaling:
     """Returns a scaling with the curve continued, or with the reason why it is not."""
-    if scale.project is None:
-        return scaling
     try:
-        projection = continue_curve(scaling, scale.project, link_gbit=scale.link_gbit)
+        projection = continue_curve(scaling, to_ranks, link_gbit=link_gbit)
     except ValueError as error:
         return replace(scaling, remarks=[*scaling.remarks, str(error)])
     return replace(scaling, projection=projection)

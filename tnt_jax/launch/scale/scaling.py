@@ -17,6 +17,9 @@ RESULTS = "scaling.json"
 _FORMAT = 1
 # By how much a global batch may be off. Batches of a number of tokens are rounded to rows.
 _ODD_BATCH = 0.1
+_HEADS = (
+    "ranks,batch,examples per s,ms/step,efficiency,compute,exchange,data,host,compile s,MiB"
+).split(",")
 # MB of a bucket: 25 MiB, and 2 MiB between CPU processes.
 _BUCKET_MB, _CPU_BUCKET_MB = 26.2, 2.1
 # What the picture calls the shares of a step.
@@ -115,14 +118,7 @@ def _kept_point(point: Point) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProjectedPoint:
-    """A number of ranks that was not measured.
-
-    Attributes:
-        ranks: Number of ranks.
-        step_s: Seconds of a step.
-        examples_per_s: Rows a second.
-        efficiency: As of `Point`.
-    """
+    """What a number of ranks is projected to do, that was not measured; see `Point`."""
 
     ranks: int
     step_s: float
@@ -197,16 +193,13 @@ class Scaling:
     @property
     def table(self) -> str:
         """What was measured, as text."""
-        return "\n".join([self._title(), *_rows(self.points), *self._notes()])
-
-    def _title(self) -> str:
-        some = self.runs[0]
         kind = (
             "weak scaling: the global batch grows with the ranks"
             if self.is_weak
             else "strong scaling: the global batch stays the same"
         )
-        return f"{self.script} on {some.device}; {kind}"
+        title = f"{self.script} on {self.runs[0].device}; {kind}"
+        return "\n".join([title, *_rows(self.points), *self._notes()])
 
     def _notes(self) -> list[str]:
         some = self.runs[0]
@@ -255,9 +248,23 @@ class Scaling:
         Raises:
             ModuleNotFoundError: If Matplotlib is not installed.
         """
+        from matplotlib.figure import Figure
+
+        # Without pyplot no window opens, and no figure is kept.
+        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        speed, time = figure.subplots(1, 2)
+        points = self.points
+        _draw_speed(speed, points)
+        if self.projection is not None:
+            _draw_projection(speed, points, self.projection)
+        speed.legend(fontsize=8)
+        _draw_shares(time, points)
         kind = "weak" if self.is_weak else "strong"
         title = f"{Path(self.script).name}: {kind} scaling on {self.runs[0].device}"
-        return _draw(self.points, title=title, projection=self.projection, path=path)
+        figure.suptitle(title, fontsize=10)
+        if path is not None:
+            figure.savefig(path, dpi=120, format="png")
+        return figure
 
     def _repr_png_(self) -> bytes | None:
         """Returns the picture, which notebooks show; None without Matplotlib."""
@@ -304,20 +311,7 @@ class Scaling:
 
 
 def _rows(points: Sequence[Point]) -> list[str]:
-    heads = (
-        "ranks",
-        "batch",
-        "examples per s",
-        "ms/step",
-        "efficiency",
-        "compute",
-        "exchange",
-        "data",
-        "host",
-        "compile s",
-        "MiB",
-    )
-    cells = [heads, *(_cells(point) for point in points)]
+    cells = [_HEADS, *(_cells(point) for point in points)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in cells]
 
@@ -406,34 +400,12 @@ def _projected(scaling: Scaling, ranks: int, step_ms: float) -> ProjectedPoint:
     return ProjectedPoint(ranks, step_ms / 1000, speed, speed / ranks / each)
 
 
-def _draw(
-    points: Sequence[Point],
-    *,
-    title: str,
-    projection: Projection | None,
-    path: str | Path | IO[bytes] | None,
-) -> Any:
-    from matplotlib.figure import Figure
-
-    # Without pyplot no window opens, and no figure is kept.
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    speed, time = figure.subplots(1, 2)
-    _draw_speed(speed, points)
-    if projection is not None:
-        _draw_projection(speed, points, projection)
-    speed.legend(fontsize=8)
-    _draw_shares(time, points)
-    figure.suptitle(title, fontsize=10)
-    if path is not None:
-        figure.savefig(path, dpi=120, format="png")
-    return figure
-
-
 def _draw_speed(axis: Any, points: Sequence[Point]) -> None:
     ranks = [point.ranks for point in points]
-    medians = [point.examples_per_s.median for point in points]
-    below = [point.examples_per_s.median - point.examples_per_s.lowest for point in points]
-    above = [point.examples_per_s.highest - point.examples_per_s.median for point in points]
+    speeds = [point.examples_per_s for point in points]
+    medians = [speed.median for speed in speeds]
+    below = [speed.median - speed.lowest for speed in speeds]
+    above = [speed.highest - speed.median for speed in speeds]
     axis.errorbar(ranks, medians, [below, above], marker="o", capsize=3, label="measured")
     ideal = [medians[0] / ranks[0] * number for number in ranks]
     axis.plot(ranks, ideal, "--", color="gray", label="efficiency 1")
