@@ -13,15 +13,7 @@ from tnt_jax.launch.processtree import reap_orphans
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import (
-    ASK_TIMEOUT_S,
-    Attempt,
-    Ending,
-    job_hosts,
-    new_job_id,
-    open_session,
-    run_attempt,
-)
+from tnt_jax.launch.run import Attempt, Ending, job_hosts, new_job_id, open_session, run_attempt
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 LONGEST_DELAY_S = 60.0
@@ -45,10 +37,10 @@ def clean_up(options: Options, environ: Mapping[str, str]) -> int:
     """
     with open_session(job_hosts(options, environ), options) as session:
         if not options.cleanup:
-            print(_describe(session.ask("list_jobs", {}, timeout_s=ASK_TIMEOUT_S)))
+            print(_describe(session.ask("list_jobs", {})))
             return 0
         arguments = {"job_id": options.cleanup, "force": options.force}
-        answers = session.ask("end_job", arguments, timeout_s=ASK_TIMEOUT_S)
+        answers = session.ask("end_job", arguments)
     for host, (found, left) in answers.items():
         print(f"{host}: {found - len(left)} of {found} process(es) ended")
         for process in left:

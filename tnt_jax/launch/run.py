@@ -39,11 +39,10 @@ from tnt_jax.launch.remote.connection import (
     ssh_command,
     supervisor_command,
 )
-from tnt_jax.launch.remote.screen import Output, say
-from tnt_jax.launch.remote.session import HostError, Session
+from tnt_jax.launch.remote.screen import say
+from tnt_jax.launch.remote.session import HostError, Session, Write
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
-ASK_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
 _SECRET_BYTES = 32
 _logger = logging.getLogger("tnt_jax.launch")
@@ -87,7 +86,7 @@ def run_attempt(
     environ: Mapping[str, str],
     part: Job | None = None,
     *,
-    screen: Output | None = None,
+    write: Write | None = None,
     timeout_s: float | None = None,
 ) -> Ending:
     """Starts the script on all devices of the hosts, waits for it, and returns how it ended.
@@ -98,7 +97,7 @@ def run_attempt(
         environ: The launcher's environment.
         part: The position of this launcher among several that a cluster has started for one job;
             None if it is the only one.
-        screen: As of `Session.run`.
+        write: As of `Session.run`.
         timeout_s: As of `Session.run`.
 
     Raises:
@@ -148,7 +147,7 @@ def run_attempt(
         if attempt.restart_count and session.has_passed_on:
             return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
-        code = session.run(processes, screen=screen, timeout_s=timeout_s)
+        code = session.run(processes, write=write, timeout_s=timeout_s)
         ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"
         because = session.because or f"{ended} with exit code {code}."
         return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))
@@ -234,7 +233,7 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
         environment={**carried_environment(environ), **visible},
     )
     try:
-        answers = session.ask("inspect", {"request": request.to_json()}, timeout_s=ASK_TIMEOUT_S)
+        answers = session.ask("inspect", {"request": request.to_json()})
     except HostError as error:
         reasons = {
             host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip()
@@ -247,7 +246,7 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
 def _end_earlier_attempts(session: Session, attempt: Attempt) -> None:
     """Kills what a lost host or a killed supervisor has left of the job's earlier attempts."""
     arguments = {"job_id": attempt.job_id, "force": True}
-    answers = session.ask("end_job", arguments, timeout_s=ASK_TIMEOUT_S)
+    answers = session.ask("end_job", arguments)
     check(
         {
             host: f"processes of an earlier attempt cannot be killed there: {', '.join(left)}"
@@ -273,9 +272,7 @@ def find_coordinator_address(
     """
     first, *others = (host.name for host in hosts)
     try:
-        port = session.ask(
-            "listen", {"port": options.port}, hosts=[first], timeout_s=ASK_TIMEOUT_S
-        )[first]
+        port = session.ask("listen", {"port": options.port}, hosts=[first])[first]
     except HostError as error:
         reason = (
             f"port {options.port} cannot be used: {error.reasons[first]}. Leave --port out, or "
@@ -287,14 +284,14 @@ def find_coordinator_address(
         check(find_unreachable({host.name: host.facts for host in hosts}, device_kind))
         candidates = hosts[0].facts.addresses(first)
         arguments = {"hosts": candidates, "port": port}
-        reachable = session.ask("find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S)
+        reachable = session.ask("find_reachable", arguments, hosts=others)
         address, unreached = choose_address(candidates, reachable)
         reason = (
             f"it cannot reach {first} at {' or '.join(candidates)}, port {port}. Is there a "
             "firewall? --port chooses the port."
         )
         check(dict.fromkeys(unreached, reason))
-    session.ask("stop_listening", {}, hosts=[first], timeout_s=ASK_TIMEOUT_S)
+    session.ask("stop_listening", {}, hosts=[first])
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 

@@ -17,13 +17,12 @@ from tnt_jax.launch.planning.environment import Launch, carried_environment
 from tnt_jax.launch.planning.facts import Facts, Request
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import Devices, Host, Process, plan_processes
+from tnt_jax.launch.planning.plan import Devices, Host, plan_processes
 from tnt_jax.launch.planning.preflight import find_remedy, share_machine
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import (
-    ASK_TIMEOUT_S,
     find_coordinator_address,
     hosts_of,
     job_hosts,
@@ -113,13 +112,12 @@ def examine_hosts(
         findings = [*unreachable, *judge(hosts, token=token, skews_s=skews_s)]
         facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
         if not share_machine(facts.values()):
-            findings += judge_reachability(_connect_all_pairs(session, hosts))
+            findings += judge_reachability(_connect_all_pairs(session, facts))
         if any(finding.status == FAILURE for finding in findings):
             remedy = "Resolve the failures first."
             untried = Finding(entries[0].name, "all-reduce", WARNING, "not tried", remedy)
             return [*findings, untried], []
-        job = hosts_of(entries, facts)
-        finding, links = _measure_links(session, job, options, environ)
+        finding, links = _measure_links(session, hosts_of(entries, facts), options, environ)
         return [*findings, finding], links
 
 
@@ -143,16 +141,13 @@ def _try_to_connect(
 
 
 def _read_clocks(session: Session, hosts: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Returns for each host how far its clock is ahead of ours, and the uncertainty.
-
-    The uncertainty is half of the response time.
-    """
+    """Returns by how much each host's clock is ahead of ours, and half of its response time."""
     # The first question waits for the connection.
-    session.ask("read_clock", {}, timeout_s=ASK_TIMEOUT_S)
+    session.ask("read_clock", {})
     skews_s = {}
     for host in hosts:
         before = time.time()
-        clock = session.ask("read_clock", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)[host]
+        clock = session.ask("read_clock", {}, hosts=[host])[host]
         after = time.time()
         skews_s[host] = (clock - (before + after) / 2, (after - before) / 2)
     return skews_s
@@ -162,12 +157,7 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
     """Returns what was written to the working directory, and the examination of each host."""
     cwd = working_directory(environ)
     probe = Path(__file__).parents[2] / "distributed" / "host" / "link_probe.py"
-    request = Request(
-        cwd=cwd,
-        script=str(probe),
-        interpreter=sys.executable,
-        environment=carried_environment(environ),
-    )
+    request = Request(cwd, str(probe), sys.executable, carried_environment(environ))
     token = secrets.token_hex(8)
     token_file = Path(cwd, f".tnt-jax-doctor-{token}")
     try:
@@ -176,46 +166,24 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
         token = ""
     try:
         arguments = {"request": request.to_json(), "token_file": str(token_file)}
-        answers = session.ask("examine", arguments, timeout_s=ASK_TIMEOUT_S)
+        answers = session.ask("examine", arguments)
     finally:
         token_file.unlink(missing_ok=True)
     return token, {host: Examination.from_json(found) for host, found in answers.items()}
 
 
 def _connect_all_pairs(
-    session: Session, hosts: Mapping[str, Examination]
+    session: Session, facts: Mapping[str, Facts]
 ) -> dict[str, dict[str, list[str]]]:
     """Returns for each host the names and addresses at which each other host could connect."""
     reached = {}
-    for host, found in hosts.items():
-        others = [other for other in hosts if other != host]
-        port = session.ask("listen", {"port": None}, hosts=[host], timeout_s=ASK_TIMEOUT_S)[host]
-        arguments = {"hosts": Facts.from_json(found.facts).addresses(host), "port": port}
-        reached[host] = session.ask(
-            "find_reachable", arguments, hosts=others, timeout_s=ASK_TIMEOUT_S
-        )
-        session.ask("stop_listening", {}, hosts=[host], timeout_s=ASK_TIMEOUT_S)
+    for host, found in facts.items():
+        others = [other for other in facts if other != host]
+        port = session.ask("listen", {"port": None}, hosts=[host])[host]
+        arguments = {"hosts": found.addresses(host), "port": port}
+        reached[host] = session.ask("find_reachable", arguments, hosts=others)
+        session.ask("stop_listening", {}, hosts=[host])
     return reached
-
-
-class _Recorder:
-    """Replaces the screen: keeps the lines that the processes print."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-        self._streams: dict[int, Lines] = {}
-
-    def write(self, rank: int, name: str, data: bytes) -> None:
-        """Takes a piece of output of a rank."""
-        if name == "stdout":
-            self.lines += self._streams.setdefault(rank, Lines()).feed(data)
-
-    def finish(self, rank: int) -> None:
-        """Does nothing: all relevant lines are complete."""
-
-    def shows(self, rank: int) -> bool:
-        """Returns False: the user has not seen the end of a failed process's output."""
-        return False
 
 
 def _measure_links(
@@ -237,11 +205,18 @@ def _measure_links(
         launched_at=time.time(),
     )
     processes = plan_processes(hosts, Devices(kind, (count,) * len(hosts)), options, launch)
-    recorder = _Recorder()
-    code = session.run(processes, screen=recorder, timeout_s=_LINKS_TIMEOUT_S)
-    links = [
-        _link(json.loads(line), processes) for line in recorder.lines if line.startswith(b'{"pair"')
-    ]
+    splitters = [Lines() for _ in processes]
+    links: list[dict[str, Any]] = []
+
+    def note(rank: int, name: str, data: bytes) -> None:
+        lines = splitters[rank].feed(data) if name == "stdout" else []
+        for line in lines:
+            if line.startswith(b'{"pair"'):
+                measured = json.loads(line)
+                first, second = (processes[other].host for other in measured.pop("pair"))
+                links.append({"from": first, "to": second, **measured})
+
+    code = session.run(processes, write=note, timeout_s=_LINKS_TIMEOUT_S)
     detail, remedy = "one device alone", ""
     if code:
         detail = f"failed with code {code} after {len(links)} pair(s)"
@@ -250,11 +225,6 @@ def _measure_links(
         slowest = min(link["bandwidth_mb_per_s"] for link in links)
         detail = f"{len(links)} pair(s) of {kind} processes, slowest {slowest} MB/s"
     return Finding(hosts[0].name, "all-reduce", FAILURE if code else OK, detail, remedy), links
-
-
-def _link(measured: dict[str, Any], processes: Sequence[Process]) -> dict[str, Any]:
-    first, second = (processes[rank].host for rank in measured.pop("pair"))
-    return {"from": first, "to": second, **measured}
 
 
 def describe(findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> str:

@@ -25,15 +25,17 @@ _STDERR_BYTES = 8192
 _END_OF_LINE = re.compile(rb"(?<=\n)")
 
 
+def program(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a module of this package, from wherever it is."""
+    root = str(Path(__file__).parents[3])
+    # -P keeps the working directory, and thus the user's modules, out of its path.
+    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+    return [sys.executable, "-P", "-c", code, *arguments]
+
+
 def supervisor_command() -> list[str]:
     """Returns the command that runs the supervisor, the same on every host."""
-    root = str(Path(__file__).parents[3])
-    # -P keeps the working directory, and thus the user's modules, out of the supervisor's path.
-    program = (
-        f"import sys; sys.path.insert(0, {root!r}); from tnt_jax.launch.supervisor import main; "
-        "main()"
-    )
-    return [sys.executable, "-P", "-c", program]
+    return program("tnt_jax.launch.supervisor")
 
 
 def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:

@@ -3,22 +3,19 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.remote.connection import supervisor_command
+from tnt_jax.launch.remote.connection import program, supervisor_command
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
 from tnt_jax.on_ray.broker import Wish
 
 # Ray takes seconds to end a driver with its actors.
 _END_TIMEOUT_S = 20.0
-_ROOT = str(Path(__file__).parents[3])
 
 
 class RayNodes:
@@ -59,7 +56,7 @@ class RayNodes:
         """
         self.free()
         self._broker = subprocess.Popen(
-            _program("broker", json.dumps(asdict(self._wish()))),
+            program("tnt_jax.on_ray.broker", json.dumps(asdict(self._wish()))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -76,7 +73,7 @@ class RayNodes:
                 node["name"],
                 node["slots"] if not self._every_node else None,
                 through="ray",
-                command=_program("relay", answer["socket_path"], str(number)),
+                command=tuple(program("tnt_jax.on_ray.relay", answer["socket_path"], str(number))),
             )
             for number, node in enumerate(answer["nodes"])
         ]
@@ -122,13 +119,3 @@ class RayNodes:
         if self._wait_s is not None and waits and code == -signal.SIGKILL:
             raise HostError({"Ray": f"the wait of {self._wait_s:g} s was in vain, for {waits}."})
         raise HostError({"Ray": f"its driver ended with code {code}."})
-
-
-def _program(module: str, *arguments: str) -> tuple[str, ...]:
-    """Returns the command that runs a module of the room `on_ray`, from wherever it is."""
-    # -P keeps the working directory, and thus the user's modules, out of its path.
-    code = (
-        f"import sys; sys.path.insert(0, {_ROOT!r}); "
-        f"from tnt_jax.on_ray.{module} import main; main()"
-    )
-    return (sys.executable, "-P", "-c", code, *arguments)

@@ -3,26 +3,12 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from tnt_jax.launch.planning.plan import Process
 from tnt_jax.launch.remote.connection import Lines
 
 _LONGEST_LINE_BYTES = 1 << 16
-
-
-class Output(Protocol):
-    """The receiver of the processes' output."""
-
-    def write(self, rank: int, name: str, data: bytes) -> None:
-        """Receives a piece of output of a rank; `name` is "stdout" or "stderr"."""
-
-    def finish(self, rank: int) -> None:
-        """Receives the end of a rank's output."""
-
-    def shows(self, rank: int) -> bool:
-        """Returns whether the user has seen the error output of a rank."""
-        ...
 
 
 class Screen:

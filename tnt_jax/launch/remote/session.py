@@ -13,18 +13,21 @@ from tnt_jax.launch.planning.plan import Process
 from tnt_jax.launch.processtree import catch_signals
 from tnt_jax.launch.remote.connection import Connection
 from tnt_jax.launch.remote.reports import failure_report, gist, loss_report, preemption_cause
-from tnt_jax.launch.remote.screen import Output, Screen, say
+from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
 
 HOST_TIMEOUT_S = 8.0
 """Seconds after which a silent host counts as lost, and a silent launcher as dead."""
 FAILURE_GRACE_S = 5.0
+ASK_TIMEOUT_S = 60.0
 _TICK_S = 0.5
 _MOST_REPORTS = 4
 # The exit codes of a process that was asked, and then forced, to end.
 _ENDED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 # What JAX prints before it aborts a process that has lost its coordinator or a peer.
 _FATAL_OF_JAX = b"JAX distributed service detected fatal errors"
+# Takes a piece of output: the rank, "stdout" or "stderr", and the data.
+Write = Callable[[int, str, bytes], None]
 _logger = logging.getLogger("tnt_jax.launch")
 
 
@@ -59,7 +62,8 @@ class Session:
         self._starting, self._began_at = 0, 0.0
         self._started = False
         self._lost: dict[str, str] = {}
-        self._screen: Output = Screen([])
+        self._screen = Screen([])
+        self._write: Write = self._screen.write
         self._running: dict[int, str] = {}
         self._ended_well: list[int] = []
         self._exit_code = self._failures = 0
@@ -94,7 +98,7 @@ class Session:
         arguments: Mapping[str, Any],
         *,
         hosts: Iterable[str] | None = None,
-        timeout_s: float,
+        timeout_s: float = ASK_TIMEOUT_S,
     ) -> dict[str, Any]:
         """Asks hosts, by default all, to call a function of `supervisor`; returns their answers.
 
@@ -127,19 +131,20 @@ class Session:
         self,
         processes: Sequence[Process],
         *,
-        screen: Output | None = None,
+        write: Write | None = None,
         timeout_s: float | None = None,
     ) -> int:
         """Starts the processes, and returns when all have ended, or were ended after `timeout_s`.
 
-        Their output goes to `screen`, by default the launcher's.
+        Their output is passed to `write`, by default shown on the launcher's screen.
 
         Returns:
             0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
             signal number if a signal ended the job otherwise; else the exit code of the first
             process that failed.
         """
-        self._screen = screen or Screen(processes)
+        self._screen = Screen([] if write else processes)
+        self._write = write or self._screen.write
         self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._running = {process.rank: process.host for process in processes}
         self._started = True
@@ -294,7 +299,7 @@ class Session:
 
     def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
         self._show(
-            lambda: self._screen.write(
+            lambda: self._write(
                 message["rank"], message["stream"], message["data"].encode("latin-1")
             )
         )

@@ -71,13 +71,6 @@ class _Listener:
         if self.trials or _TRIALS.match(line):
             self.trials.append(line.decode(errors="replace").rstrip())
 
-    def finish(self, rank: int) -> None:
-        """Takes the end of a rank's output: the line that matters is complete."""
-
-    def shows(self, rank: int) -> bool:
-        """Returns False: a report on a failure is to have the end of the process's output."""
-        return False
-
 
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
     """Measures, prints a table, and writes the results to the folder that the user asked for.
@@ -242,7 +235,7 @@ class _Measuring:
                 Attempt(new_job_id(options.script_name), entries),
                 options,
                 self.environ,
-                screen=listener,
+                write=listener.write,
                 timeout_s=limit_s,
             )
         if ending.was_signalled:
