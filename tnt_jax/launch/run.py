@@ -118,12 +118,14 @@ def run_attempt(
         missing_caches = find_missing_caches(facts) if options.compilation_cache else []
         for warning in [*devices.warnings, *missing_caches]:
             _logger.warning(warning)
+        if part:
+            address = part.coordinator_address
+        else:
+            address = find_coordinator_address(session, hosts, options, devices.kind)
         launch = Launch(
             job_id=attempt.name,
             restart_count=attempt.restart_count,
-            coordinator_address=part.coordinator_address
-            if part
-            else find_coordinator_address(session, hosts, options, devices.kind),
+            coordinator_address=address,
             cwd=working_directory(environ),
             environ=environ,
             launched_at=phases.began_at,
@@ -226,12 +228,9 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
         HostError: If a host cannot be reached; the message adds the usual remedy.
     """
     visible = {name: value for name, value in options.exports if name == "CUDA_VISIBLE_DEVICES"}
-    request = Request(
-        cwd=working_directory(environ),
-        script=options.script,
-        interpreter=options.interpreter[0] if options.interpreter else "",
-        environment={**carried_environment(environ), **visible},
-    )
+    environment = {**carried_environment(environ), **visible}
+    interpreter = options.interpreter[0] if options.interpreter else ""
+    request = Request(working_directory(environ), options.script, interpreter, environment)
     try:
         answers = session.ask("inspect", {"request": request.to_json()})
     except HostError as error:
@@ -245,8 +244,7 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
 
 def _end_earlier_attempts(session: Session, attempt: Attempt) -> None:
     """Kills what a lost host or a killed supervisor has left of the job's earlier attempts."""
-    arguments = {"job_id": attempt.job_id, "force": True}
-    answers = session.ask("end_job", arguments)
+    answers = session.ask("end_job", {"job_id": attempt.job_id, "force": True})
     check(
         {
             host: f"processes of an earlier attempt cannot be killed there: {', '.join(left)}"

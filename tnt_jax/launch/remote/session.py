@@ -67,7 +67,6 @@ class Session:
         self._running: dict[int, str] = {}
         self._ended_well: list[int] = []
         self._exit_code = self._failures = 0
-        self._stopping_since: float | None = None
         self._stop_at: float | None = None
         self._time_out_at: float | None = None
         self._give_up_at: float | None = None
