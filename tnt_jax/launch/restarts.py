@@ -96,9 +96,9 @@ def _hosts(options: Options, environ: Mapping[str, str]) -> Iterator[Callable[[]
     """Yields what returns the hosts for an attempt."""
     if options.ray_address is None:
         yield lambda: job_hosts(options, environ)
-        return
-    with RayNodes(options) as nodes:
-        yield nodes.take
+    else:
+        with RayNodes(options) as nodes:
+            yield nodes.take
 
 
 def _repeat(

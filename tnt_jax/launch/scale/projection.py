@@ -44,17 +44,16 @@ def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
     """
     local = min(num_gpus, links.gpus_per_host)
     num_hosts = -(-num_gpus // links.gpus_per_host)
-    within = (
-        2 * (local - 1) / local * mb / links.gpu_gbytes
-        + 2 * (local - 1) * links.gpu_latency_us / 1000
-    )
+    within = _ring_ms(mb, local, links.gpu_gbytes, links.gpu_latency_us)
     # Each of a host's GPUs sums its part with those of the other hosts; together they send the
     # whole bucket through the host's cards.
-    between = (
-        2 * (num_hosts - 1) / num_hosts * mb / links.host_gbytes
-        + 2 * (num_hosts - 1) * links.host_latency_us / 1000
-    )
+    between = _ring_ms(mb, num_hosts, links.host_gbytes, links.host_latency_us)
     return within + between
+
+
+def _ring_ms(mb: float, members: int, gbytes: float, latency_us: float) -> float:
+    hops = 2 * (members - 1)
+    return hops / members * mb / gbytes + hops * latency_us / 1000
 
 
 def project(

@@ -30,10 +30,7 @@ class Run:
     """What one run of a script has measured.
 
     Attributes:
-        ranks: Number of ranks.
         round: Number of the round, from 0.
-        hosts: Number of hosts.
-        processes: Number of processes.
         device: Kind of the devices, as JAX names it.
         global_batch: Rows of a global batch.
         steps: Timed steps.
@@ -44,7 +41,6 @@ class Run:
         memory_bytes: Most memory of any process: that of its devices if they tell, else its own.
         memory_of: `"device"` or `"process"`.
         gradient_bytes: Gradients that the ranks sum in a step.
-        versions: Versions of the libraries, by name.
     """
 
     ranks: int

@@ -49,18 +49,13 @@ class Point:
     """One number of ranks.
 
     Attributes:
-        ranks: Number of ranks.
         global_batch: Rows of a global batch.
-        rounds: Number of rounds.
         examples_per_s: Real rows a second.
         step_s: Seconds of a step.
         efficiency: Examples a second and rank, divided by those of the first number of ranks in the
             same round.
-        compute, communication, data, host: Medians of the `Shares`.
-        compile_s: Median.
+        compute, communication, data, host, compile_s: Medians; see `Run` and `Shares`.
         memory_bytes: Highest.
-        hosts: Number of hosts.
-        device: Kind of the devices.
         gradient_bytes: Gradients that the ranks sum in a step.
     """
 
@@ -170,7 +165,6 @@ class Scaling:
     """How the speed of a script depends on the number of ranks.
 
     Attributes:
-        script: The script.
         is_weak: Whether the global batch grew with the ranks; otherwise it stayed the same.
         runs: What was measured.
         failures: Numbers of ranks on which the script did not run, with the reasons.
