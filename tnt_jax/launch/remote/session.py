@@ -297,16 +297,13 @@ class Session:
         )
 
     def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        self._show(
-            lambda: self._write(
-                message["rank"], message["stream"], message["data"].encode("latin-1")
-            )
-        )
+        data = message["data"].encode("latin-1")
+        self._show(self._write, message["rank"], message["stream"], data)
 
-    def _show(self, write: Callable[[], None]) -> None:
+    def _show(self, write: Callable[..., None], *arguments: Any) -> None:
         """Writes output; ends the job if the output has been closed."""
         try:
-            write()
+            write(*arguments)
         except BrokenPipeError:
             # Like a program that a closed pipe of a shell has ended.
             self._caught = self._caught or signal.SIGPIPE
@@ -316,7 +313,7 @@ class Session:
     def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
         rank, code = message["rank"], message["code"]
         self._running.pop(rank)
-        self._show(lambda: self._screen.finish(rank))
+        self._show(self._screen.finish, rank)
         _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
         tail = message["tail"].encode("latin-1")
         has_lost = code == LOST_EXIT_CODE or (
