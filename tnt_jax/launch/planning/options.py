@@ -5,8 +5,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
 from tnt_jax.settings import LOG_LEVELS, parse_save_freq
 
@@ -47,76 +47,204 @@ _NOT_WITH_SCALE = {
 }
 
 
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
+        return int(text)
+
+    return integer
+
+
+def _save_freq(text: str) -> str:
+    try:
+        parse_save_freq(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _option(metavar: str | None, help: str, *, default: Any = None, **settings: Any) -> Any:
+    """Returns a field that an option sets: that of the same name, or `flags`.
+
+    The other settings are those of `add_argument`.
+    """
+    return field(default=default, metadata={"metavar": metavar, "help": help, **settings})
+
+
+def _number(metavar: str, help: str, *, lowest: int = 1, **settings: Any) -> Any:
+    """Returns a field for an integer."""
+    return _option(metavar, help, type=_at_least(lowest), **settings)
+
+
+def _flag(help: str, *, default: bool = False, **settings: Any) -> Any:
+    """Returns a field that an option without a value reverses."""
+    action = "store_false" if default else "store_true"
+    return field(default=default, metadata={"action": action, "help": help, **settings})
+
+
 @dataclass(frozen=True)
 class Scale:
-    """What `tnt-jax scale` measures: its options, named and explained as in `_add_scaling`."""
+    """What `tnt-jax scale` measures; with `is_weak` the global batch grows with the ranks."""
 
-    ranks: tuple[int, ...]
-    steps: int = 20
-    rounds: int = 3
+    ranks: tuple[int, ...] = _number(
+        "N",
+        "numbers of devices to run on, one process each; others are compared with the lowest",
+        default=MISSING,
+        nargs="+",
+        required=True,
+    )
+    steps: int = _number(
+        "N",
+        "timed steps of a run, after those that compile and warm up (default: %(default)s)",
+        default=20,
+    )
+    rounds: int = _number(
+        "R",
+        "runs on each number of ranks; each round takes all numbers in turn (default: %(default)s)",
+        default=3,
+    )
     is_weak: bool = False
-    output: str | None = None
-    run_timeout_s: float = 1800.0
-    project: int | None = None
-    link_gbit: float | None = None
-    tune: bool = False
+    output: str | None = _option("DIR", "new folder for scaling.json and scaling.png")
+    run_timeout_s: float = _option(
+        "S",
+        "seconds after which a run that has not ended is given up (default: %(default)g)",
+        default=1800.0,
+        flags=["--run-timeout"],
+        type=float,
+    )
+    project: int | None = _number(
+        "N", "continue the curve to N ranks by a model of the links, and state its error", lowest=2
+    )
+    link_gbit: float | None = _option(
+        "G",
+        "with --project: rate of a host's link in Gbit/s (default: found by what is measured)",
+        type=float,
+    )
+    tune: bool = _flag(
+        "also find the fastest way to sum gradients on the highest number, as tnt-jax tune"
+    )
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line, explained where the parser adds them.
+    """What `tnt-jax` is asked for: what its options say, and what follows from them.
 
     Attributes:
         script: The script to run, or "-m" for the module that is the first of `script_args`; empty
             with `cleanup`.
-        script_args: Its arguments.
-        interpreter: Words of the command that runs the script; empty to run the script itself.
-        devices_per_node: Devices to use on each host; None for all GPUs, or one CPU.
         this_host_only: Whether the user asked for devices of this host, even if a cluster offers
             more hosts.
-        exports: Variables for every process, in order; values may refer to others as `$NAME`.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         scale: What `tnt-jax scale` measures; None for other commands.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
-        ray_address: Address of the Ray cluster to run on; None for hosts.
+        exports: Names and values, in order.
+        interpreter: Words of the command; empty to run the script itself.
+        ray_address: None without Ray.
         ray_devices: Devices to use there.
-        cleanup: Id of the job whose remains are ended, empty to list jobs; None to run a job.
+        cleanup: Empty to list jobs; None to run one.
     """
 
     script: str
     script_args: tuple[str, ...] = ()
-    interpreter: tuple[str, ...] = (sys.executable,)
-    devices_per_node: int | None = None
     this_host_only: bool = False
-    processes_per_node: int | None = None
-    use_gpus: bool = True
-    log_level: str | None = None
-    log_on_all_devices: bool = False
-    output_on_all_devices: bool = False
-    exports: tuple[tuple[str, str], ...] = ()
-    fusion_threshold_kb: int | Literal["xla"] | None = None
-    timeline: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: str | None = None
     tune_steps: int | None = None
     scale: Scale | None = None
     is_plan: bool = False
-    pin_to_socket: bool = False
-    pin_memory_to_socket: bool = False
-    compilation_cache: bool = True
-    hostfile: str | None = None
-    ssh_args: tuple[str, ...] = ()
-    log_dir: str | None = None
-    port: int | None = None
-    grace_period_s: float = 30.0
-    max_restarts: int = 0
-    min_hosts: int | None = None
-    ray_address: str | None = None
+
+    devices_per_node: int | None = _number(
+        "N",
+        "devices to use on each host (default: all GPUs, or one CPU process)",
+        flags=["--devices-per-node", "--n-per-node"],
+    )
+    processes_per_node: int | None = _number(
+        "N", "processes that share the devices of a host (default: one per device)"
+    )
+    use_gpus: bool = _flag("use CPUs only", default=True, flags=["--no-gpu", "--no-gpus"])
+    pin_to_socket: bool = _flag("bind each process to the processors of one socket, with numactl")
+    pin_memory_to_socket: bool = _flag("bind its memory to that socket, too")
+
+    hostfile: str | None = _option("FILE", "hosts to use, one per line: NAME [slots=N]")
+    ssh_args: tuple[str, ...] = _option(
+        "ARGS", 'arguments for ssh, for instance "-F my_config -p 2222"', default=()
+    )
+    port: int | None = _number("P", "port at which the processes meet (default: a free one)")
+    min_hosts: int | None = _number(
+        "M", "start on the hosts that can take part, if these are at least M (default: all)"
+    )
+    ray_address: str | None = _option(
+        "ADDRESS", "address of the cluster (default: RAY_ADDRESS, or that of this host)"
+    )
     ray_devices: int | None = None
-    min_devices: int | None = None
-    dry_run: bool = False
-    cleanup: str | None = None
-    force: bool = False
+    min_devices: int | None = _number(
+        "M", "with --ray: start on fewer devices than -n if there is room for at least M"
+    )
+    cleanup: str | None = _option(
+        "JOB",
+        "end the remains of a job on its hosts; without an id, list jobs",
+        nargs="?",
+        const="",
+    )
+    force: bool = _flag("with --cleanup: kill without asking")
+
+    log_level: str | None = _option(
+        None, "log level of the library and of the launcher", type=str.upper, choices=LOG_LEVELS
+    )
+    log_on_all_devices: bool = _flag("log on every process instead of the first alone")
+    output_on_all_devices: bool = _flag("show the output of every process, each line with its rank")
+    log_dir: str | None = _option(
+        "DIR", "write the output of each process to a file in this directory, on its host"
+    )
+    dry_run: bool = _flag("show what would be started, start nothing")
+
+    exports: tuple[tuple[str, str], ...] = ()
+    fusion_threshold_kb: int | Literal["xla"] | None = _option(
+        "KiB",
+        "size in KiB from which a gradient bucket is full; 0 sends each array separately, "
+        "xla leaves the choice to the compiler",
+        flags=["--fusion-threshold"],
+        type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
+    )
+    timeline: str | None = _option(
+        "FILE",
+        "write what each process's host does, for chrome://tracing: process 0 to FILE, "
+        "process 1 to FILE with .1 before its ending",
+    )
+    checkpoint_dir: str | None = _option(
+        "DIR",
+        "save checkpoints there in every fit, and go on from them when the job is started "
+        "again; all hosts must see it",
+    )
+    checkpoint_every: str | None = _option(
+        "N|S",
+        "batches between two checkpoints, epoch, or a time such as 30s (default: 60s)",
+        type=_save_freq,
+    )
+    interpreter: tuple[str, ...] = _option(
+        "CMD",
+        'command that runs the script; "" runs the script itself',
+        default=(sys.executable,),
+        flags=["--python-interpreter"],
+    )
+    compilation_cache: bool = _flag(
+        "do not keep compiled programs for the next run",
+        default=True,
+        flags=["--no-compilation-cache"],
+    )
+    grace_period_s: float = _option(
+        "S",
+        "seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
+        default=30.0,
+        flags=["--grace-period"],
+        type=float,
+    )
+    max_restarts: int = _number(
+        "K",
+        "start a job that failed again, at most K times; the script goes on from its own last "
+        "checkpoint",
+        lowest=0,
+        default=0,
+    )
 
     @property
     def script_name(self) -> str:
@@ -148,20 +276,19 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     # If a script is named before the first `--`, this `--` belongs to its arguments.
     script = [*given.script, *words[at if given.script else at + 1 :]]
     _check(given, script, command)
-    names = {field.name for field in fields(Options)}
+    names = {each.name for each in fields(Options)}
     chosen = {name: value for name, value in vars(given).items() if name in names}
     chosen |= {
         "script": script[0] if script else "",
         "script_args": tuple(script[1:]),
         "exports": exports,
-        "ssh_args": tuple(shlex.split(given.ssh_args)),
+        "interpreter": _words(given.interpreter),
+        "ssh_args": _words(given.ssh_args),
         "pin_to_socket": given.pin_to_socket or given.pin_memory_to_socket,
         "this_host_only": given.num_processes is not None and given.hostfile is None,
         "scale": _read_scale(given) if command == "scale" else None,
         "is_plan": command == "plan",
     }
-    if given.python_interpreter is not None:
-        chosen["interpreter"] = tuple(shlex.split(given.python_interpreter))
     if command == "plan":
         chosen["processes_per_node"] = 1
     if given.ray:
@@ -194,8 +321,13 @@ def _read_scale(given: argparse.Namespace) -> Scale:
         raise ValueError("--tune needs a number of ranks above 1: one rank sends nothing.")
     if given.run_timeout_s <= 0:
         raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
-    chosen = {field.name: getattr(given, field.name) for field in fields(Scale)}
+    chosen = {each.name: getattr(given, each.name) for each in fields(Scale)}
     return Scale(**{**chosen, "ranks": tuple(sorted(given.ranks))})
+
+
+def _words(option: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Splits what was given as a shell does; a default is a tuple already."""
+    return tuple(shlex.split(option)) if isinstance(option, str) else option
 
 
 def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> None:
@@ -206,12 +338,12 @@ def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> No
     _check_ray(given, command)
     if given.force and given.cleanup is None:
         raise ValueError("--force is only valid together with --cleanup.")
-    if script[:1] == ["-m"] and (len(script) == 1 or given.python_interpreter == ""):
+    if script[:1] == ["-m"] and (len(script) == 1 or given.interpreter == ""):
         raise ValueError(
             "-m must be followed by a module, and needs a Python interpreter: tnt-jax -n 2 -- -m "
             "package.train --epochs 3"
         )
-    if command and given.python_interpreter == "":
+    if command and given.interpreter == "":
         raise ValueError(
             f"tnt-jax {command} runs a Python script up to its first fit, and needs an "
             "interpreter: name the script, and leave --python-interpreter out: "
@@ -271,10 +403,38 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    _add_placement(parser.add_argument_group("devices"))
-    _add_hosts(parser.add_argument_group("hosts"))
-    _add_output(parser.add_argument_group("output"))
-    _add_processes(parser.add_argument_group("processes"))
+    devices = parser.add_argument_group("devices")
+    devices.add_argument(
+        "-n",
+        dest="num_processes",
+        type=_at_least(1),
+        metavar="N",
+        help="devices to use on this host, or with --ray in the cluster, one process each",
+    )
+    hosts = parser.add_argument_group("hosts")
+    _add(devices, Options, "devices_per_node processes_per_node use_gpus pin_to_socket")
+    _add(devices, Options, "pin_memory_to_socket")
+    _add(hosts, Options, "hostfile ssh_args port min_hosts")
+    hosts.add_argument(
+        "--ray",
+        action="store_true",
+        help="start -n processes wherever a Ray cluster has room for them",
+    )
+    _add(hosts, Options, "ray_address min_devices cleanup force")
+    output = parser.add_argument_group("output")
+    _add(output, Options, "log_level log_on_all_devices output_on_all_devices log_dir dry_run")
+    processes = parser.add_argument_group("processes")
+    processes.add_argument(
+        "-x",
+        dest="exports",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set variables in every process; $OTHER in a value is expanded there",
+    )
+    _add(processes, Options, "fusion_threshold_kb timeline checkpoint_dir checkpoint_every")
+    _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts")
     if command == "scale":
         _add_scaling(parser.add_argument_group("scaling"))
     if command == "tune":
@@ -290,202 +450,17 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_placement(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "-n",
-        dest="num_processes",
-        type=_at_least(1),
-        metavar="N",
-        help="devices to use on this host, or with --ray in the cluster, one process each",
-    )
-    add(
-        "--devices-per-node",
-        "--n-per-node",
-        type=_at_least(1),
-        metavar="N",
-        help="devices to use on each host (default: all GPUs, or one CPU process)",
-    )
-    add(
-        "--processes-per-node",
-        type=_at_least(1),
-        metavar="N",
-        help="processes that share the devices of a host (default: one per device)",
-    )
-    add("--no-gpu", "--no-gpus", dest="use_gpus", action="store_false", help="use CPUs only")
-    add(
-        "--pin-to-socket",
-        action="store_true",
-        help="bind each process to the processors of one socket, with numactl",
-    )
-    add("--pin-memory-to-socket", action="store_true", help="bind its memory to that socket, too")
-
-
-def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--hostfile", metavar="FILE", help="hosts to use, one per line: NAME [slots=N]")
-    add(
-        "--ssh-args",
-        default="",
-        metavar="ARGS",
-        help='arguments for ssh, for instance "-F my_config -p 2222"',
-    )
-    add(
-        "--port",
-        type=_at_least(1),
-        metavar="P",
-        help="port at which the processes meet (default: a free one)",
-    )
-    add(
-        "--min-hosts",
-        type=_at_least(1),
-        metavar="M",
-        help="start on the hosts that can take part, if these are at least M (default: all)",
-    )
-    add(
-        "--ray",
-        action="store_true",
-        help="start -n processes wherever a Ray cluster has room for them",
-    )
-    add(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="address of the cluster (default: RAY_ADDRESS, or that of this host)",
-    )
-    add(
-        "--min-devices",
-        type=_at_least(1),
-        metavar="M",
-        help="with --ray: start on fewer devices than -n if there is room for at least M",
-    )
-    add(
-        "--cleanup",
-        nargs="?",
-        const="",
-        metavar="JOB",
-        help="end the remains of a job on its hosts; without an id, list jobs",
-    )
-    add("--force", action="store_true", help="with --cleanup: kill without asking")
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--log-level",
-        type=str.upper,
-        choices=LOG_LEVELS,
-        help="log level of the library and of the launcher",
-    )
-    add(
-        "--log-on-all-devices",
-        action="store_true",
-        help="log on every process instead of the first alone",
-    )
-    add(
-        "--output-on-all-devices",
-        action="store_true",
-        help="show the output of every process, each line with its rank",
-    )
-    add(
-        "--log-dir",
-        metavar="DIR",
-        help="write the output of each process to a file in this directory, on its host",
-    )
-    add("--dry-run", action="store_true", help="show what would be started, start nothing")
-
-
-def _add_processes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "-x",
-        dest="exports",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set variables in every process; $OTHER in a value is expanded there",
-    )
-    add(
-        "--fusion-threshold",
-        dest="fusion_threshold_kb",
-        type=lambda text: "xla" if text == "xla" else _at_least(0)(text),
-        metavar="KiB",
-        help="size in KiB from which a gradient bucket is full; 0 sends each array separately, "
-        "xla leaves the choice to the compiler",
-    )
-    add(
-        "--timeline",
-        metavar="FILE",
-        help="write what each process's host does, for chrome://tracing: process 0 to FILE, "
-        "process 1 to FILE with .1 before its ending",
-    )
-    add(
-        "--checkpoint-dir",
-        metavar="DIR",
-        help="save checkpoints there in every fit, and go on from them when the job is started "
-        "again; all hosts must see it",
-    )
-    add(
-        "--checkpoint-every",
-        type=_save_freq,
-        metavar="N|S",
-        help="batches between two checkpoints, epoch, or a time such as 30s (default: 60s)",
-    )
-    add(
-        "--python-interpreter",
-        metavar="CMD",
-        help='command that runs the script; "" runs the script itself',
-    )
-    add(
-        "--no-compilation-cache",
-        dest="compilation_cache",
-        action="store_false",
-        help="do not keep compiled programs for the next run",
-    )
-    add(
-        "--grace-period",
-        dest="grace_period_s",
-        type=float,
-        default=Options.grace_period_s,
-        metavar="S",
-        help="seconds that processes get to end after Ctrl-C or SIGTERM (default: %(default)g)",
-    )
-    add(
-        "--max-restarts",
-        type=_at_least(0),
-        default=Options.max_restarts,
-        metavar="K",
-        help="start a job that failed again, at most K times; the script goes on from its own last "
-        "checkpoint",
-    )
+def _add(group: argparse._ActionsContainer, table: type, names: str) -> None:
+    """Adds the options that set these fields of a table."""
+    for name in names.split():
+        found = table.__dataclass_fields__[name]
+        settings = {"default": found.default, **found.metadata}
+        flags = settings.pop("flags", [f"--{name.replace('_', '-')}"])
+        group.add_argument(*flags, dest=name, **settings)
 
 
 def _add_scaling(group: argparse._ArgumentGroup) -> None:
-    """Adds the options of `tnt-jax scale`; `dest` is a field of `Scale`."""
-    add = group.add_argument
-    add(
-        "--ranks",
-        nargs="+",
-        type=_at_least(1),
-        required=True,
-        metavar="N",
-        help="numbers of devices to run on, one process each; others are compared with the lowest",
-    )
-    add(
-        "--steps",
-        type=_at_least(1),
-        default=Scale.steps,
-        metavar="N",
-        help="timed steps of a run, after those that compile and warm up (default: %(default)s)",
-    )
-    add(
-        "--rounds",
-        type=_at_least(1),
-        default=Scale.rounds,
-        metavar="R",
-        help="runs on each number of ranks; each round takes all numbers in turn "
-        "(default: %(default)s)",
-    )
+    _add(group, Scale, "ranks steps rounds")
     kind = group.add_mutually_exclusive_group()
     kind.add_argument(
         "--strong",
@@ -502,46 +477,4 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
         help="multiply the global batch with the ranks: the script's own is that of the lowest "
         "number",
     )
-    add("--output", metavar="DIR", help="new folder for scaling.json and scaling.png")
-    add(
-        "--project",
-        type=_at_least(2),
-        metavar="N",
-        help="continue the curve to N ranks by a model of the links, and state its error",
-    )
-    add(
-        "--link-gbit",
-        type=float,
-        metavar="G",
-        help="with --project: rate of a host's link in Gbit/s (default: found by what is measured)",
-    )
-    add(
-        "--tune",
-        action="store_true",
-        help="also find the fastest way to sum gradients on the highest number, as tnt-jax tune",
-    )
-    add(
-        "--run-timeout",
-        dest="run_timeout_s",
-        type=float,
-        default=Scale.run_timeout_s,
-        metavar="S",
-        help="seconds after which a run that has not ended is given up (default: %(default)g)",
-    )
-
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be at least {lowest}, but is {text}")
-        return int(text)
-
-    return integer
-
-
-def _save_freq(text: str) -> str:
-    try:
-        parse_save_freq(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+    _add(group, Scale, "output project link_gbit tune run_timeout_s")
