@@ -157,6 +157,8 @@ class Connection:
             lost.
         finished: Whether the supervisor has reported that all processes have ended.
         closed: Whether the connection has ended.
+        outbox: The messages to the supervisor.
+        heard_at: When its last message came, by `time.monotonic`.
         stdout: File descriptor of the supervisor's messages.
         stderr: That of the error output of ssh, the login scripts and the supervisor.
     """
@@ -169,7 +171,7 @@ class Connection:
         self._greeted = False
         self._lines = Lines()
         self._complaints = b""
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it
         # on.
         self._popen = subprocess.Popen(
@@ -184,30 +186,12 @@ class Connection:
         self.stdout, self.stderr = stdout.fileno(), stderr.fileno()
         for stream in (stdin, stdout, stderr):
             os.set_blocking(stream.fileno(), False)
-        self._outbox = Outbox(stdin.fileno())
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last message of the supervisor."""
-        return time.monotonic() - self._heard_at
+        self.outbox = Outbox(stdin.fileno())
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message as far as the connection accepts it; `flush` sends the rest."""
-        self._outbox.put(encode(kind, **fields))
-        self._outbox.flush()
-
-    def flush(self) -> None:
-        """Sends the pending data."""
-        self._outbox.flush()
-
-    def show_life(self) -> None:
-        """Sends regular heartbeats to the supervisor."""
-        if self.is_remote:
-            self._outbox.beat_for_ever()
-
-    def forgive_silence(self) -> None:
-        """Restarts the measurement of silence, because this side has not listened for a while."""
-        self._heard_at = time.monotonic()
+        """Sends a message as far as the connection accepts it; `outbox.flush` sends the rest."""
+        self.outbox.put(encode(kind, **fields))
+        self.outbox.flush()
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived; sets `closed` at the end of the connection."""
@@ -218,7 +202,7 @@ class Connection:
         if not data:
             self.closed = True
             return []
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         found = []
         for line in self._lines.feed(data):
             if self._greeted:
@@ -240,7 +224,7 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection, upon which the supervisor ends its processes."""
-        self._outbox.close()
+        self.outbox.close()
         if self._popen.stdin is not None:
             self._popen.stdin.close()
 

@@ -155,7 +155,8 @@ class Session:
                 processes=[process.to_json() for process in processes if process.host == host],
                 silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
             )
-            connection.show_life()
+            if connection.is_remote:
+                connection.outbox.beat_for_ever()
         connections = self._connections.values()
         while any(not (connection.finished or connection.closed) for connection in connections):
             self._turn()
@@ -200,7 +201,7 @@ class Session:
 
     def _turn(self) -> None:
         for connection in self._connections.values():
-            connection.flush()
+            connection.outbox.flush()
         for key, _ in self._selector.select(_TICK_S):
             key.data()
         moment = time.monotonic()
@@ -208,7 +209,7 @@ class Session:
             # Showing output took this long, because a terminal or a pager was full; messages of
             # hosts are still unread.
             for connection in self._connections.values():
-                connection.forgive_silence()
+                connection.heard_at = moment
         self._turned_at = moment
 
     def _keep_time(self) -> None:
@@ -219,7 +220,7 @@ class Session:
             self._time_out_at = None
             self._fail(1, "The processes did not end in time.")
         for connection in self._connections.values():
-            silent_s = connection.silent_s
+            silent_s = time.monotonic() - connection.heard_at
             if connection.is_remote and not connection.closed and silent_s > HOST_TIMEOUT_S:
                 self._lose(connection, f"it has been silent for {silent_s:.0f} seconds")
 
