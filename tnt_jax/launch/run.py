@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.job import Job
-from tnt_jax.launch.planning.environment import Launch, carried_environment
+from tnt_jax.launch.planning.environment import SECRET, Launch, carried_environment
 from tnt_jax.launch.planning.facts import Facts, Request
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import (
-    SECRET,
     Host,
     Process,
     choose_devices,

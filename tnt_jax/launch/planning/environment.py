@@ -12,6 +12,8 @@ from tnt_jax.launch.planning.options import Options
 PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
 """Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
 
+SECRET = "TNT_JOB_SECRET"
+"""Variable that holds what only the processes of the job know."""
 _CARRIED_NAMES = (
     "PATH PYTHONPATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV GLIBC_TUNABLES"
 ).split()
@@ -79,6 +81,7 @@ def process_environment(
     local_devices: Sequence[int],
     device_kind: str,
     is_single_host: bool,
+    is_remote: bool,
 ) -> dict[str, str]:
     """Returns the variables of one process in addition to those of its host.
 
@@ -88,7 +91,9 @@ def process_environment(
     environ, address = launch.environ, launch.coordinator_address
     num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
     threads = max(1, facts.num_cores // processes_on_host)
+    carries = carried_environment if options.ray_address is None else environment_on_ray
     return {
+        **(carries(environ) if is_remote else {}),
         **_defaults(facts, options, environ, threads, num_cpu_devices),
         **(
             _cpu_devices(num_cpu_devices)
@@ -104,6 +109,7 @@ def process_environment(
         **_path(facts, environ, num_processes),
         **_direct_connections(environ, address),
         **_library_options(options),
+        **({SECRET: launch.secret} if launch.secret else {}),
     }
 
 

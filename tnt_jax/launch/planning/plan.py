@@ -5,19 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tnt_jax.launch.planning.environment import (
-    Launch,
-    carried_environment,
-    environment_on_ray,
-    process_environment,
-)
+from tnt_jax.launch.planning.environment import Launch, process_environment
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.options import Options
 
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
-SECRET = "TNT_JOB_SECRET"
-"""Variable that holds what only the processes of the job know."""
 # Runs a script up to the end of its first fit.
 _TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
 
@@ -133,21 +126,21 @@ def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[
         for host in hosts
         if host.facts.num_gpus and not host.facts.has_cuda_jax
     ]
-    for host, number in zip(hosts, wanted, strict=True):
-        if host.facts.num_gpus < (number or 1) and any(
-            host.facts.num_gpus or host.facts.has_cuda_jax for host in hosts
-        ):
-            where = "" if len(hosts) == 1 else f" on {host.name}"
-            count = number or 1
-            text = (
-                f"Cannot find {count} available GPUs per node as requested"
-                if number
-                else "Cannot find any GPU"
-            )
-            warnings.append(
-                f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead."
-            )
-            break
+    short = [
+        (host, number)
+        for host, number in zip(hosts, wanted, strict=True)
+        if host.facts.num_gpus < (number or 1)
+    ]
+    if short and any(host.facts.num_gpus or host.facts.has_cuda_jax for host in hosts):
+        host, number = short[0]
+        where = "" if len(hosts) == 1 else f" on {host.name}"
+        count = number or 1
+        text = "Cannot find any GPU"
+        if number:
+            text = f"Cannot find {count} available GPUs per node as requested"
+        warnings.append(
+            f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead."
+        )
     return tuple(warnings)
 
 
@@ -164,16 +157,12 @@ def plan_processes(
         _processes_on(host, number, options)
         for host, number in zip(hosts, devices.per_host, strict=True)
     ]
-    carries = carried_environment if options.ray_address is None else environment_on_ray
     processes: list[Process] = []
     for host, count, num_devices in zip(hosts, counts, devices.per_host, strict=True):
-        carried = carries(launch.environ) if host.is_remote else {}
         for local_rank in range(count):
             rank = launch.part * sum(counts) + len(processes)
-            pinning = _pinning(host, local_rank, count, options)
-            local_devices = range(
-                local_rank * num_devices // count, (local_rank + 1) * num_devices // count
-            )
+            first = local_rank * num_devices // count
+            end = (local_rank + 1) * num_devices // count
             environment = process_environment(
                 launch,
                 options,
@@ -181,11 +170,13 @@ def plan_processes(
                 rank=rank,
                 num_processes=launch.num_parts * sum(counts),
                 processes_on_host=count,
-                local_devices=local_devices,
+                local_devices=range(first, end),
                 device_kind=devices.kind,
                 is_single_host=len(hosts) * launch.num_parts == 1,
+                is_remote=host.is_remote,
             )
-            secret = {SECRET: launch.secret} if launch.secret else {}
+            pinning = _pinning(host, local_rank, count, options)
+            is_bound = devices.kind == "cpu" and not pinning
             processes.append(
                 Process(
                     rank=rank,
@@ -193,17 +184,13 @@ def plan_processes(
                     host=host.name,
                     command=(*pinning, *script_command(options, launch.cwd)),
                     cwd=launch.cwd,
-                    environment={**carried, **environment, **secret},
+                    environment=environment,
                     exports=options.exports,
                     shown=_shown(rank, options),
                     log_file=_log_file(rank, options, launch),
                     terminals=_terminals(rank, options, launch),
                     columns=launch.columns,
-                    processors=(
-                        _own_processors(host.facts.processors, local_rank, count)
-                        if devices.kind == "cpu" and not pinning
-                        else ()
-                    ),
+                    processors=_own_processors(host, local_rank, count) if is_bound else (),
                 )
             )
     return processes
@@ -245,16 +232,17 @@ def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple
     return (host.facts.numactl, f"--cpunodebind={node}", f"{memory}={node}")
 
 
-def _own_processors(processors: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
+def _own_processors(host: Host, local_rank: int, count: int) -> tuple[int, ...]:
     """Returns a process's share of the processors; none if they cannot be shared evenly.
 
     Elsewhere the threads of one process hold up the other, on whose processor they come to run
     (benchmarks/scaling.py).
     """
+    processors = host.facts.processors
     share, rest = divmod(len(processors), count)
     if count == 1 or rest:
         return ()
-    return tuple(processors[local_rank * share : (local_rank + 1) * share])
+    return processors[local_rank * share : (local_rank + 1) * share]
 
 
 def _shown(rank: int, options: Options) -> tuple[str, ...]:
