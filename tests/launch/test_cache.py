@@ -6,7 +6,7 @@ import pytest
 
 from tnt_jax.files import UnsafeFolder, private_folder
 from tnt_jax.launch.planning import facts as facts_module
-from tnt_jax.launch.planning.facts import Facts, Request, cache_dir, inspect_host
+from tnt_jax.launch.planning.facts import Facts, cache_dir, inspect_host
 from tnt_jax.launch.planning.preflight import find_missing_caches
 
 
@@ -77,8 +77,7 @@ def test_a_host_without_a_cache_is_named_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(
         facts_module, "cache_dir", lambda environ: private_folder(str(tmp_path / "theirs"))
     )
-    request = Request(str(tmp_path), "train.py", "python", {}).to_json()
-    facts = {"node1": Facts.from_json(inspect_host(request))}
+    facts = {"node1": Facts.from_json(inspect_host(str(tmp_path), "train.py", "python", {}))}
     (warning,) = find_missing_caches(facts)
     assert warning.startswith("Compiled programs are not kept on node1: ")
     assert "theirs is no directory" in warning

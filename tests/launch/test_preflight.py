@@ -11,14 +11,7 @@ from tnt_jax.launch.planning.preflight import (
 )
 
 FACTS = Facts.from_json(
-    inspect_host(
-        {
-            "cwd": "/",
-            "script": "etc/passwd",
-            "interpreter": "sh",
-            "environment": {"PATH": "/usr/bin:/bin"},
-        }
-    )
+    inspect_host("/", "etc/passwd", "sh", environment={"PATH": "/usr/bin:/bin"})
 )
 
 
@@ -121,9 +114,8 @@ def test_unknown_reason_has_no_remedy():
 
 def test_what_is_missing_is_found(tmp_path):
     def missing(**request):
-        return inspect_host(
-            {"cwd": str(tmp_path), "interpreter": "sh", "environment": {"PATH": "/bin"}, **request}
-        )["missing"]
+        usual = {"cwd": str(tmp_path), "interpreter": "sh", "environment": {"PATH": "/bin"}}
+        return inspect_host(**(usual | request))["missing"]
 
     (tmp_path / "s.py").write_text("")
     assert missing(script="s.py") == ()

@@ -12,7 +12,7 @@ from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.launch.child import expand
 from tnt_jax.launch.doctor.command import doctor
 from tnt_jax.launch.planning.environment import task_environment
-from tnt_jax.launch.planning.facts import Facts, Request, inspect_host
+from tnt_jax.launch.planning.facts import Facts, inspect_host
 from tnt_jax.launch.planning.fingerprint import fingerprint
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry
 from tnt_jax.launch.planning.options import Options, parse_options
@@ -106,8 +106,7 @@ def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None
     """
     cwd = os.getcwd()
     interpreter = options.interpreter[0] if options.interpreter else ""
-    request = Request(cwd, options.script, interpreter, dict(environ))
-    facts = Facts.from_json(inspect_host(request.to_json()))
+    facts = Facts.from_json(inspect_host(cwd, options.script, interpreter, environ))
     check(find_obstacles({facts.hostname: facts}))
     environment = {
         **environ,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.planning.environment import SECRET, Launch, carried_environment
-from tnt_jax.launch.planning.facts import Facts, Request
+from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import (
@@ -227,11 +227,14 @@ def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) ->
         HostError: If a host cannot be reached; the message adds the usual remedy.
     """
     visible = {name: value for name, value in options.exports if name == "CUDA_VISIBLE_DEVICES"}
-    environment = {**carried_environment(environ), **visible}
-    interpreter = options.interpreter[0] if options.interpreter else ""
-    request = Request(working_directory(environ), options.script, interpreter, environment)
+    request = {
+        "cwd": working_directory(environ),
+        "script": options.script,
+        "interpreter": options.interpreter[0] if options.interpreter else "",
+        "environment": {**carried_environment(environ), **visible},
+    }
     try:
-        answers = session.ask("inspect", {"request": request.to_json()})
+        answers = session.ask("inspect", request)
     except HostError as error:
         reasons = {
             host: f"{reason.rstrip('.')}. {find_remedy(host, reason)}".strip()

@@ -14,7 +14,7 @@ from typing import Any
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
 from tnt_jax.launch.doctor.examine import Examination
 from tnt_jax.launch.planning.environment import Launch, carried_environment
-from tnt_jax.launch.planning.facts import Facts, Request
+from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import Devices, Host, plan_processes
@@ -157,7 +157,12 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
     """Returns what was written to the working directory, and the examination of each host."""
     cwd = working_directory(environ)
     probe = Path(__file__).parents[2] / "distributed" / "host" / "link_probe.py"
-    request = Request(cwd, str(probe), sys.executable, carried_environment(environ))
+    request = {
+        "cwd": cwd,
+        "script": str(probe),
+        "interpreter": sys.executable,
+        "environment": carried_environment(environ),
+    }
     token = secrets.token_hex(8)
     token_file = Path(cwd, f".tnt-jax-doctor-{token}")
     try:
@@ -165,8 +170,7 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
     except OSError:
         token = ""
     try:
-        arguments = {"request": request.to_json(), "token_file": str(token_file)}
-        answers = session.ask("examine", arguments)
+        answers = session.ask("examine", {"request": request, "token_file": str(token_file)})
     finally:
         token_file.unlink(missing_ok=True)
     return token, {host: Examination.from_json(found) for host, found in answers.items()}

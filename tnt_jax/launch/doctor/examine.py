@@ -49,9 +49,9 @@ class Examination:
 
 
 def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
-    """Returns this host's `Examination` as plain data."""
+    """Returns this host's `Examination` as plain data; the request is for `inspect_host`."""
     environ = {**os.environ, **request["environment"]}
-    facts = inspect_host(request)
+    facts = inspect_host(**request)
     locked = _limit(resource.RLIMIT_MEMLOCK)
     found = Examination(
         facts=facts,

@@ -39,28 +39,6 @@ def cache_dir(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the launcher wants to know about a host.
-
-    Attributes:
-        cwd: Directory in which the processes will run.
-        script: The user's script, as given on the command line, or "-m" for a module.
-        interpreter: First word of the command that runs it; empty if the script is itself a
-            program.
-        environment: Variables that the processes will get in addition to those of the host.
-    """
-
-    cwd: str
-    script: str
-    interpreter: str
-    environment: Mapping[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the request as plain data."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class Facts:
     """Facts about a host, which calls itself `hostname`.
 
@@ -122,9 +100,19 @@ class Facts:
         return cls(**{**fields, **tuples})
 
 
-def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this host's `Facts` as plain data."""
-    environ = {**os.environ, **request["environment"]}
+def inspect_host(
+    cwd: str, script: str, interpreter: str, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns this host's `Facts` as plain data.
+
+    Args:
+        cwd: Directory in which the processes will run.
+        script: The user's script, as given on the command line, or "-m" for a module.
+        interpreter: First word of the command that runs it; empty if the script is itself a
+            program.
+        environment: Variables that the processes will get in addition to those of the host.
+    """
+    environ = {**os.environ, **environment}
     hostname = socket.gethostname()
     found_cache = no_cache_because = ""
     try:
@@ -147,7 +135,7 @@ def inspect_host(request: Mapping[str, Any]) -> dict[str, Any]:
         cache_dir=found_cache,
         no_cache_because=no_cache_because,
         package_root=None if package_version("tnt-jax") else str(Path(__file__).parents[3]),
-        missing=tuple(_missing(request, environ)),
+        missing=tuple(_missing(cwd, script, interpreter, environ)),
     )
     return asdict(facts)
 
@@ -180,20 +168,17 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _missing(request: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    if not os.path.isdir(request["cwd"]):
-        return [f"directory {request['cwd']}"]
+def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]) -> list[str]:
+    if not os.path.isdir(cwd):
+        return [f"directory {cwd}"]
     missing = []
-    script = os.path.join(request["cwd"], request["script"])
-    if request["script"] == "-m":
+    path = os.path.join(cwd, script)
+    if script == "-m":
         pass  # The interpreter searches for the module in its own path.
-    elif not os.path.isfile(script):
-        missing.append(f"script {script}")
-    elif not request["interpreter"] and not os.access(script, os.X_OK):
-        missing.append(f"permission to execute {script}")
-    if (
-        request["interpreter"]
-        and shutil.which(request["interpreter"], path=environ.get("PATH")) is None
-    ):
-        missing.append(f"interpreter {request['interpreter']}")
+    elif not os.path.isfile(path):
+        missing.append(f"script {path}")
+    elif not interpreter and not os.access(path, os.X_OK):
+        missing.append(f"permission to execute {path}")
+    if interpreter and shutil.which(interpreter, path=environ.get("PATH")) is None:
+        missing.append(f"interpreter {interpreter}")
     return missing
