@@ -36,10 +36,8 @@ def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpu
     `JAX_COORDINATOR_PORT` and `JAX_LOCAL_DEVICE_IDS` override what Open MPI, SLURM and Kubernetes
     say.
 
-    Args:
-        environ: The environment of the process.
-        count_gpus: Counts the GPUs visible to a process with this environment; called only where
-            several processes of SLURM or Open MPI share a host and may share its GPUs.
+    The GPUs are counted only where several processes of SLURM or Open MPI share a host and may
+    share its GPUs.
 
     Raises:
         ValueError: If variables contradict each other, are incomplete, or describe something that

@@ -18,15 +18,11 @@ class Job:
 
     Attributes:
         coordinator_address: `host:port` where process 0 listens.
-        num_processes: Number of processes in the job.
         process_id: Number of this process, `0 <= process_id < num_processes`.
         local_device_ids: Indices, among the visible devices, of those that this process owns; None
             for all.
         source: Where this comes from, for messages: "Ray Train", "TNT_*", "TF_CONFIG", "Open MPI",
             "SLURM" or "Kubernetes".
-
-    Raises:
-        ValueError: If the numbers are out of range.
     """
 
     coordinator_address: str

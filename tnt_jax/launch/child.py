@@ -70,7 +70,6 @@ class Child:
     """A started process with its output pipes.
 
     Attributes:
-        rank: Number of the process in the job.
         pid: Its process id, which is also its process group's.
         streams: File descriptor of each open output pipe, by name ("stdout", "stderr").
         code: Exit code as a shell states it (128 + signal number), or None while it runs.
@@ -144,8 +143,7 @@ class Child:
 
         A process with a handler for a signal that asks it to end, or to note something, gets it
         alone: its workers, which load data for instance, would end before it has saved its state.
-        SIGUSR1 and SIGUSR2 are kept while nobody handles them, for instance during imports; see
-        `signal_again`.
+        SIGUSR1 and SIGUSR2 are kept while nobody handles them, for instance during imports.
         """
         if signum in _REQUESTS and is_handled(self.pid, signum):
             send_signal([self.pid], signum)

@@ -150,11 +150,7 @@ def list_jobs() -> dict[str, list[str]]:
 
 
 def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
-    """Asks all processes of a job to end, or kills them.
-
-    Args:
-        job_id: Id of the job, which stands for all its attempts, or of one attempt.
-        force: Whether to kill.
+    """Asks all processes of a job, or of one attempt of it, to end, or kills them.
 
     Returns:
         Number of processes found, and those still running after five seconds.

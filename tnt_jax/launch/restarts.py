@@ -30,11 +30,7 @@ Run = Callable[[Attempt], Ending]
 
 
 def clean_up(options: Options, environ: Mapping[str, str]) -> int:
-    """Ends the processes of the job `options.cleanup` on its hosts; without an id it lists jobs.
-
-    Returns:
-        0 if no process of the job is left, 1 otherwise.
-    """
+    """Ends the processes of the job `options.cleanup`, or lists jobs; returns 1 if any are left."""
     with open_session(job_hosts(options, environ), options) as session:
         if not options.cleanup:
             print(_describe(session.ask("list_jobs", {})))
@@ -145,11 +141,8 @@ def delay_before_restart(in_a_row: int, *, has_lost_hosts: bool) -> float:
 def run_on_hosts_left(attempt: Attempt, min_hosts: int | None, run: Run) -> Ending:
     """Runs an attempt without the hosts that cannot take part, as long as enough are left.
 
-    At least `min_hosts` must be left, or all if that is None.
-
-    Raises:
-        ValueError: If fewer hosts than `min_hosts` are listed.
-        HostError: If too few hosts are left; it names all that were left out.
+    At least `min_hosts` must be left, or all if that is None; else a `HostError` names those that
+    were left out.
     """
     fewest = len(attempt.entries) if min_hosts is None else min_hosts
     if fewest > len(attempt.entries):

@@ -90,14 +90,8 @@ def run_attempt(
 ) -> Ending:
     """Starts the script on all devices of the hosts, waits for it, and returns how it ended.
 
-    Args:
-        attempt: The hosts, and which start of the job this is.
-        options: The options of the command line.
-        environ: The launcher's environment.
-        part: The position of this launcher among several that a cluster has started for one job;
-            None if it is the only one.
-        write: As of `Session.run`.
-        timeout_s: As of `Session.run`.
+    `part` is the position of this launcher among several that a cluster has started for one job;
+    None if it is the only one. Output and time limit are as of `Session.run`.
 
     Raises:
         ValueError: If the options do not fit the hosts.
@@ -221,11 +215,7 @@ def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Ses
 
 
 def ask_facts(session: Session, options: Options, environ: Mapping[str, str]) -> dict[str, Facts]:
-    """Returns the facts of each host.
-
-    Raises:
-        HostError: If a host cannot be reached; the message adds the usual remedy.
-    """
+    """Returns the facts of each host; a `HostError` adds the usual remedy."""
     visible = {name: value for name, value in options.exports if name == "CUDA_VISIBLE_DEVICES"}
     request = {
         "cwd": working_directory(environ),
@@ -265,11 +255,7 @@ def check(obstacles: Mapping[str, str]) -> None:
 def find_coordinator_address(
     session: Session, hosts: Sequence[Host], options: Options, device_kind: str
 ) -> str:
-    """Returns an address of the first host at which all others can reach it.
-
-    Raises:
-        HostError: If the port is taken, or if hosts cannot reach the first one.
-    """
+    """Returns an address of the first host at which all others can reach it."""
     first, *others = (host.name for host in hosts)
     try:
         port = session.ask("listen", {"port": options.port}, hosts=[first])[first]

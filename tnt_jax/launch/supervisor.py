@@ -46,11 +46,7 @@ _listening: dict[int, socket.socket] = {}
 
 
 def listen(port: int | None) -> int:
-    """Listens on a port, any free one if None, until `stop_listening`, and returns its number.
-
-    Raises:
-        OSError: If the port is in use.
-    """
+    """Listens on a port, any free one if None, until `stop_listening`, and returns its number."""
     # On IPv4 and IPv6 if both exist, as JAX's coordinator does, and for all hosts of a large job at
     # once.
     both = socket.has_dualstack_ipv6()

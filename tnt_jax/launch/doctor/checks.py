@@ -20,13 +20,8 @@ _Judgement = tuple[str, str, str]
 class Finding:
     """One line of the doctor's table.
 
-    Attributes:
-        host: The host concerned.
-        topic: What was checked.
-        status: "ok", "warning" (training works, but perhaps not well) or "FAILURE" (training does
-            not work).
-        detail: What was found.
-        remedy: What to do; empty if all is well.
+    With status "warning" training works, but perhaps not well, with "FAILURE" it does not work. The
+    remedy is empty if all is well.
     """
 
     host: str
@@ -44,8 +39,7 @@ def judge(
     Args:
         hosts: The examination of each host, by name.
         token: What the launcher wrote to the working directory; empty if that failed.
-        skews_s: For each host, by how many seconds its clock is ahead of the launcher's, and the
-            uncertainty.
+        skews_s: By how much each host's clock is ahead of the launcher's, and the uncertainty.
     """
     all_facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
     obstacles = find_obstacles(all_facts)
@@ -153,11 +147,7 @@ def _clock(skew_s: float, uncertainty_s: float) -> _Judgement:
 
 
 def judge_reachability(reached: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Finding]:
-    """Returns a finding for each host on whether all others can connect to it.
-
-    Args:
-        reached: For each host, the names and addresses at which each other host reached it.
-    """
+    """Returns a finding for each host on the addresses at which each other host reached it."""
     return [Finding(host, "reachable", *_reachable(others)) for host, others in reached.items()]
 
 

@@ -36,18 +36,18 @@ _LINKS_TIMEOUT_S = 120.0
 
 
 def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Examines the hosts and prints a table, or JSON.
-
-    Returns 0 if nothing prevents a job from running, otherwise 1.
-    """
+    """Examines the hosts and prints a table, or JSON; returns 1 if a job cannot run, else 0."""
     given = _parser().parse_args(argv)
+    if given.ray and given.hostfile:
+        raise ValueError("Use either --hostfile or --ray.")
+    address = given.ray_address or environ.get("RAY_ADDRESS") or "auto"
     options = Options(
         script="tnt_jax.distributed.host.link_probe",
         interpreter=(sys.executable, "-m"),
         use_gpus=not given.no_gpu,
         exports=(("TNT_INIT_TIMEOUT_S", "60"),),
         hostfile=given.hostfile,
-        ray_address=_ray_address(given, environ),
+        ray_address=address if given.ray else None,
         ssh_args=tuple(shlex.split(given.ssh_args)),
         port=given.port,
         output_on_all_devices=True,
@@ -64,12 +64,6 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     else:
         print(describe(findings, links))
     return int(failed)
-
-
-def _ray_address(given: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
-    if given.ray and given.hostfile:
-        raise ValueError("Use either --hostfile or --ray.")
-    return given.ray_address or environ.get("RAY_ADDRESS") or "auto" if given.ray else None
 
 
 def _parser() -> argparse.ArgumentParser:

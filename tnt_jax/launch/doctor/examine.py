@@ -21,11 +21,9 @@ class Examination:
     """The result of a host's examination, in addition to its `Facts`.
 
     Attributes:
-        driver: Version of the NVIDIA driver, or None.
-        nccl: Installed version of NCCL's Python package, or None.
+        driver, nccl: Versions of the NVIDIA driver and of NCCL's Python package, or None.
         proxies: Names of the proxy variables that are set.
-        open_files: Maximum number of files that a process may open; None for no limit.
-        locked_kb: Maximum memory that a process may lock, in kB; None for no limit.
+        open_files, locked_kb: Limits on what a process may open and lock; None for no limit.
         shm_mb: Free space of /dev/shm, in MB; None if there is no such directory.
         token: Content of the file that the launcher has just written to the working directory, or
             None if it is not there.

@@ -34,8 +34,7 @@ class Launch:
         launched_at: When the launcher began, in seconds since 1970.
         terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
         num_parts: Number of launchers like this one, with as many processes each, that a cluster
-            has started for the job.
-        part: Index of this one among them.
+            has started for the job; this is number `part` of them.
         secret: What only the processes of the job know; empty if several launchers start them.
     """
 

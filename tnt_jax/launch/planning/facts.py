@@ -22,9 +22,6 @@ def cache_dir(environ: Mapping[str, str]) -> str:
 
     A compiled program in the cache is executed, so whoever can write to the cache decides what
     runs. For a user without a home directory it is a private folder in /tmp.
-
-    Raises:
-        UnsafeFolder: If there can be no private folder.
     """
     if environ.get("XDG_CACHE_HOME"):
         return environ["XDG_CACHE_HOME"]
@@ -44,17 +41,14 @@ class Facts:
 
     Attributes:
         machine: Identifies the machine, or the container that has a network of its own.
-        own_addresses: The addresses to which that name resolves on the host itself; empty if there
-            are none.
+        own_addresses: The addresses to which that name resolves on the host itself.
         ssh_address: Address at which the launcher reached the host by ssh, or None.
         versions: Installed version by package name (tnt-jax, jax, jaxlib); None if not installed.
         cpu_kind: Identifies the instruction set of the processors.
         processors: Numbers of the processors that the processes may use, those of a core together.
         gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
-        has_cuda_jax: Whether JAX's CUDA plugin is installed.
         numactl: Path of numactl, or None.
         cache_dir: Directory for the user's caches; empty if there is no safe one.
-        no_cache_because: Why there is none; empty if there is one.
         package_root: Directory that scripts need in their path to find tnt_jax; None if it is
             installed.
         missing: Descriptions of what is missing on the host; empty if nothing is.

@@ -23,9 +23,6 @@ def first_difference(path: str | Path, other: str | Path) -> str | None:
 
     Only steps that both files have are compared, so that a resumed run can be compared with a whole
     one.
-
-    Raises:
-        ValueError: If a file is not a fingerprint file, or the two have no step in common.
     """
     ours, theirs = _read(path), _read(other)
     common = [step for step in ours if step in theirs]

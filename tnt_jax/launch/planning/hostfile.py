@@ -19,8 +19,7 @@ class HostEntry:
     """A line of a hostfile.
 
     Attributes:
-        name: The name passed to ssh: a host name, an address, an alias of the ssh configuration, or
-            user@host.
+        name: The name passed to ssh: a host, an address, an alias of its configuration, user@host.
         slots: Devices to use there; None if the command line decides.
         through: What starts processes there: "ssh", "srun" or "ray".
         command: With "ray", the words of the command that connects to the supervisor there.
@@ -69,9 +68,6 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[HostEntry]:
         >>> hosts = parse_hostfile("node1 slots=4  # the fast one\n\nnode2\nnode2")
         >>> [(host.name, host.slots) for host in hosts]
         [('node1', 4), ('node2', None)]
-
-    Raises:
-        ValueError: If no host is listed, or a line is malformed.
     """
     hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(text.splitlines(), start=1):

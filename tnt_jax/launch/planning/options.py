@@ -138,7 +138,6 @@ class Options:
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         scale: What `tnt-jax scale` measures; None for other commands.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
-        exports: Names and values, in order.
         interpreter: Words of the command; empty to run the script itself.
         ray_address: None without Ray.
         ray_devices: Devices to use there.
@@ -261,9 +260,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """Returns the options of a command line; prints help or an error and exits where argparse does.
 
     Everything after `--`, or from the first word that is not an option, is the script and its
-    arguments. The first word `tune` selects trials instead of training, and allows `--steps`;
-    `scale` selects measurements on several numbers of devices, and has options of its own; `plan`
-    selects a plan, for which one process has all devices.
+    arguments. The first word can be one of `COMMANDS`; for a plan one process has all devices.
 
     Raises:
         ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.

@@ -45,8 +45,6 @@ class Process:
     """One process to start.
 
     Attributes:
-        rank: Its number in the job; 0 is the master.
-        local_rank: Its number on its host.
         environment: Variables in addition to those of the host.
         exports: The user's own variables, set after these, with `$NAME` expanded on the host.
         shown: Which of its streams reach the user's screen: "stdout", "stderr".

@@ -49,10 +49,7 @@ def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
 
 
 def srun_command(host: str) -> list[str]:
-    """Returns the command that runs the supervisor on a node of the SLURM allocation.
-
-    It gets all resources allocated on the node.
-    """
+    """Returns the command that runs the supervisor on a node of the SLURM allocation."""
     options = "--nodes=1 --ntasks=1 --overlap --unbuffered --cpu-bind=none --mpi=none"
     return ["srun", *options.split(), f"--nodelist={host}", *supervisor_command()]
 
@@ -152,12 +149,9 @@ class Connection:
     """A running supervisor.
 
     Attributes:
-        host: Name of the host.
         is_remote: Whether there is a network in between, so that silence may mean that the host is
             lost.
         finished: Whether the supervisor has reported that all processes have ended.
-        closed: Whether the connection has ended.
-        outbox: The messages to the supervisor.
         heard_at: When its last message came, by `time.monotonic`.
         stdout: File descriptor of the supervisor's messages.
         stderr: That of the error output of ssh, the login scripts and the supervisor.

@@ -21,12 +21,8 @@ _END_TIMEOUT_S = 20.0
 class RayNodes:
     """Nodes of a Ray cluster, held for one attempt of a job at a time.
 
-    Whatever ends this process, Ray frees what it holds and ends what runs there.
-
-    Args:
-        options: The options of the command line.
-        every_node: Whether to use all nodes that are alive, without reserving them.
-        wait_s: Seconds to wait for room on the cluster; None for no limit.
+    Whatever ends this process, Ray frees what it holds and ends what runs there. With `every_node`
+    all nodes that are alive are used, without reserving them; `wait_s` limits the wait for room.
     """
 
     def __init__(
@@ -46,17 +42,19 @@ class RayNodes:
         self.free()
 
     def take(self) -> list[HostEntry]:
-        """Frees the nodes of the attempt before, and returns those for another.
-
-        Waits until the cluster has room.
-
-        Raises:
-            HostError: If there is no such cluster, or Ray is not installed, with Ray's message; or
-                if there was no room in time.
-        """
+        """Frees the nodes of the attempt before, waits for room, and returns those for another."""
         self.free()
+        options = self._options
+        assert options.ray_address is not None
+        wish = Wish(
+            address=options.ray_address,
+            command=supervisor_command(),
+            num_processes=None if self._every_node else options.ray_devices,
+            fewest=options.min_devices,
+            use_gpus=options.use_gpus,
+        )
         self._broker = subprocess.Popen(
-            program("tnt_jax.on_ray.broker", json.dumps(asdict(self._wish()))),
+            program("tnt_jax.on_ray.broker", json.dumps(asdict(wish))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -91,17 +89,6 @@ class RayNodes:
         except subprocess.TimeoutExpired:
             broker.kill()
             broker.wait()
-
-    def _wish(self) -> Wish:
-        options = self._options
-        assert options.ray_address is not None
-        return Wish(
-            address=options.ray_address,
-            command=supervisor_command(),
-            num_processes=None if self._every_node else options.ray_devices,
-            fewest=options.min_devices,
-            use_gpus=options.use_gpus,
-        )
 
     def _await_nodes(self, broker: subprocess.Popen[bytes]) -> dict[str, Any]:
         """Returns what the broker answers: the nodes, and the path of its socket."""

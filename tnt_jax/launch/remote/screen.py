@@ -31,11 +31,7 @@ class Screen:
         }
 
     def write(self, rank: int, name: str, data: bytes) -> None:
-        """Shows a piece of output of a rank.
-
-        Raises:
-            BrokenPipeError: If the output has been closed; later output is discarded.
-        """
+        """Shows a piece of output of a rank; after a BrokenPipeError later output is discarded."""
         if (name, rank) not in self._lines:
             _put(name, data)
             return

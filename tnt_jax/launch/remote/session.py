@@ -32,11 +32,7 @@ _logger = logging.getLogger("tnt_jax.launch")
 
 
 class HostError(RuntimeError):
-    """Raised if hosts cannot take part in a job.
-
-    Attributes:
-        reasons: The reason for each host.
-    """
+    """Raised if hosts cannot take part in a job, with the reason for each."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("\n".join(f"{host}: {reason}" for host, reason in reasons.items()))
@@ -101,9 +97,7 @@ class Session:
     ) -> dict[str, Any]:
         """Asks hosts, by default all, to call a function of `supervisor`; returns their answers.
 
-        Raises:
-            HostError: If a host cannot be reached, fails to answer or does not answer in time; the
-                message names all of them.
+        A `HostError` names all that cannot be reached or that do not answer in time.
         """
         asked = list(self._connections if hosts is None else hosts)
         self._answers = {}

@@ -157,12 +157,7 @@ class Layout:
 def choose_layouts(
     entries: Sequence[HostEntry], options: Options, scale: Scale, environ: Mapping[str, str]
 ) -> dict[int, Layout]:
-    """Returns where each number of ranks runs; connects to all hosts once to find out.
-
-    Raises:
-        ValueError: If a number of ranks does not fit the hosts.
-        HostError: If hosts cannot take part; the message names each with the reason.
-    """
+    """Returns where each number of ranks runs; connects to all hosts once to find out."""
     if len(entries) == 1 and entries[0].slots is None and options.devices_per_node is None:
         options = replace(options, devices_per_node=scale.ranks[-1])
     with open_session(entries, options) as session:
@@ -180,11 +175,7 @@ def choose_layouts(
 
 
 def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -> Layout:
-    """Returns the first hosts, with equally many devices each, that have so many devices.
-
-    Raises:
-        ValueError: If the hosts have too few devices, or cannot share the ranks evenly.
-    """
+    """Returns the first hosts, with equally many devices each, that have so many devices."""
     total, most = sum(per_host), per_host[0]
     if ranks > total:
         raise ValueError(
