@@ -229,12 +229,14 @@ def _library_options(options: Options) -> dict[str, str]:
         "TNT_CHECKPOINT_DIR": None if directory is None else os.path.abspath(directory),
         "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
     }
-    if (scale := options.scale) is not None:
-        chosen |= {
-            "TNT_SCALE_STEPS": scale.steps,
-            "TNT_SCALE_FROM": scale.ranks[0],
-            "TNT_SCALE_WEAK": int(scale.is_weak),
-            # What is measured is no run of the user's, so that it must not be noted as one.
-            **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
-        }
-    return {name: str(value) for name, value in chosen.items() if value is not None}
+    variables = {name: str(value) for name, value in chosen.items() if value is not None}
+    if (scale := options.scale) is None:
+        return variables
+    return {
+        **variables,
+        "TNT_SCALE_STEPS": str(scale.steps),
+        "TNT_SCALE_FROM": str(scale.ranks[0]),
+        "TNT_SCALE_WEAK": str(int(scale.is_weak)),
+        # What is measured is no run of the user's, so that it must not be noted as one.
+        **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
+    }
