@@ -4,6 +4,7 @@ import re
 import time
 from contextlib import nullcontext
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -111,6 +112,28 @@ def test_one_worker_without_staleness_trains_like_fit_bit_for_bit(connected, use
             server.fetch(server.schedule(lambda params: params))
     with pytest.raises(RuntimeError, match="was shut down"):
         fitted(server)
+
+
+def test_random_numbers_of_evaluation_are_those_of_the_rows(connected, use_ranks):
+    use_ranks(1)
+
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x) + jax.random.normal(self.make_rng("noise"), (len(x), 1))
+
+    x, y = RNG.normal(size=(90, 4)).astype(np.float32), np.zeros((90, 1), np.float32)
+    model = tnt.Model(Noisy())
+    model.compile("sgd", loss="mse", metrics=["mae"])
+    expected = model.evaluate(x, y, batch_size=16, verbose=0)
+    outputs = model.predict(np.zeros_like(x), batch_size=16, verbose=0)
+    assert len(np.unique(outputs)) == 90
+    with tnt.ParameterServer(model, num_servers=1, num_workers=2, **SMALL) as server:
+        found = server.evaluate(x, y, batch_size=16, verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_array_equal(
+            server.predict(np.zeros_like(x), batch_size=16, verbose=0), outputs
+        )
 
 
 def _check_own_step(server, model):

@@ -401,8 +401,8 @@ class SidecarEvaluation(Callback):
             self._actor.load.remote(self._coordinator.model)
         version = self._coordinator.servers.version
         self._last = version
-        arguments = (actors.ray.put(self._batches), *self._coordinator.servers.pull())
-        self._asked = (version, self._actor.evaluate_all.remote(*arguments))
+        arguments = (actors.ray.put(self._batches), 0, *self._coordinator.servers.pull())
+        self._asked = (version, self._actor.evaluate.remote(*arguments))
 
     def _collect(self, *, waits: bool) -> None:
         """Takes the result of the evaluation that runs, if it has ended or `waits` is True."""

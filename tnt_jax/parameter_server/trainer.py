@@ -322,7 +322,7 @@ class ServedTrainer(Trainer):
         """Evaluates batches on the workers; returns their sums, or None if there was no batch."""
         sums = EpochSums(None)
         take = partial(self._take_sums, hooks, sums)
-        self._on_workers("evaluate", batches, hooks, lambda batch: batch, take)
+        self._on_workers("evaluate", batches, hooks, lambda batch: [batch], take)
         return sums.on_device()
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -427,11 +427,13 @@ class ServedTrainer(Trainer):
         taken = iter(range(1 << 62))
 
         def works() -> Iterator[Work]:
+            first_row = 0
             for index, group in enumerate(batches):
                 hooks.on_batch_begin(index)
                 groups.append(group)
-                batch = _host(part(group.batch))
-                yield Work(method, (batch,), f"batch {index + 1} to {method}", group.num_rows)
+                arguments = (_host(part(group.batch)), first_row)
+                yield Work(method, arguments, f"batch {index + 1} to {method}", group.num_rows)
+                first_row += group.num_rows
 
         def take_next(result: Any) -> None:
             index = next(taken)

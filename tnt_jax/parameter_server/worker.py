@@ -353,22 +353,23 @@ class Worker:
         )
         return (report, *pushes)
 
-    def evaluate(self, batch: Batch, *pulled: Pulled) -> Any:
-        """Returns the sums of loss and metrics over a batch."""
-        return self.evaluate_all([batch], *pulled)
-
-    def evaluate_all(self, batches: Sequence[Batch], *pulled: Pulled) -> Any:
-        """Returns the sums of loss and metrics over batches."""
+    def evaluate(self, batches: Sequence[Batch], first_row: int, *pulled: Pulled) -> Any:
+        """Returns the sums of loss and metrics over batches that begin at a row of the data."""
         params, model_state = self._variables(pulled)
-        sums = self._zero_sums(params, model_state, batches[0])
+        zeros = self._zero_sums(params, model_state, batches[0])
+        # The step draws random numbers by how many rows there were before.
+        before = np.float32(first_row)
+        sums = {**zeros, "loss": (zeros["loss"][0], before)}
         for batch in batches:
             sums = self._evaluate(params, model_state, sums, batch)
-        return jax.tree.map(np.asarray, sums)
+        loss, num_rows = sums["loss"]
+        return jax.tree.map(np.asarray, {**sums, "loss": (loss, num_rows - before)})
 
-    def predict(self, inputs: Any, *pulled: Pulled) -> Any:
-        """Returns the model's outputs `[rows, ...]` for some inputs."""
+    def predict(self, inputs: Any, first_row: int, *pulled: Pulled) -> Any:
+        """Returns the model's outputs `[rows, ...]` for inputs that begin at a row of the data."""
         params, model_state = self._variables(pulled)
-        return jax.tree.map(np.asarray, self._predict(params, model_state, inputs, np.uint32(0)))
+        outputs = self._predict(params, model_state, inputs, np.uint32(first_row))
+        return jax.tree.map(np.asarray, outputs)
 
     def run(
         self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Pulled
