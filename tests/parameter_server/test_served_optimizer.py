@@ -58,9 +58,9 @@ def state_on_servers(served, state, params):
 def updated(served, params, state, grads):
     num = len(params)
     if not served.points:
-        step = jax.jit(served.update())
+        step = jax.jit(served.update)
         return zip(*(step(params[s], state[s], grads[s]) for s in range(num)), strict=True)
-    step = jax.jit(served.exchanging_update())
+    step = jax.jit(served.exchanging_update)
     totals = make_totals(
         served,
         lambda known: [

@@ -3,9 +3,8 @@
 The three partitioners divide arrays as those of `tf.distribute.experimental.partitioners` do: along
 the first dimension, into parts that differ by one row at most.
 
-Runs a traced update on a part of the variables, and tells what it would need of the others.
-
-Each value in the program of an Optax transformation is one of three kinds. It is the *same*
+An interpreter runs a traced update on a part of the variables, and tells what it needs of the
+others. Each value in the program of an Optax transformation is one of three kinds. It is the *same*
 everywhere (a count, a learning rate); it belongs to the *rows* of one variable, element by element;
 or it mixes the elements of some variables, as a *whole*. Elementwise transformations know the first
 two alone, and need no other server. A scalar that is summed over all rows of variables, such as the
@@ -17,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,13 +67,10 @@ def whole_of(*indices: int, because: str = "its state") -> Kind:
     return Kind("whole", frozenset(indices), because=because)
 
 
-@dataclass(frozen=True)
-class Point:
-    """A scalar that servers exchange.
+class Point(NamedTuple):
+    """A scalar that servers exchange: `"sum"`, `"max"` or `"min"` over the servers.
 
-    Attributes:
-        operation: `"sum"`, `"max"` or `"min"` over the servers.
-        depth: Round in which it is known, from 1 on.
+    Its depth is the round in which it is known, from 1 on.
     """
 
     operation: str
@@ -85,12 +81,10 @@ class Point:
 class Interpreter:
     """Evaluates a traced program for one server's rows, with totals of other servers put in.
 
-    Args:
-        exchanges: Whether reductions of rows to scalars are points of exchange.
-        totals: Values of the points over all servers, None for those that are not known; without
-            any, each has this server's own.
-
     Attributes:
+        exchanges: Whether reductions of rows to scalars are points of exchange.
+        totals: Values of the points over all servers; where one is not known, or none is given,
+            this server's own is taken.
         points: The points that were met, in order.
         partials: This server's own values of them.
     """
@@ -129,19 +123,14 @@ class Interpreter:
     ) -> tuple[list[Any], list[Kind]]:
         results = _jax.run_equation(equation, inputs)
         operation = _scalar_reduction(equation, kinds)
-        if operation is not None and self.exchanges:
-            return [self._exchanged(results[0], operation, kinds[0])], [
-                Kind("same", depth=kinds[0].depth + 1)
-            ]
-        return results, [_kind_of(equation, out, kinds) for out in equation.outvars]
-
-    def _exchanged(self, partial: Any, operation: str, kind: Kind) -> Any:
-        """Notes a point; returns its total, or this server's part if that is not known yet."""
-        index = len(self.points)
-        self.points.append(Point(operation, kind.depth + 1))
+        if operation is None or not self.exchanges:
+            return results, [_kind_of(equation, out, kinds) for out in equation.outvars]
+        partial, depth = results[0], kinds[0].depth + 1
+        total = self.totals[len(self.points)] if self.totals else None
+        self.points.append(Point(operation, depth))
         self.partials.append(partial)
-        total = self.totals[index] if self.totals else None
-        return partial if total is None else jnp.asarray(total).astype(partial.dtype)
+        known = partial if total is None else jnp.asarray(total).astype(partial.dtype)
+        return [known], [Kind("same", depth=depth)]
 
 
 def _scalar_reduction(equation: Any, kinds: list[Kind]) -> str | None:
@@ -290,13 +279,7 @@ class ShardPlan:
         return (sum(stop - start for start, stop in ranges), *shape[1:])
 
     def part(self, server: int, index: int, array: np.ndarray) -> np.ndarray:
-        """Returns the rows of an array `[rows, ...]` that a server holds.
-
-        Args:
-            server: Number of the server.
-            index: Number of the array whose rows decide; `array` may be another of as many rows.
-            array: The whole array.
-        """
+        """Returns a server's rows of an array `[rows, ...]`, divided like that of the index."""
         ranges = self.rows[server][index]
         if not self.shapes[index]:
             return array if ranges else np.zeros((0,), array.dtype)
@@ -344,14 +327,7 @@ def plan_shards(
     """Returns which rows of each array each server holds.
 
     The parts of all arrays are placed from the largest to the smallest, each on the server that has
-    the fewest bytes so far.
-
-    Args:
-        shapes: Shapes of the arrays.
-        dtypes: Their dtypes.
-        num_servers: Number of servers, at least 1.
-        partitioner: Into how many parts an array is divided; by default none is.
-        num_divided: How many of the first arrays may be divided; all by default.
+    the fewest bytes so far. Only the first `num_divided` arrays are divided, if that is given.
 
     Raises:
         ValueError: If the partitioner returns no positive number.

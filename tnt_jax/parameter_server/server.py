@@ -3,16 +3,14 @@
 It runs in a Ray actor, but knows nothing of Ray. Calls of one coordinator run in their order, which
 is the order of the versions on every server.
 
-An Optax transformation over servers that each hold some rows of the variables.
-
-Every server runs the transformation on the whole tree of variables, in which those that it does not
-hold have no rows. That gives the same numbers for elementwise transformations. Others are traced
-(see `partition`): servers exchange the scalars that are reduced over variables, such as the square
-of a global norm, or keep variables undivided; what neither can do is refused.
+Every server runs the Optax transformation on the whole tree of variables, in which those that it
+does not hold have no rows. That gives the same numbers for elementwise transformations. Others are
+traced (see `partition`): servers exchange the scalars that are reduced over variables, such as the
+square of a global norm, or keep variables undivided; what neither can do is refused.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +33,7 @@ from tnt_jax.parameter_server.partition import (
 _MARK = 1 << 40
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServedOptimizer:
     """A transformation, and how its state is divided over the servers.
 
@@ -72,12 +70,7 @@ class ServedOptimizer:
         )
 
     def state_on(self, server: int, state: Any) -> list[np.ndarray | None]:
-        """Returns a server's arrays of the state; None for those that it makes anew.
-
-        Args:
-            server: Number of the server.
-            state: The state for whole variables, as NumPy arrays.
-        """
+        """Returns a server's arrays of a whole state; None for those that it makes anew."""
         leaves = jax.tree.leaves(state)
         shapes = _shapes_of_state(self.transformation, self.params_on(server))
         parts: list[np.ndarray | None] = []
@@ -91,11 +84,7 @@ class ServedOptimizer:
         return parts
 
     def whole_state(self, parts: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-        """Returns the arrays of the state for whole variables.
-
-        Args:
-            parts: The arrays of the state on each server.
-        """
+        """Returns the arrays of the state for whole variables, from those of each server."""
         whole = []
         for number, shape in enumerate(self.state_shapes):
             of_servers = [np.asarray(arrays[number]) for arrays in parts]
@@ -107,34 +96,31 @@ class ServedOptimizer:
             whole.append(complete)
         return whole
 
-    def update(self) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-        """Returns the function `(params, state, grads) -> (params, state)`, without exchange."""
+    def update(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        """Returns parameters and state after an update without exchange."""
+        updates, state = self.transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-        def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-            updates, state = self.transformation.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+    def exchanging_update(
+        self, params: Any, state: Any, grads: Any, totals: Sequence[Any]
+    ) -> tuple[Any, Any, list[Any]]:
+        """Returns parameters and state after an update, and this server's own values of the points.
 
-        return update
-
-    def exchanging_update(self) -> Callable[..., tuple[Any, Any, list[Any]]]:
-        """Returns the function `(params, state, grads, totals) -> (params, state, partials)`.
-
-        `totals` are the values of the points over all servers, None where they are not known yet;
-        `partials` are this server's own values. Those of depth `d` are right once the totals of
-        smaller depth are given.
+        `totals` are the values of the points over all servers, None where they are not known yet.
+        A server's own values of depth `d` are right once the totals of smaller depth are given.
         """
-        update = self.update()
+        interpreter = Interpreter(exchanges=True, totals=totals)
+        (params, state), _ = self.interpreted(interpreter, params, state, grads)
+        return params, state, interpreter.partials
 
-        def run(params: Any, state: Any, grads: Any, totals: Sequence[Any]) -> Any:
-            program, structure = _traced(update, params, state, grads)
-            interpreter = Interpreter(exchanges=True, totals=totals)
-            kinds = self._kinds(params, state)
-            operands = jax.tree.leaves((params, state, grads))
-            results, _ = interpreter.run(program, operands, kinds)
-            params, state = structure.unflatten(results)
-            return params, state, interpreter.partials
-
-        return run
+    def interpreted(
+        self, interpreter: Interpreter, params: Any, state: Any, grads: Any
+    ) -> tuple[tuple[Any, Any], list[Kind]]:
+        """Returns parameters and state after an update, and the kinds of their arrays."""
+        program, results = jax.make_jaxpr(self.update, return_shape=True)(params, state, grads)
+        operands = jax.tree.leaves((params, state, grads))
+        arrays, kinds = interpreter.run(program, operands, self._kinds(params, state))
+        return jax.tree.unflatten(jax.tree.structure(results), arrays), kinds
 
     def _kinds(self, params: Any, state: Any) -> list[Kind]:
         """Returns the kinds of parameters, state and gradients."""
@@ -153,23 +139,19 @@ class ServedOptimizer:
 def serve_optimizer(
     transformation: optax.GradientTransformation, params: Any, plan: ShardPlan, *, name: str
 ) -> ServedOptimizer:
-    """Returns a transformation that runs on the servers of a plan.
+    """Returns a transformation that runs on the servers of a plan for `params`.
 
-    Args:
-        transformation: The Optax transformation.
-        params: Parameters, or their shapes and dtypes.
-        plan: Which rows of them lie on which server.
-        name: Name of the optimizer, for messages.
+    `name` is what messages call the optimizer.
 
     Raises:
         ValueError: If its updates need what servers cannot exchange.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    shapes = tuple(_shapes_of_state(transformation, params))
-    served = ServedOptimizer(
-        transformation, plan, params, _followed(transformation, params), shapes
-    )
-    if any(_is_key(leaf) for leaf in jax.tree.leaves(jax.eval_shape(transformation.init, params))):
+    state = jax.tree.leaves(jax.eval_shape(transformation.init, params))
+    shapes = tuple(leaf.shape for leaf in state)
+    followed = _followed(transformation, params)
+    served = ServedOptimizer(transformation, plan, params, followed, shapes)
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in state):
         raise ValueError(
             f"The optimizer {name} keeps a typed random key in its state, which cannot be sent. "
             "Use an optimizer without random numbers."
@@ -177,62 +159,59 @@ def serve_optimizer(
     if plan.num_servers == 1:
         return served
     try:
-        alone = _problem(served, exchanges=False)
+        _, alone = _analysed(served, exchanges=False)
         if alone is None:
             return served
-        exchanging = _problem(served, exchanges=True)
-        points = {_analysed(served, server, exchanges=True)[0] for server in _servers(plan)}
+        points, problem = _analysed(served, exchanges=True)
     except Exception as error:
         raise ValueError(
             _refusal(name, f"it cannot be traced on a part of them ({error})")
         ) from error
-    if exchanging is not None or len(points) > 1:
-        raise ValueError(_refusal(name, exchanging or alone))
-    return ServedOptimizer(
-        transformation, plan, params, served.followed, shapes, next(iter(points))
-    )
-
-
-def _problem(served: ServedOptimizer, *, exchanges: bool) -> str | None:
-    """Returns why updates on several servers would differ from those on one, or None."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(served.params)]
-    for server in _servers(served.plan):
-        _, kinds = _analysed(served, server, exchanges=exchanges)
-        for kind in kinds:
-            if kind.name != "whole":
-                continue
-            if len(kind.variables) > 1:
-                return f"it mixes values of several variables ({kind.because})"
-            for index in kind.variables:
-                if index < 0 or served.plan.is_divided(index):
-                    what = paths[index] if index >= 0 else "all variables"
-                    return f"it needs the whole of {what} at once ({kind.because})"
-    return None
+    if problem is not None or len(points) > 1:
+        raise ValueError(_refusal(name, problem or alone))
+    return replace(served, points=points.pop())
 
 
 def _analysed(
-    served: ServedOptimizer, server: int, *, exchanges: bool
-) -> tuple[tuple[Point, ...], list[Kind]]:
-    """Returns the points and the kinds of the results of an update on a server; runs nothing."""
-    params = served.params_on(server)
-    state = jax.eval_shape(served.transformation.init, params)
-    program, _ = _traced(served.update(), params, state, params)
-    interpreter = Interpreter(exchanges)
+    served: ServedOptimizer, *, exchanges: bool
+) -> tuple[set[tuple[Point, ...]], str | None]:
+    """Returns the points of all servers, and why their updates would differ from those of one."""
+    points: set[tuple[Point, ...]] = set()
+    problems = []
+    for server in range(served.plan.num_servers):
+        interpreter = Interpreter(exchanges)
+        problems.append(_problem(served, _kinds_of_update(served, server, interpreter)))
+        points.add(tuple(interpreter.points))
+    return points, next(filter(None, problems), None)
+
+
+def _kinds_of_update(served: ServedOptimizer, server: int, interpreter: Interpreter) -> list[Kind]:
+    """Returns the kinds of what an update on a server results in; runs nothing."""
     found: list[Kind] = []
 
-    def run(*operands: Any) -> list[Any]:
-        results, kinds = interpreter.run(program, operands, served._kinds(params, state))
+    def run(*arguments: Any) -> Any:
+        results, kinds = served.interpreted(interpreter, *arguments)
         found.extend(kinds)
         return results
 
-    jax.eval_shape(run, *jax.tree.leaves((params, state, params)))
-    return tuple(interpreter.points), found
+    params = served.params_on(server)
+    jax.eval_shape(run, params, jax.eval_shape(served.transformation.init, params), params)
+    return found
 
 
-def _traced(update: Callable, *arguments: Any) -> tuple[Any, Any]:
-    """Returns the program of an update, and the structure of its results."""
-    program, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
-    return program, jax.tree.structure(results)
+def _problem(served: ServedOptimizer, kinds: Sequence[Kind]) -> str | None:
+    """Returns why results of such kinds would differ from those of one server, or None."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(served.params)]
+    for kind in kinds:
+        if kind.name != "whole":
+            continue
+        if len(kind.variables) > 1:
+            return f"it mixes values of several variables ({kind.because})"
+        for index in kind.variables:
+            if index < 0 or served.plan.is_divided(index):
+                what = paths[index] if index >= 0 else "all variables"
+                return f"it needs the whole of {what} at once ({kind.because})"
+    return None
 
 
 def _shapes_of_state(
@@ -259,14 +238,6 @@ def _followed(transformation: optax.GradientTransformation, params: Any) -> tupl
     )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _servers(plan: ShardPlan) -> range:
-    return range(plan.num_servers)
-
-
 def _refusal(name: str, problem: str | None) -> str:
     return (
         f"The optimizer {name} cannot run on several servers: {problem}. Use num_servers=1, no "
@@ -283,11 +254,11 @@ class WrongVersion(Exception):
 
 
 class Push(NamedTuple):
-    """What a worker sends to one server for a batch, or for its share of one.
+    """What a worker sends to one server, of what it holds, for a batch or a share of one.
 
     Attributes:
-        grads: Gradients of the rows that the server holds, as sent (`to_wire`).
-        model_state: Model state after the pass, of the arrays that the server holds.
+        grads: Gradients as sent (`to_wire`).
+        model_state: Model state after the pass.
         pulled_state: The same before the pass.
         share: Part of the batch's rows, from 0 to 1.
     """
@@ -335,21 +306,14 @@ class Layout:
 
 
 class Server:
-    """Holds some rows of the variables.
-
-    Args:
-        number: Number of the server, from 0 on.
-    """
+    """Holds some rows of the variables."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._version = 0
 
     def load(self, layout: Layout, snapshot: Snapshot) -> int:
-        """Takes over variables and optimizer state; returns their version.
-
-        Arrays of the optimizer's state that are None are made anew.
-        """
+        """Takes over variables and optimizer state; returns their version."""
         plan = layout.optimizer.plan
         held = plan.held(self._number)
         self._layout, self._version = layout, snapshot.version
@@ -367,8 +331,8 @@ class Server:
                 for leaf, part in zip(leaves, snapshot.opt_state, strict=True)
             ]
         )
-        self._update = jax.jit(layout.optimizer.update())
-        self._exchanging = jax.jit(layout.optimizer.exchanging_update())
+        self._update = jax.jit(layout.optimizer.update)
+        self._exchanging = jax.jit(layout.optimizer.exchanging_update)
         return self._version
 
     def version(self, catch_up: int | None = None) -> int:
@@ -385,12 +349,7 @@ class Server:
         return self._version, to_wire([*params, *self._model_state])
 
     def partials(self, totals: Sequence[Any], *pushes: Push) -> list[np.ndarray]:
-        """Returns this server's own values of what the servers exchange in an update.
-
-        Args:
-            totals: Values over all servers that are known already.
-            *pushes: Gradients of the shares of a batch, in their order.
-        """
+        """Returns this server's own values of the points, given the totals that are known."""
         grads = self._sum(pushes)
         run = self._exchanging(self._params, self._opt_state, grads, list(totals))
         return [np.asarray(x) for x in run[2]]
@@ -398,15 +357,10 @@ class Server:
     def update(
         self, version: int, totals: Sequence[Any] | None, is_latest: bool, *pushes: Push
     ) -> int:
-        """Applies the sum of gradients, and what a batch makes of model state.
+        """Applies gradients to a version; returns the next one.
 
-        Returns the new version.
-
-        Args:
-            version: The version that is changed.
-            totals: What the servers exchanged, or None.
-            is_latest: Whether the gradients were computed with the variables of this version.
-            *pushes: Gradients of the shares of a batch, in their order.
+        `totals` is what the servers exchanged, or None; `pushes` are those of the shares of a
+        batch, in their order. `is_latest` says if they were computed with this version.
 
         Raises:
             WrongVersion: If the server is at another version, because an update was lost.
@@ -480,9 +434,7 @@ def make_totals(
 ) -> list[Any] | None:
     """Returns what the servers exchange in an update, or None if that is nothing.
 
-    Args:
-        optimizer: The transformation on the servers.
-        ask: Returns for each server its own values of the points, given the totals so far.
+    `ask` returns for each server its own values of the points, given the totals so far.
     """
     if not optimizer.points:
         return None
