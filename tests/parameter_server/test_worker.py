@@ -6,9 +6,10 @@ import optax
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.parameter_server.coordinator import GlobalBatch
 from tnt_jax.parameter_server.partition import plan_shards
 from tnt_jax.parameter_server.server import Layout, Server, Snapshot, serve_optimizer
-from tnt_jax.parameter_server.trainer import EpochSums, GlobalBatch
+from tnt_jax.parameter_server.trainer import EpochSums
 from tnt_jax.parameter_server.worker import Order, Worker, WorkerModel, make_counts
 from tnt_jax.train.contracts import Batch
 
@@ -44,7 +45,7 @@ def prepared(weight):
         held = plan.packed(number, leaves)
         part = optimizer.state_on(number, state.opt_state)
         assert server.load(layout, Snapshot(0, held, part)) == 0
-    worker = Worker(0)
+    worker = Worker()
     options, key = core.options.for_adapter(), np.asarray(state.key)
     worker.load(WorkerModel(module, options, tokens[:1], core.functions, layout, key, False))
     return core, state, batch, worker, servers
@@ -89,7 +90,7 @@ def test_servers_make_the_step_of_the_trainer(one_rank):
     sums = programs.zero_sums(group, state)
     trained, _ = programs.training(group, state, sums)(state, sums, batch)
     plan = servers[0]._layout.optimizer.plan
-    arrays = plan.unpacked([server.pull()[1] for server in servers])
+    arrays = plan.unpacked([server.pull() for server in servers])
     for array, leaf in zip(arrays, jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_array_equal(array, leaf)
 

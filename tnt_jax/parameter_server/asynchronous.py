@@ -1,29 +1,20 @@
 """Asynchronous training: every worker has a batch of its own, and each gradient is an update.
 
 With a bound on staleness, workers that are ahead wait for those that the bound is about to exceed.
-
-Custom steps on the workers: schedule, join and fetch.
-
-They are called as in `tf.distribute.coordinator.ClusterCoordinator`.
+Custom steps are called as in `tf.distribute.coordinator.ClusterCoordinator`.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tnt_jax.parameter_server.coordinator import Coordinator, Flight, Work
+from tnt_jax.parameter_server.coordinator import Coordinator, Flight, GlobalBatch, Work
 from tnt_jax.parameter_server.server_group import ServerFailure, StalenessBound
-from tnt_jax.parameter_server.trainer import GlobalBatch
 from tnt_jax.parameter_server.worker import Report
 
 
 class Asynchronous:
-    """Applies gradients as they come.
-
-    Args:
-        coordinator: What gives work to workers.
-        bound: Which gradients may start and be applied.
-    """
+    """Applies gradients as they come, within a bound of staleness."""
 
     def __init__(self, coordinator: Coordinator, bound: StalenessBound) -> None:
         self._coordinator = coordinator
@@ -41,10 +32,8 @@ class Asynchronous:
     ) -> None:
         """Trains on all batches and waits for the last.
 
-        Args:
-            batches: Global batches, in order.
-            begin: Called before a batch is given to a worker.
-            end: Called after its update was ordered; returns whether no other batch is begun.
+        `begin` is called before a batch is given to a worker, and `end` after its update was
+        ordered; it returns whether no other batch is begun.
         """
         self.forget()
         known: dict[Work, GlobalBatch] = {}
@@ -145,11 +134,7 @@ class Asynchronous:
 
 
 class RemoteValue:
-    """The value of a scheduled step, which may still run.
-
-    Args:
-        scheduler: What runs it.
-    """
+    """The value of a scheduled step, which may still run."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
@@ -181,10 +166,7 @@ class RemoteValue:
 class Scheduler:
     """Gives steps of the user's to workers, in order, each to the next that is free.
 
-    Args:
-        asynchronous: Applies their gradients.
-        put: Puts a function where workers can read it.
-        note_update: Called after updates were ordered.
+    `put` puts a function where workers can read it; `note_update` is called after each update.
     """
 
     def __init__(
@@ -206,12 +188,7 @@ class Scheduler:
         return bool(self._values)
 
     def schedule(self, step: Callable, arguments: tuple[Any, ...]) -> RemoteValue:
-        """Schedules a step; it starts when a worker is free and something is scheduled or fetched.
-
-        Args:
-            step: The function `(params, *arguments) -> (grads, value)`.
-            arguments: Its other arguments.
-        """
+        """Schedules a step; it starts at a call of the scheduler when a worker is free."""
         if step not in self._steps:
             self._steps[step] = (len(self._steps), self._put(step))
         name = getattr(step, "__name__", "step")

@@ -6,16 +6,19 @@ from workers to servers, through Ray's object store.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax
+import numpy as np
 
 from tnt_jax.keras_compat.callbacks import Callback
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
 from tnt_jax.parameter_server.server import Snapshot
 from tnt_jax.parameter_server.server_group import Actors, ServerFailure, ServerGroup, Statistics
-from tnt_jax.parameter_server.worker import WorkerModel
+from tnt_jax.parameter_server.worker import Order, Share, WorkerModel
 from tnt_jax.train.contracts import Batch
 
 # Seconds after which a worker that does not answer is named.
@@ -27,11 +30,9 @@ _MOST_LOSSES = 3
 
 @dataclass(eq=False)
 class Work:
-    """Something that one worker does.
+    """A call of a worker's method with some arguments, before the variables.
 
     Attributes:
-        method: Name of the worker's method.
-        arguments: Its arguments before the variables.
         what: What it is, for messages.
         num_rows: Rows whose examples count.
         attempts: How often it was given to a worker.
@@ -46,19 +47,62 @@ class Work:
     losses: int = 0
 
 
+Counts = Callable[[Batch], list[np.ndarray]]
+
+
 @dataclass(eq=False)
-class Flight:
-    """Work that a worker was given.
+class GlobalBatch:
+    """A global batch of training, padding included.
 
     Attributes:
-        work: The work.
-        worker: Number of the worker.
-        version: Version of the variables that it was given.
-        answer: Reference to what the coordinator reads.
+        index: Its number in the epoch.
+        num_rows: Real rows.
+        step: Its number since the beginning of training, known once it is begun.
+    """
+
+    batch: Batch
+    index: int
+    num_rows: int
+    step: int = 0
+
+    def work(self) -> Work:
+        """Returns the work of one worker on all of the batch."""
+        order = Order(self.step, None, True, self.num_rows)
+        return Work("compute", (order, self.batch), self._what, self.num_rows)
+
+    def shares(self, num_shares: int, ranks_per_share: int, counts: Counts) -> list[Work]:
+        """Returns the work on each share of the batch, of equally many rows with padding.
+
+        Workers have `ranks_per_share` devices; `counts` returns the divisors of the batch's loss.
+        """
+        if num_shares == 1:
+            return [self.work()]
+        divisors = tuple(counts(self.batch))
+        size = len(jax.tree.leaves(self.batch.inputs)[0]) // num_shares
+        works = []
+        for number in range(num_shares):
+            rows = slice(number * size, (number + 1) * size)
+            part = jax.tree.map(lambda x, rows=rows: x[rows], self.batch)
+            share = Share(np.int32(number * ranks_per_share), np.float32(1 / num_shares), divisors)
+            real = size if part.mask is None else int(part.mask.sum())
+            order = Order(self.step, share, True, self.num_rows)
+            what = f"share {number + 1} of {num_shares} of {self._what}"
+            works.append(Work("compute", (order, part), what, real))
+        return works
+
+    @property
+    def _what(self) -> str:
+        return f"batch {self.index + 1} of the epoch (step {self.step + 1})"
+
+
+@dataclass(eq=False)
+class Flight:
+    """Work that a worker was given, with the version of the variables.
+
+    Attributes:
+        answer: Reference to what the coordinator reads, the `result`.
         pushes: References to what each server gets, if it changes variables.
-        started: When it was given, by `time.perf_counter`.
         is_named: Whether it was said that the worker does not answer.
-        result: What the coordinator read.
     """
 
     work: Work
@@ -73,13 +117,6 @@ class Flight:
 
 class Coordinator:
     """Gives work to workers, and their gradients to the servers.
-
-    Args:
-        actors: The actors.
-        servers: The servers as one.
-        statistics: What is counted.
-        worker_timeout_s: Seconds after which a worker that does not answer is replaced; None for
-            never.
 
     Attributes:
         free: Numbers of the workers that have nothing to do.
@@ -168,24 +205,19 @@ class Coordinator:
     def apply(self, flights: Sequence[Flight], *, num_rows: int) -> None:
         """Orders one update with the gradients of some flights, the shares of a batch in order.
 
-        Raises:
-            ServerFailure: As `ServerGroup.update`.
+        It is counted if it was ordered, also if `ServerGroup.update` raises a ServerFailure.
         """
-        version = self.servers.version
+        version, statistics = self.servers.version, self.statistics
         is_latest = all(flight.version == version for flight in flights)
         try:
             self.servers.update([flight.pushes for flight in flights], is_latest=is_latest)
         finally:
             if self.servers.version > version:
-                self._count(flights, version, num_rows)
-
-    def _count(self, flights: Sequence[Flight], version: int, num_rows: int) -> None:
-        """Counts an update that was ordered."""
-        self.statistics.examples += num_rows
-        for flight in flights:
-            self.will_apply(flight)
-            self.statistics.staleness[max(0, version - flight.version)] += 1
-            self.statistics.examples_by_worker[flight.worker] += flight.work.num_rows
+                statistics.examples += num_rows
+                for flight in flights:
+                    self.will_apply(flight)
+                    statistics.staleness[max(0, version - flight.version)] += 1
+                    statistics.examples_by_worker[flight.worker] += flight.work.num_rows
 
     def will_apply(self, flight: Flight) -> None:
         """Notes that the gradients of a flight will be applied."""
@@ -231,7 +263,7 @@ class Coordinator:
         """Replaces the worker of a flight, if it was lost; otherwise a server was."""
         self.statistics.repeated_batches += 1
         try:
-            self._ray.get(self.actors.workers[flight.worker].describe.remote())
+            self._ray.get(self.actors.workers[flight.worker].num_devices.remote())
         except self._ray.exceptions.RayActorError:
             flight.work.losses += 1
         else:
@@ -303,13 +335,10 @@ class Coordinator:
         while self.flights or self._starting:
             self.wait()
 
-    def run_all(self, works: Iterable[Work], *, ahead: int, take: Callable[[Any], None]) -> None:
-        """Does work that changes nothing; calls `take` with the results in order.
+    def run_all(self, works: Iterable[Work], *, ahead: int) -> Iterator[Any]:
+        """Does work that changes nothing; yields the results in order.
 
-        Args:
-            works: Work, in order.
-            ahead: Pieces of work that may be done before the first of them is taken.
-            take: Takes a result.
+        At most `ahead` pieces of work are done before the first of them is taken.
         """
         source = iter(works)
         waiting: deque[Work] = deque()
@@ -326,7 +355,7 @@ class Coordinator:
                     waiting.append(work)
                 self.dispatch(work, self.by_speed()[0])
             while waiting and waiting[0] in done:
-                take(done.pop(waiting.popleft()))
+                yield done.pop(waiting.popleft())
             if waiting or not self.free:
                 self._collect(done, redo)
 
@@ -349,12 +378,6 @@ class SidecarEvaluation(Callback):
 
     `ParameterServer.sidecar` makes it; pass it to `fit` among the callbacks. It begins an
     evaluation after every so many updates, once the one before has ended, and one at the end.
-
-    Args:
-        core: What the parts of the model share.
-        coordinator: What knows the variables.
-        batches: Data to evaluate.
-        every: Updates between two evaluations, at least 1.
 
     Attributes:
         results: For each evaluation the `version` of the variables, `loss` and metrics.
@@ -405,7 +428,7 @@ class SidecarEvaluation(Callback):
         self._asked = (version, self._actor.evaluate.remote(*arguments))
 
     def _collect(self, *, waits: bool) -> None:
-        """Takes the result of the evaluation that runs, if it has ended or `waits` is True."""
+        """Takes the result of the evaluation that runs, if it has ended or this waits for it."""
         if self._asked is None:
             return
         ray = self._coordinator.actors.ray

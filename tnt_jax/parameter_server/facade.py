@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from tnt_jax import _jax
 from tnt_jax.data.layout import RankSlice
@@ -23,11 +22,9 @@ from tnt_jax.log import logger
 from tnt_jax.parameter_server.asynchronous import Asynchronous, RemoteValue, Scheduler
 from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation
 from tnt_jax.parameter_server.partition import Partitioner
-from tnt_jax.parameter_server.server import Layout
 from tnt_jax.parameter_server.server_group import Actors, ServerGroup, StalenessBound, Statistics
 from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
-from tnt_jax.parameter_server.worker import WorkerModel
 
 
 def check_arguments(
@@ -260,7 +257,9 @@ class ParameterServer:
             RuntimeError: If the model has no variables yet, or was not compiled.
         """
         if not self._scheduler.is_busy:
-            self._begin_scheduling()
+            with self._serving(trains=True):
+                self._trainer.require_state()
+                self._trainer.load()
         return self._scheduler.schedule(step, arguments)
 
     def join(self) -> None:
@@ -271,8 +270,7 @@ class ParameterServer:
 
     def fetch(self, values: Any) -> Any:
         """Waits for the values of scheduled steps, in any pytree, and returns them."""
-        is_value = _is_remote_value
-        return jax.tree.map(lambda x: x.fetch() if is_value(x) else x, values, is_leaf=is_value)
+        return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, values)
 
     def sidecar(
         self,
@@ -306,12 +304,6 @@ class ParameterServer:
         """Ends all servers and workers; the model keeps its variables."""
         self._actors.close()
 
-    def _begin_scheduling(self) -> None:
-        """Gives the model's variables to the servers."""
-        with self._serving(trains=True):
-            self._trainer.require_state()
-            self._trainer.load()
-
     @contextmanager
     def _serving(self, *, trains: bool = False) -> Iterator[None]:
         """Lets the servers' trainer take the place of the model's own, and gives the state back."""
@@ -333,22 +325,18 @@ class ParameterServer:
             with core.trained_by(trainer):
                 yield
         except BaseException:
-            self._give_back_after_error()
+            try:
+                trainer.give_back()
+            except RuntimeError as error:
+                logger.warning(
+                    "The variables of the servers cannot be read (%s). The model keeps those that "
+                    "it had before.",
+                    error,
+                )
             raise
         finally:
             self._functions = core.functions
         trainer.give_back()
-
-    def _give_back_after_error(self) -> None:
-        """Gives the model what the servers hold, if they can be read."""
-        try:
-            self._trainer.give_back()
-        except RuntimeError as error:
-            logger.warning(
-                "The variables of the servers cannot be read (%s). The model keeps those that it "
-                "had before.",
-                error,
-            )
 
     def _make_trainer(self, partitioner: Partitioner | None, compresses: bool) -> ServedTrainer:
         job = runtime.init()
@@ -358,51 +346,14 @@ class ParameterServer:
                 f"but this is one of {runtime.get_process_count()} processes of a job."
             )
         # The coordinator computes next to nothing, on one device.
-        mesh = _jax.make_data_mesh(list(job.mesh.devices.flat[:1]))
-        alone = replace(job, mesh=mesh)
+        alone = replace(job, mesh=_jax.make_data_mesh(list(job.mesh.devices.flat[:1])))
         num_ranks = self._num_shares * self._actors.devices_per_worker
         reduction = choose_reduction(alone.platform, 1, settings=job.settings)
         return ServedTrainer(
-            self._core.trainer,
+            self._core,
             alone,
             ServedSteps(alone, reduction, RankSlice(num_ranks, 0, num_ranks)),
-            seed=self._core.options.seed,
             coordinator=self._coordinator,
-            model=_ModelOfWorkers(self._core, compresses),
             partitioner=partitioner,
+            compresses=compresses,
         )
-
-
-@dataclass(frozen=True)
-class _ModelOfWorkers:
-    """Makes what workers need of a model.
-
-    Attributes:
-        core: What the parts of the model share.
-        compresses: Whether gradients are sent in bfloat16.
-    """
-
-    core: Core
-    compresses: bool
-
-    @property
-    def optimizer_name(self) -> str:
-        """Name of the optimizer."""
-        compilation = self.core.compilation
-        return "identity" if compilation is None else compilation.optimizer.name
-
-    def __call__(self, sample: Any, layout: Layout, key: np.ndarray) -> WorkerModel:
-        """Returns what workers need."""
-        return WorkerModel(
-            self.core.module,
-            self.core.options.for_adapter(),
-            sample,
-            self.core.functions,
-            layout,
-            key,
-            self.compresses,
-        )
-
-
-def _is_remote_value(x: Any) -> bool:
-    return isinstance(x, RemoteValue)

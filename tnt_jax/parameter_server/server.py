@@ -304,6 +304,16 @@ class Layout:
         """Number of arrays of parameters, which come before those of model state."""
         return self.params.num_leaves
 
+    def variables(self, pulled: Sequence[Arrays]) -> tuple[Any, Any]:
+        """Returns parameters and model state from what each server sends of them."""
+        plan = self.optimizer.plan
+        parts = [
+            from_wire(arrays, [self.dtypes[index] for index in plan.held(server)])
+            for server, arrays in enumerate(pulled)
+        ]
+        arrays, first = plan.unpacked(parts), self.num_params
+        return self.params.unflatten(arrays[:first]), self.model_state.unflatten(arrays[first:])
+
 
 class Server:
     """Holds some rows of the variables."""
@@ -342,11 +352,11 @@ class Server:
             self._version = catch_up
         return version
 
-    def pull(self) -> tuple[int, Arrays]:
-        """Returns the version, and the rows of parameters and model state that are held."""
+    def pull(self) -> Arrays:
+        """Returns the rows of parameters and model state that are held."""
         leaves = jax.tree.leaves(self._params)
         params = [np.asarray(leaves[index]) for index in self._held_params]
-        return self._version, to_wire([*params, *self._model_state])
+        return to_wire([*params, *self._model_state])
 
     def partials(self, totals: Sequence[Any], *pushes: Push) -> list[np.ndarray]:
         """Returns this server's own values of the points, given the totals that are known."""
@@ -385,8 +395,8 @@ class Server:
 
     def snapshot(self) -> Snapshot:
         """Returns everything that the server holds."""
-        version, arrays = self.pull()
-        return Snapshot(version, arrays, [np.array(x) for x in jax.tree.leaves(self._opt_state)])
+        opt_state = [np.array(x) for x in jax.tree.leaves(self._opt_state)]
+        return Snapshot(self._version, self.pull(), opt_state)
 
     def _sum(self, pushes: Sequence[Push]) -> Any:
         """Returns the tree of gradients: the sum of those of the shares, in their order."""

@@ -1,17 +1,13 @@
 """The servers as one: variables in one order of versions, snapshots, and lost servers.
 
 Calls of an actor run in the order in which they were made, so the order of the calls here is that
-of the versions on every server.
-
-When a gradient may be applied, so that none is staler than a bound; and how stale they were.
-
-The staleness of a gradient is the number of updates between the variables that it was computed with
-and the variables that it changes.
+of the versions on every server. The staleness of a gradient is the number of updates between the
+variables that it was computed with and the variables that it changes.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,34 +19,21 @@ from tnt_jax.parameter_server.worker import Worker
 
 @dataclass(frozen=True)
 class StalenessBound:
-    """Decides which gradients may start and be applied.
+    """Decides which gradients may start and be applied: within a bound, or any if it is None.
 
     Gradients under way can all be applied within the bound if it holds when they are applied in the
     order in which they began (the earliest deadline first). Every start and every update keeps this
     true, so that nobody waits for ever.
-
-    Attributes:
-        bound: Largest staleness; None for any.
     """
 
     bound: int | None
 
     def may_start(self, version: int, under_way: Sequence[int]) -> bool:
-        """Returns whether a gradient of the variables at `version` may begin.
-
-        Args:
-            version: Number of updates so far.
-            under_way: Version of each gradient that was begun and not applied.
-        """
+        """Returns whether a gradient may begin at `version`, given those of others under way."""
         return self._can_finish(version, [*under_way, version])
 
     def may_apply(self, version: int, others: Sequence[int]) -> bool:
-        """Returns whether an update may be made at `version`.
-
-        Args:
-            version: Number of updates so far.
-            others: Version of each other gradient under way.
-        """
+        """Returns whether an update may be made, given the versions of others under way."""
         return self._can_finish(version + 1, others)
 
     def _can_finish(self, version: int, begun: Sequence[int]) -> bool:
@@ -133,23 +116,7 @@ _PLACEMENT_S = 2
 class Actors:
     """Servers and workers as actors, in one placement group that spreads them over the nodes.
 
-    Args:
-        num_servers: Number of servers.
-        num_workers: Number of workers.
-        resources_per_server: Ray's resources of each, such as `{"CPU": 1}`.
-        resources_per_worker: The same for workers, such as `{"CPU": 4, "GPU": 1}`.
-        worker_env: Environment variables of the workers.
-        start_timeout_s: Seconds to wait for places and for the start of the processes.
-
-    Attributes:
-        servers: Actors of the servers.
-        workers: Actors of the workers, by number.
-        devices_per_worker: Devices of each worker.
-        timeout_s: Seconds to wait for the start of a process.
-
-    Raises:
-        ModuleNotFoundError: If Ray is not installed.
-        RuntimeError: If the cluster has no place for them, or a process cannot start.
+    The arguments are those of `ParameterServer`.
     """
 
     def __init__(
@@ -180,11 +147,10 @@ class Actors:
             self._group = self._places()
             self.servers = [self.start_server(number) for number in range(num_servers)]
             self.workers = {number: self.start_worker(number) for number in range(num_workers)}
-            described = self._described()
+            counts = set(self._await_processes())
         except BaseException:
             self.close()
             raise
-        counts = {devices for devices, _, _ in described}
         if len(counts) > 1:
             self.close()
             raise RuntimeError(
@@ -195,15 +161,10 @@ class Actors:
 
     def start_server(self, number: int) -> Any:
         """Starts the actor of a server, in its place."""
-        actor = self._remote(Server, number, {"JAX_PLATFORMS": "cpu"})
-        return actor.remote(number)
+        return self._remote(Server, {"JAX_PLATFORMS": "cpu"}, bundle=number).remote(number)
 
     def replace_server(self, number: int) -> None:
-        """Starts another server in the place of a lost one, and waits for it.
-
-        Raises:
-            RuntimeError: If it does not start in time.
-        """
+        """Starts another server in the place of a lost one, and waits for it."""
         self.kill(self.servers[number])
         self.servers[number] = self.start_server(number)
         try:
@@ -217,20 +178,15 @@ class Actors:
 
     def start_worker(self, number: int) -> Any:
         """Starts the actor of a worker, in its place."""
-        return self._remote(Worker, self._num_servers + number, self._worker_env).remote(number)
+        bundle = self._num_servers + number
+        return self._remote(Worker, self._worker_env, bundle=bundle).remote()
 
     def start_beside(self) -> Any:
         """Starts a worker outside of the placement group, which evaluates beside training."""
-        resources = dict(self._resources[-1])
-        options = {**_options(resources), "runtime_env": {"env_vars": self._worker_env}}
-        return self.ray.remote(max_restarts=0, **options)(Worker).remote(-1)
+        return self._remote(Worker, self._worker_env).remote()
 
     def get(self, refs: list[Any]) -> list[Any]:
-        """Returns answers without which nothing goes on.
-
-        Raises:
-            RuntimeError: If a server or worker was lost, or failed.
-        """
+        """Returns answers without which nothing goes on."""
         try:
             return self.ray.get(refs)
         except self.ray.exceptions.RayError as error:
@@ -288,18 +244,21 @@ class Actors:
             f"{_listed({name: free.get(name, 0) for name in wanted})} are free"
         )
 
-    def _remote(self, kind: type, bundle: int, env: Mapping[str, str]) -> Any:
-        strategies = import_ray(_NEEDED_BY, "ray.util.scheduling_strategies")
-        strategy = strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=bundle
-        )
-        options: dict[str, Any] = {**_options(self._resources[bundle]), "max_restarts": 0}
+    def _remote(self, kind: type, env: Mapping[str, str], *, bundle: int | None = None) -> Any:
+        """Returns a kind of actor that runs in a place of the group, or beside it like a worker."""
+        resources = self._resources[-1 if bundle is None else bundle]
+        options: dict[str, Any] = {**_options(resources), "max_restarts": 0}
+        if bundle is not None:
+            strategies = import_ray(_NEEDED_BY, "ray.util.scheduling_strategies")
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            )
         if env:
             options["runtime_env"] = {"env_vars": dict(env)}
-        return self.ray.remote(scheduling_strategy=strategy, **options)(kind)
+        return self.ray.remote(**options)(kind)
 
-    def _described(self) -> list[tuple[int, str, int]]:
-        """Waits until all processes have started; returns what each worker has.
+    def _await_processes(self) -> list[int]:
+        """Waits until all processes have started; returns how many devices each worker has.
 
         A process that Ray loses before it has answered, as when its node leaves, is started once
         more.
@@ -316,21 +275,21 @@ class Actors:
                 worker = number - self._num_servers
                 self.workers[worker] = self.start_worker(worker)
         answers.update(self._answers(lost, last_time=True))
-        described = [answers[number] for number in range(self._num_servers, len(self._resources))]
+        devices = [answers[number] for number in range(self._num_servers, len(self._resources))]
         logger.info(
             "%d servers and %d workers with %d device(s) each.",
             self._num_servers,
-            len(described),
-            described[-1][0],
+            len(devices),
+            devices[-1],
         )
-        return described
+        return devices
 
     def _answers(self, bundles: Iterable[int], last_time: bool = False) -> dict[int, Any]:
         """Returns the first answer of the process in each place; None of those that were lost."""
         asked = {
             number: self.servers[number].version.remote()
             if number < self._num_servers
-            else self.workers[number - self._num_servers].describe.remote()
+            else self.workers[number - self._num_servers].num_devices.remote()
             for number in bundles
         }
         if not asked:
@@ -366,12 +325,11 @@ class Actors:
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Returns resources as the options of an actor."""
-    others = {name: x for name, x in resources.items() if name not in ("CPU", "GPU", "memory")}
-    options: dict[str, Any] = {"num_cpus": resources.get("CPU", 0)}
-    if "GPU" in resources:
-        options["num_gpus"] = resources["GPU"]
-    if "memory" in resources:
-        options["memory"] = resources["memory"]
+    others = dict(resources)
+    options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0)}
+    for name, option in (("GPU", "num_gpus"), ("memory", "memory")):
+        if name in others:
+            options[option] = others.pop(name)
     return {**options, "resources": others} if others else options
 
 
@@ -383,17 +341,17 @@ class ServerFailure(Exception):
     """Updates of a server were lost."""
 
 
+def despite_failures(attempt: Callable[[], Any], repair: Callable[[], None]) -> Any:
+    """Returns what `attempt` does, which is repeated after a `repair` if updates were lost."""
+    while True:
+        try:
+            return attempt()
+        except ServerFailure:
+            repair()
+
+
 class ServerGroup:
-    """Holds the variables of a model on all servers.
-
-    Args:
-        actors: The actors.
-        statistics: What is counted.
-        checkpoint_every: Updates between two snapshots.
-
-    Attributes:
-        version: Number of updates so far.
-    """
+    """Holds the variables of a model on all servers; `version` counts their updates."""
 
     def __init__(self, actors: Actors, statistics: Statistics, *, checkpoint_every: int) -> None:
         self.version = 0
@@ -437,11 +395,7 @@ class ServerGroup:
         return self._pulled[1]
 
     def update(self, shares: Sequence[Sequence[Any]], *, is_latest: bool) -> None:
-        """Orders one update.
-
-        Args:
-            shares: For each share of a batch, in order, references to what each server gets.
-            is_latest: Whether they were computed with the variables of this version.
+        """Orders one update; `shares` are references to what each server gets of each share.
 
         Raises:
             ServerFailure: If updates of a server were lost. If the version is unchanged, the update
@@ -485,19 +439,11 @@ class ServerGroup:
         self._get(done)
 
     def keep_snapshot(self) -> None:
-        """Waits for the servers and keeps what they hold, for when one of them is lost.
-
-        Raises:
-            ServerFailure: If updates of a server were lost.
-        """
+        """Waits for the servers and keeps what they hold, for when one of them is lost."""
         self._snapshots = self.snapshots()
 
     def snapshots(self) -> list[Snapshot]:
-        """Waits for the servers and returns what they hold, all at this version.
-
-        Raises:
-            ServerFailure: If updates of a server were lost.
-        """
+        """Waits for the servers and returns what they hold, all at this version."""
         snapshots = self._get([server.snapshot.remote() for server in self._actors.servers])
         if any(snapshot.version != self.version for snapshot in snapshots):
             raise ServerFailure
@@ -523,16 +469,10 @@ class ServerGroup:
 
         The updates of the lost servers since the snapshot are lost, which is said.
         """
-        while True:
-            lost = self._start_lost_servers()
-            try:
-                self._bring_back(lost)
-                self.keep_snapshot()
-                return
-            except ServerFailure:
-                continue
+        despite_failures(self._bring_back, lambda: None)
 
-    def _bring_back(self, lost: list[int]) -> None:
+    def _bring_back(self) -> None:
+        lost = self._start_lost_servers()
         layout = self._ray.put(self._layout)
         for number in lost:
             server = self._actors.servers[number]
@@ -554,6 +494,7 @@ class ServerGroup:
                     missed,
                 )
         self._updates, self._pulled = [], None
+        self.keep_snapshot()
 
     def _get(self, refs: list[Any]) -> list[Any]:
         """Returns answers of servers."""

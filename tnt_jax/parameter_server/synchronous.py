@@ -8,10 +8,10 @@ workers instead.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from tnt_jax.parameter_server.coordinator import Coordinator, Flight, Work
-from tnt_jax.parameter_server.server_group import ServerFailure
-from tnt_jax.parameter_server.trainer import Counts, GlobalBatch
+from tnt_jax.parameter_server.coordinator import Coordinator, Counts, Flight, GlobalBatch, Work
+from tnt_jax.parameter_server.server_group import despite_failures
 from tnt_jax.parameter_server.worker import Report
 
 
@@ -41,7 +41,7 @@ class Synchronous:
         self._backs_up = backs_up
         self._counts = counts
         # Batches since the last snapshot, for when a server is lost.
-        self._since: deque[GlobalBatch] = deque()
+        self._since: list[GlobalBatch] = []
 
     def train(
         self,
@@ -49,16 +49,16 @@ class Synchronous:
         begin: Callable[[GlobalBatch], None],
         end: Callable[[GlobalBatch, list[Report]], bool],
     ) -> None:
-        """Trains on all batches, until the servers have made the last update.
+        """Trains on all batches, until the last update was ordered.
 
-        Args:
-            batches: Global batches, in order.
-            begin: Called before a batch.
-            end: Called after its update was ordered; returns whether training ends.
+        `begin` is called before a batch, and `end` after its update was ordered; it returns whether
+        training ends.
         """
         for batch in batches:
             begin(batch)
-            reports = self._step(batch)
+            reports = despite_failures(partial(self._update, batch), self._make_again)
+            self._since.append(batch)
+            self._forget_kept()
             if end(batch, reports):
                 break
 
@@ -68,57 +68,39 @@ class Synchronous:
 
     def settle(self) -> None:
         """Waits until the servers have made all updates; makes those again that were lost."""
-        while True:
-            try:
-                self._coordinator.servers.keep_snapshot()
-                break
-            except ServerFailure:
-                self._make_again()
+        despite_failures(self._coordinator.servers.keep_snapshot, self._make_again)
         self._since.clear()
-
-    def _step(self, batch: GlobalBatch) -> list[Report]:
-        """Makes the update of a batch, also if a server is lost meanwhile."""
-        while True:
-            try:
-                reports = self._update(batch)
-                break
-            except ServerFailure:
-                self._make_again()
-        self._since.append(batch)
-        self._after_snapshot()
-        return reports
 
     def _make_again(self) -> None:
         """Goes back to the last snapshot and makes the updates since once more."""
-        while True:
-            self._coordinator.servers.roll_back()
-            try:
-                for batch in self._after_snapshot():
-                    self._update(batch, counts=False)
-                return
-            except ServerFailure:
-                continue
+        servers = self._coordinator.servers
+        servers.roll_back()
+        despite_failures(self._redo, servers.roll_back)
 
-    def _after_snapshot(self) -> list[GlobalBatch]:
-        """Returns the batches whose updates the last snapshot lacks."""
+    def _redo(self) -> None:
+        self._forget_kept()
+        for batch in self._since:
+            self._update(batch, counts=False)
+
+    def _forget_kept(self) -> None:
+        """Forgets the batches whose updates are in the last snapshot."""
         kept = self._coordinator.servers.kept_version
-        self._since = deque(batch for batch in self._since if batch.step >= kept)
-        return list(self._since)
+        self._since = [batch for batch in self._since if batch.step >= kept]
 
     def _update(self, batch: GlobalBatch, *, counts: bool = True) -> list[Report]:
         """Has all shares of a batch computed and applied; returns their reports in order."""
         works = batch.shares(self._num_shares, self._ranks_per_share, self._counts)
-        place = {work: number for number, work in enumerate(works)}
         found: dict[Work, Flight] = {}
         todo = deque(works)
         while len(found) < len(works):
             self._assign(todo, works, found)
             for flight, succeeded in self._coordinator.wait():
                 work = flight.work
+                is_open = work in works and work not in found
                 if not succeeded:
-                    if work in place and work not in found and work not in todo:
+                    if is_open and work not in todo:
                         todo.append(work)
-                elif work in place and work not in found:
+                elif is_open:
                     found[work] = flight
                 else:
                     self._coordinator.statistics.dropped += 1
@@ -140,6 +122,4 @@ class Synchronous:
             if not open_works:
                 return
             # That of the worker that is expected to finish last.
-            expected = coordinator.expected_s
-            slowest = max(open_works, key=lambda work: expected(work))
-            coordinator.dispatch(slowest, worker)
+            coordinator.dispatch(max(open_works, key=coordinator.expected_s), worker)

@@ -1,16 +1,11 @@
 """What one worker does: computes gradients with variables that it is given, on its own devices.
 
-It runs in a Ray actor, but knows nothing of Ray.
-
-The compiled programs of a worker: gradients, evaluation and prediction on its own devices.
-
-A batch may be computed in several shares, each by one worker. The share's gradients are those of
-the global batch's loss, because the divisors of the loss are known for the whole batch.
+It runs in a Ray actor, but knows nothing of Ray. A batch may be computed in several shares, each by
+one worker. The share's gradients are those of the global batch's loss, because the divisors of the
+loss are known for the whole batch.
 """
 
-import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,8 +20,8 @@ from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.gradients import sum_gradients
 from tnt_jax.distributed.sums.random_rows import batch_key
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
-from tnt_jax.parameter_server.compression import ErrorFeedback, from_wire, to_wire
-from tnt_jax.parameter_server.server import Layout, Push
+from tnt_jax.parameter_server.compression import ErrorFeedback, to_wire
+from tnt_jax.parameter_server.server import Arrays, Layout, Push
 from tnt_jax.settings import read_settings
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured, Parts
 from tnt_jax.train.state import TrainState
@@ -57,20 +52,16 @@ class Share(NamedTuple):
     counts: tuple[Any, ...]
 
 
-class Computed(NamedTuple):
-    """What a worker computes from its rows.
+class Report(NamedTuple):
+    """What the coordinator hears of the rows of a batch, or of a share of one.
 
     Attributes:
-        grads: Gradients of the loss.
-        model_state: Model state after the pass.
         loss: The rows' part of the batch's loss.
         losses: The same for each term.
         increments: What the rows add to the sums of the metrics.
         rows: Number of real rows.
     """
 
-    grads: Any
-    model_state: Any
     loss: Any
     losses: Any
     increments: Any
@@ -79,12 +70,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartsOfShare:
-    """The parts of a step on some rows of a batch whose divisors are known.
-
-    Attributes:
-        parts: The parts for a whole batch.
-        share: Which part of the batch the rows are.
-    """
+    """The parts of a step on a share of a batch."""
 
     parts: Parts
     share: Share
@@ -103,73 +89,37 @@ class PartsOfShare:
         return measured._replace(terms=terms, penalty=penalty)
 
 
-class GradientStep:
-    """The jitted function `(state, batch, share) -> Computed` of a worker.
+def make_gradient_step(parts: Parts, mesh: Mesh, reduction: Reduction) -> Callable:
+    """Returns the jitted function `(state, batch, share) -> (grads, model_state, report)`.
 
-    Args:
-        parts: What the step computes.
-        mesh: The worker's devices, over the axis `data`.
-        reduction: How gradients are summed over them.
+    `share` is None for a whole batch.
     """
 
-    def __init__(self, parts: Parts, mesh: Mesh, reduction: Reduction) -> None:
-        self._parts = parts
-        self._mesh = mesh
-        self._reduction = reduction
-        whole = _jax.shard_map(
-            lambda state, batch: self._compute(state, batch, None),
-            mesh=mesh,
-            in_specs=(_REPLICATED, _BY_ROW),
-            out_specs=_REPLICATED,
-        )
-        shared = _jax.shard_map(
-            self._compute,
-            mesh=mesh,
-            in_specs=(_REPLICATED, _BY_ROW, _REPLICATED),
-            out_specs=_REPLICATED,
-        )
-        self._whole = compiled(whole, mesh)
-        self._shared = compiled(shared, mesh)
-
-    def __call__(self, state: TrainState, batch: Batch, share: Share | None) -> Computed:
-        """Returns gradients and sums for the rows of a batch, or of a share of one."""
-        if share is None:
-            return self._whole(state, batch)
-        return self._shared(state, batch, share)
-
-    def _compute(self, state: TrainState, batch: Batch, share: Share | None) -> Computed:
-        parts = self._parts if share is None else PartsOfShare(self._parts, share)
+    def step(state: TrainState, batch: Batch, share: Share | None) -> tuple[Any, Any, Report]:
+        here = parts if share is None else PartsOfShare(parts, share)
         first_rank = 0 if share is None else share.first_rank
-        local = differentiate(parts, state, batch, self._mesh, first_rank=first_rank)
+        local = differentiate(here, state, batch, mesh, first_rank=first_rank)
         rows = num_real_rows(batch)
         # A share may hold no real row; what it makes of the model state then counts nothing.
-        average = StateAverage(local.model_state, _share_of_rank(batch, rows))
+        share_of_rank = share_of_rows(batch, jax.numpy.maximum(rows, 1))
+        average = StateAverage(local.model_state, share_of_rank)
         summed = sum_gradients(
             local.grads,
-            self._reduction,
+            reduction,
             order=local.order,
             first=local.numbers,
             others=average.summands,
         )
         loss, losses, increments = summed.first
-        return Computed(summed.grads, average.result(summed.others), loss, losses, increments, rows)
+        report = Report(loss, losses, increments, rows)
+        return summed.grads, average.result(summed.others), report
 
-
-def _share_of_rank(batch: Batch, rows: Any) -> Any:
-    if batch.mask is None:
-        return None
-    return share_of_rows(batch, jax.numpy.maximum(rows, 1))
+    specs = (_REPLICATED, _BY_ROW, _REPLICATED)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
 
 
 def make_counts(parts: Parts, mesh: Mesh) -> Callable[[Any, Any, Batch], list[Any]]:
-    """Returns the function that tells the divisors of the loss of a whole batch.
-
-    It takes parameters, model state and the batch. They must not depend on the parameters.
-
-    Args:
-        parts: What the step computes.
-        mesh: One device.
-    """
+    """Returns the function `(params, model_state, batch)` of the divisors of a batch's loss."""
 
     def counts(params: Any, model_state: Any, batch: Batch) -> list[Any]:
         measured = parts.measure(params, model_state, batch, key=None, train=False)
@@ -182,14 +132,7 @@ def make_counts(parts: Parts, mesh: Mesh) -> Callable[[Any, Any, Batch], list[An
 
 
 def exchanges_rows(apply: Apply, mesh: Mesh, state: TrainState, inputs: Any) -> bool:
-    """Returns whether a model communicates over the data axis in training.
-
-    Args:
-        apply: Forward pass.
-        mesh: One device.
-        state: Training state.
-        inputs: Inputs of a batch.
-    """
+    """Returns whether a model communicates over the data axis in training."""
 
     def outputs(params: Any, model_state: Any, inputs: Any) -> Any:
         key = batch_key(state.key, 0, len(jax.tree.leaves(inputs)[0]))
@@ -207,15 +150,6 @@ def counts_need_params(counts: Callable, params: Any, model_state: Any, batch: B
     program = _jax.without_dead_code(traced.jaxpr.jaxpr)
     num_variables = len(jax.tree.leaves((params, model_state)))
     return bool(set(program.invars) & set(traced.jaxpr.jaxpr.invars[:num_variables]))
-
-
-def with_variables(key: Any, params: Any, model_state: Any, step: int) -> TrainState:
-    """Returns what a worker knows of the training state, without the optimizer's."""
-    number: Any = np.int32(step)
-    return TrainState(number, params, model_state, (), key)
-
-
-Pulled = tuple[int, list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -257,35 +191,10 @@ class Order(NamedTuple):
     num_rows: int
 
 
-class Report(NamedTuple):
-    """What the coordinator hears of a batch.
-
-    Attributes:
-        loss: The rows' part of the batch's loss.
-        losses: The same for each term.
-        increments: What the rows add to the sums of the metrics.
-        rows: Number of real rows.
-        compute_s: Seconds of the computation, without waiting for variables or orders.
-        is_finite: Whether loss and gradients are finite.
-    """
-
-    loss: Any
-    losses: Any
-    increments: Any
-    rows: float
-    compute_s: float
-    is_finite: bool
-
-
 class Worker:
-    """Computes gradients, evaluates and predicts batches on the devices of its process.
+    """Computes gradients, evaluates and predicts batches on the devices of its process."""
 
-    Args:
-        number: Number of the worker, from 0 on; -1 beside training.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self._mesh = _jax.make_data_mesh(jax.local_devices())
         # What environment variables of a launcher say belongs to another job.
         settings = read_settings({})
@@ -296,9 +205,9 @@ class Worker:
         self._zeros: dict[Any, Any] = {}
         self._extra_s = 0.0
 
-    def describe(self) -> tuple[int, str, int]:
-        """Returns the number of devices, their platform and the process id."""
-        return self._mesh.size, self._mesh.devices.flat[0].platform, os.getpid()
+    def num_devices(self) -> int:
+        """Returns the number of devices."""
+        return self._mesh.size
 
     def load(self, model: WorkerModel) -> None:
         """Builds the model; its variables come with each order."""
@@ -317,7 +226,7 @@ class Worker:
             adapter.attach(model.sample)
         if model.functions is not None:
             self._parts: Parts = model.functions.step_parts(adapter.apply)
-            self._gradients = GradientStep(self._parts, self._mesh, self._reduction)
+            self._gradients = make_gradient_step(self._parts, self._mesh, self._reduction)
             self._evaluate = make_eval_step(self._parts, self._mesh)
         self._predict = make_predict_step(adapter.apply, self._mesh)
         self._zeros = {}
@@ -327,35 +236,25 @@ class Worker:
         """Makes each gradient take so many seconds longer, to stand for another device."""
         self._extra_s = seconds
 
-    def compute(self, order: Order, batch: Batch, *pulled: Pulled) -> tuple[Any, ...]:
+    def compute(self, order: Order, batch: Batch, *pulled: Arrays) -> tuple[Any, ...]:
         """Returns a report, and for each server what changes its variables."""
-        start = time.perf_counter()
         self._feedback.settle(was_applied=order.was_applied)
-        params, model_state = self._variables(pulled)
-        state = with_variables(self._model.key, params, model_state, order.step)
-        computed = jax.tree.map(np.asarray, self._gradients(state, batch, order.share))
-        grads = jax.tree.leaves(computed.grads)
-        is_finite = all(bool(np.isfinite(x).all()) for x in (computed.loss, *grads))
+        params, model_state = self._layout.variables(pulled)
+        state = self._state(params, model_state, order.step)
+        computed = self._gradients(state, batch, order.share)
+        grads, after, report = jax.tree.map(np.asarray, computed)
+        grads = jax.tree.leaves(grads)
         if self._model.compresses:
             grads = self._feedback.rounded(grads)
-        after = jax.tree.leaves(computed.model_state)
-        share = float(computed.rows) / order.num_rows
-        pushes = self._pushes(grads, after, jax.tree.leaves(model_state), share)
+        share = float(report.rows) / order.num_rows
+        pushes = self._pushes(grads, jax.tree.leaves(after), jax.tree.leaves(model_state), share)
         if self._extra_s:
             threading.Event().wait(self._extra_s)
-        report = Report(
-            computed.loss,
-            computed.losses,
-            computed.increments,
-            float(computed.rows),
-            time.perf_counter() - start,
-            is_finite,
-        )
         return (report, *pushes)
 
-    def evaluate(self, batches: Sequence[Batch], first_row: int, *pulled: Pulled) -> Any:
+    def evaluate(self, batches: Sequence[Batch], first_row: int, *pulled: Arrays) -> Any:
         """Returns the sums of loss and metrics over batches that begin at a row of the data."""
-        params, model_state = self._variables(pulled)
+        params, model_state = self._layout.variables(pulled)
         zeros = self._zero_sums(params, model_state, batches[0])
         # The step draws random numbers by how many rows there were before.
         before = np.float32(first_row)
@@ -365,29 +264,20 @@ class Worker:
         loss, num_rows = sums["loss"]
         return jax.tree.map(np.asarray, {**sums, "loss": (loss, num_rows - before)})
 
-    def predict(self, inputs: Any, first_row: int, *pulled: Pulled) -> Any:
+    def predict(self, inputs: Any, first_row: int, *pulled: Arrays) -> Any:
         """Returns the model's outputs `[rows, ...]` for inputs that begin at a row of the data."""
-        params, model_state = self._variables(pulled)
+        params, model_state = self._layout.variables(pulled)
         outputs = self._predict(params, model_state, inputs, np.uint32(first_row))
         return jax.tree.map(np.asarray, outputs)
 
     def run(
-        self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Pulled
+        self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Arrays
     ) -> tuple[Any, ...]:
-        """Runs a step of the user's; returns its value, and what changes the servers' variables.
+        """Runs a step of the user's, which is compiled once for its number.
 
-        The value comes with whether it changes them.
-
-        Args:
-            number: Number of the step, which is compiled once.
-            step: The function `(params, *arguments) -> (grads, value)`.
-            arguments: Its other arguments.
-            *pulled: Variables from each server.
-
-        Raises:
-            TypeError: If the step does not return `(grads, value)`, or gradients that do not fit.
+        Returns its value, with whether it changes variables, and what changes those of each server.
         """
-        params, model_state = self._variables(pulled)
+        params, model_state = self._layout.variables(pulled)
         compiled = self._steps.setdefault(number, jax.jit(step))
         result = compiled(params, *arguments)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -415,31 +305,17 @@ class Worker:
         leaves, structure = jax.tree.flatten(shapes)
         kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self._zeros:
-            state = with_variables(self._model.key, params, model_state, 0)
+            state = self._state(params, model_state, 0)
             self._zeros[kind] = zero_sums(self._parts, state, shapes, self._mesh)
         return self._zeros[kind]
 
-    def _variables(self, pulled: Sequence[Pulled]) -> tuple[Any, Any]:
-        """Returns parameters and model state from the parts of all servers."""
-        layout = self._layout
-        plan = layout.optimizer.plan
-        parts = [
-            from_wire(arrays, [layout.dtypes[index] for index in plan.held(server)])
-            for server, (_, arrays) in enumerate(pulled)
-        ]
-        arrays = plan.unpacked(parts)
-        return (
-            layout.params.unflatten(arrays[: layout.num_params]),
-            layout.model_state.unflatten(arrays[layout.num_params :]),
-        )
+    def _state(self, params: Any, model_state: Any, step: int) -> TrainState:
+        """Returns what a worker knows of the training state, without the optimizer's."""
+        number: Any = np.int32(step)
+        key: Any = self._model.key
+        return TrainState(number, params, model_state, (), key)
 
-    def _pushes(
-        self,
-        grads: Sequence[np.ndarray],
-        after: Sequence[np.ndarray],
-        before: Sequence[np.ndarray],
-        share: float,
-    ) -> list[Push]:
+    def _pushes(self, grads: Arrays, after: Arrays, before: Arrays, share: float) -> list[Push]:
         """Returns for each server its rows of gradients and of the model state."""
         layout, plan = self._layout, self._layout.optimizer.plan
         first = layout.num_params
