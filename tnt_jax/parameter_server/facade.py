@@ -27,26 +27,18 @@ from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
 
 
-def check_arguments(
-    *,
-    num_servers: Any,
-    num_workers: Any,
-    max_staleness: Any,
-    backup_workers: Any,
-    compression: Any,
-    checkpoint_every: Any,
-) -> None:
-    """Raises a ValueError if an argument of `ParameterServer` is invalid."""
-    least: dict[str, tuple[Any, int]] = {
-        "num_servers": (num_servers, 1),
-        "num_workers": (num_workers, 1),
-        "backup_workers": (backup_workers, 0),
-        "checkpoint_every": (checkpoint_every, 1),
-        "max_staleness": (0 if max_staleness is None else max_staleness, 0),
-    }
-    for name, (value, smallest) in least.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-            raise ValueError(f"{name} must be an integer of at least {smallest}, but is {value!r}.")
+def check_at_least(least: int, **values: Any) -> None:
+    """Raises a ValueError if an argument of `ParameterServer` is no such integer."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}.")
+
+
+def check_workers(num_workers: int, max_staleness: int | None, backup_workers: int) -> None:
+    """Raises a ValueError if so many workers cannot train in this way."""
+    check_at_least(1, num_workers=num_workers)
+    check_at_least(0, backup_workers=backup_workers)
+    check_at_least(0, max_staleness=0 if max_staleness is None else max_staleness)
     if backup_workers and max_staleness != 0:
         raise ValueError(
             "backup_workers are for synchronous training: pass max_staleness=0. Asynchronous "
@@ -57,8 +49,6 @@ def check_arguments(
             f"backup_workers ({backup_workers}) must be fewer than num_workers ({num_workers}): "
             "the others share each global batch."
         )
-    if compression not in (None, "bfloat16"):
-        raise ValueError(f"compression must be None or 'bfloat16', but is {compression!r}.")
 
 
 def check_options(options: ModelOptions) -> None:
@@ -163,14 +153,10 @@ class ParameterServer:
         worker_env: Mapping[str, str] | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        check_arguments(
-            num_servers=num_servers,
-            num_workers=num_workers,
-            max_staleness=max_staleness,
-            backup_workers=backup_workers,
-            compression=compression,
-            checkpoint_every=checkpoint_every,
-        )
+        check_at_least(1, num_servers=num_servers, checkpoint_every=checkpoint_every)
+        check_workers(num_workers, max_staleness, backup_workers)
+        if compression not in (None, "bfloat16"):
+            raise ValueError(f"compression must be None or 'bfloat16', but is {compression!r}.")
         self._core: Core = model._core
         check_options(self._core.options)
         self.model = model
