@@ -42,15 +42,10 @@ _WRITE_NS = 5_000_000_000
 
 
 class Account:
-    """The time of a thread, by phase.
+    """The time of a thread, by phase, from `started_s` seconds since 1970 on.
 
-    Args:
-        started_s: Seconds since 1970 when the job was started; None for this moment.
-        earlier: What `notes` returned last in an earlier start of the same run, or None.
-
-    Attributes:
-        thread: The thread whose time is counted: the one that makes the account, and then the one
-            that trains.
+    `earlier` is what `notes` returned last in an earlier start of the same run, or None. `thread`
+    is the one that makes the account, and then the one that trains.
     """
 
     def __init__(
@@ -142,11 +137,7 @@ class Account:
 
 
 class AccountFile:
-    """A file of accounts, one line of JSON a run, of which the last is that of this run.
-
-    Args:
-        path: The file; its folder is made.
-    """
+    """A file of accounts, one line of JSON a run, of which the last is that of this run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -225,13 +216,7 @@ def goodput() -> dict[str, float]:
 
 
 def open_account(*, path: str | None, launched_at: float | None, is_master: bool) -> None:
-    """Begins the account of the job.
-
-    Args:
-        path: File to keep it in, or None.
-        launched_at: Seconds since 1970 when the launcher was started, or None.
-        is_master: Whether this process writes the file.
-    """
+    """Begins the account of the job, which the master keeps in a file, if one is given."""
     books = _books.get()
     books.is_open = True
     books.file = AccountFile(Path(path)) if path and is_master else None
@@ -246,12 +231,7 @@ def account() -> Account:
 
 
 def note_steps(count: int, now_ns: int) -> None:
-    """Counts training steps, and writes the file if that is a while ago.
-
-    Args:
-        count: Steps that were started.
-        now_ns: Time of `time.perf_counter_ns`.
-    """
+    """Counts training steps that were started, and writes the file if that is a while ago."""
     books = _books.get()
     books.account.add_steps(count)
     if books.file is not None and books.file.is_due(now_ns):
@@ -276,11 +256,7 @@ def training() -> Iterator[None]:
 
 
 class phase:
-    """Counts the block under a phase, if the thread is the one that trains.
-
-    Args:
-        name: The phase.
-    """
+    """Counts the block under a phase, if the thread is the one that trains."""
 
     __slots__ = ("_account", "_before", "_name")
 

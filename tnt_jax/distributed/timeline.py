@@ -31,12 +31,7 @@ _NOTHING = nullcontext()
 
 
 class Timeline:
-    """A file of events of this process, one a line, in the order in which they end.
-
-    Args:
-        path: File; what it held is lost.
-        process: Number of the process.
-    """
+    """A new file of events of this process, one a line, in the order in which they end."""
 
     def __init__(self, path: Path, process: int) -> None:
         self._process, self._pid = process, os.getpid()
@@ -61,15 +56,7 @@ class Timeline:
     def add(
         self, name: str, category: str, start_ns: int, end_ns: int, arguments: dict[str, Any]
     ) -> None:
-        """Records an event of the current thread.
-
-        Args:
-            name: What happened.
-            category: `"call"`, `"wait"`, `"data"`, `"step"`, `"callback"` or `"compile"`.
-            start_ns: Time of `time.perf_counter_ns`.
-            end_ns: The same.
-            arguments: What else to show.
-        """
+        """Records an event of the current thread between two times of `time.perf_counter_ns`."""
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads.add(thread)
@@ -116,12 +103,7 @@ _timeline = Slot[Timeline | None](lambda: None, close=_end)
 
 
 def start(path: str, process: int) -> None:
-    """Begins to record what this process does, until its job ends.
-
-    Args:
-        path: File of process 0; that of others has their number before its ending.
-        process: Number of this process.
-    """
+    """Begins to record what this process does; files of others than process 0 have its number."""
     file = Path(path)
     own = file.with_name(f"{file.stem}.{process}{file.suffix}") if process else file
     _timeline.set(Timeline(own, process))
@@ -143,10 +125,7 @@ def current() -> Timeline | None:
 def span(name: str, category: str, **arguments: Any) -> AbstractContextManager[None]:
     """Returns a context manager that records how long its block takes, if anything is recorded.
 
-    Args:
-        name: What happens.
-        category: `"call"`, `"wait"`, `"data"`, `"step"`, `"callback"` or `"compile"`.
-        **arguments: What else to show.
+    The category is `"call"`, `"wait"`, `"data"`, `"step"`, `"callback"` or `"compile"`.
     """
     timeline = _timeline.get()
     return _NOTHING if timeline is None else timeline.span(name, category, arguments)
@@ -166,14 +145,7 @@ def recorded(function: _F, name: str, category: str) -> _F:
 
 
 def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
-    """Records an event that ends at this moment, if anything is recorded.
-
-    Args:
-        name: What happened.
-        category: As of `span`.
-        start_ns: When it began, by `time.perf_counter_ns`.
-        **arguments: What else to show.
-    """
+    """Records an event that ends at this moment, if anything is recorded; see `Timeline.add`."""
     if (timeline := _timeline.get()) is not None:
         timeline.add(name, category, start_ns, time.perf_counter_ns(), arguments)
 

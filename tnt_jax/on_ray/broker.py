@@ -31,11 +31,9 @@ _CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S, _LOOK_EVERY_S = 5.0, 60.0, 5.0
 
 @dataclass(frozen=True)
 class Wish:
-    """What the launcher asks for.
+    """What the launcher asks for: a command to run on each node of the cluster at an address.
 
     Attributes:
-        address: Address of the cluster.
-        command: Words of the program to run on each node.
         num_processes: Bundles; None for each node that is alive, without a reservation.
         fewest: Bundles that are enough if there are no more; None for all of them.
         use_gpus: Whether each bundle has a GPU, if the cluster has them.
@@ -142,13 +140,7 @@ def _reserve(ray: Any, wish: Wish, tell: Callable[[str], None]) -> Reservation:
 
 @dataclass(frozen=True)
 class _Door:
-    """A node, as the launcher enters it.
-
-    Attributes:
-        actor: The actor there.
-        command: Words of the program to run.
-        variables: Variables of its own.
-    """
+    """A node, as the launcher enters it: its actor, and a command with variables of its own."""
 
     actor: Any
     command: Sequence[str]
@@ -158,9 +150,8 @@ class _Door:
 def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Door] | None:
     """Makes the actors on each node, and waits until they are there.
 
-    Returns:
-        The nodes, as the launcher enters them; None, with nothing reserved any more, if a node was
-        lost meanwhile: Ray would wait for room for what it held, without a word.
+    Returns None, with nothing reserved any more, if a node was lost meanwhile: Ray would wait for
+    room for what it held, without a word.
     """
     ray.cloudpickle.register_pickle_by_value(node)
     groups = {"input": 1, "output": 1, "errors": 1}

@@ -17,12 +17,7 @@ _SETTLE_S = 10.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster.
-
-    Attributes:
-        name: Its host name, with a number if others have the same.
-        slots: Processes to start there.
-    """
+    """A node of the cluster, with the number of processes to start there."""
 
     name: str
     slots: int
@@ -30,13 +25,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What is reserved.
+    """What is reserved; without a placement group, nothing.
 
     Attributes:
-        nodes: The nodes.
         actor_options: For each node the options of the actors there, one of which runs a program.
         has_gpus: Whether each process has a GPU.
-        group: The placement group; None if nothing is reserved.
         keep: What must not be collected as garbage.
     """
 
@@ -64,12 +57,8 @@ def reserve(
 ) -> Reservation:
     """Reserves a bundle for each process, on as few nodes as possible; waits until there is room.
 
-    Args:
-        ray: The module, connected to the cluster.
-        count: Processes.
-        fewest: Processes that are enough if there is no room for more; None for all.
-        use_gpus: Whether to give each a GPU, if the cluster has as many.
-        tell: Is given a text if it takes long.
+    `fewest` processes are enough if there is no room for more; None for all. Each has a GPU, if
+    that is wanted and the cluster has as many. `tell` is given a text if it takes long.
     """
     has_gpus = use_gpus and _total(ray, "GPU") >= (fewest or count)
     bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}

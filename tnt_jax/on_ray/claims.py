@@ -16,14 +16,7 @@ _CLAIM = ".claim"
 
 
 class Claim:
-    """The claim of this process to a folder, which it makes if it is not there.
-
-    Args:
-        folder: The folder; `remove_unclaimed` leaves it alone.
-
-    Raises:
-        OSError: If it is there, but others can write to it.
-    """
+    """The claim of this process to a private folder, which it makes if it is not there."""
 
     def __init__(self, folder: Path) -> None:
         private_folder(str(folder))
@@ -41,11 +34,7 @@ class Claim:
 
 
 def remove_unclaimed(prefix: str) -> None:
-    """Removes the temporary folders that were claimed by processes that have ended.
-
-    Args:
-        prefix: How their names begin.
-    """
+    """Removes temporary folders with a prefix whose claims are of processes that ended."""
     for found in glob.glob(f"{glob.escape(tempfile.gettempdir())}/{glob.escape(prefix)}*"):
         try:
             descriptor = os.open(f"{found}/{_CLAIM}", os.O_RDWR)

@@ -26,12 +26,7 @@ class Program:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Starts the program, once the one before has ended; returns the number of the start.
-
-        Args:
-            command: Its words.
-            variables: Variables that replace those of the node's environment.
-        """
+        """Starts the program, once the one before has ended; returns the number of the start."""
         environment = {**os.environ, **variables}
         if environment.get("OMP_NUM_THREADS") == "1":
             # Ray gives an actor as many threads as CPUs; the launcher divides those of the host.

@@ -9,14 +9,8 @@ _OLDEST = (2, 60)
 def import_ray(needed_by: str, module: str = "ray") -> Any:
     """Returns the module `ray`, or one below it; imports it on first use.
 
-    Args:
-        needed_by: What needs Ray, as its user writes it, such as `tnt-jax --ray`.
-        module: Name of the module, such as `ray.train`.
-
-    Raises:
-        ModuleNotFoundError: If Ray is not installed, or a package that this part of it needs; the
-            message says what to install.
-        ImportError: If Ray is older than 2.60.
+    `needed_by` is what needs Ray, as its user writes it, such as `tnt-jax --ray`. Errors say what
+    to install: a ModuleNotFoundError, or an ImportError if Ray is older than 2.60.
     """
     try:
         ray = importlib.import_module("ray")

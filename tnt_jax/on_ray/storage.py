@@ -28,13 +28,11 @@ _TICK_S = 0.05
 
 
 class RayStorage:
-    """What this process reports to Ray, and where checkpoints lie before.
+    """What this process reports to Ray, and the `folder` where checkpoints lie before.
 
-    Attributes:
-        folder: Folder for the checkpoints; the same path on every process. Process 0 writes to it,
-            and the others see what Ray had stored when the job began.
-        name: Name of the run, for messages.
-        is_over: Whether the training function has ended, and the folder with it.
+    It has the same path on every process. Process 0 writes to it, and the others see what Ray had
+    stored when the job began. `is_over` is set when the training function has ended, and the folder
+    with it.
     """
 
     def __init__(self, folder: Path, claim: Claim | None, worker: TrainWorker | None) -> None:
@@ -52,10 +50,7 @@ class RayStorage:
     def report(self, metrics: Mapping[str, Any], *, checkpoints: Sequence[str] = ()) -> None:
         """Reports metrics, and checkpoints as one of Ray's; all processes call it together.
 
-        Args:
-            metrics: Numbers by name.
-            checkpoints: Folders below `folder` that belong to the checkpoint; none for metrics
-                alone. What Ray stores is a copy, which is made in the background.
+        Checkpoints are folders below `folder`; what Ray stores is a copy, made in the background.
         """
         linked = self._link(checkpoints) if checkpoints and self._leads else None
         ray_train = import_ray("RayReport", "ray.train")

@@ -12,14 +12,7 @@ from tnt_jax.on_ray.require import import_ray
 
 @dataclass(frozen=True)
 class TrainWorker:
-    """A worker of a Ray Train run.
-
-    Attributes:
-        rank: Its number, `0 <= rank < size`.
-        size: Number of workers.
-        local_rank: Its number among those of its node.
-        run: Name of the run, which stays the same when Ray starts its workers again.
-    """
+    """A worker of a Ray Train run, whose name stays the same when Ray starts its workers again."""
 
     rank: int
     size: int

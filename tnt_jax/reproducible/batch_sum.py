@@ -26,13 +26,10 @@ _ADVICE = (
 
 
 class ModelArrays(NamedTuple):
-    """What a program needs of the state.
+    """What a program needs of the state; outside training, `first_row` rows of the data precede.
 
     Attributes:
-        params: Trained arrays.
-        model_state: Arrays that the model changes itself.
         key: The words of the run's key with the step; None outside training.
-        first_row: Rows of the data before the batch, outside training.
         loss_scale: What the loss is multiplied by before it is differentiated; None for nothing.
     """
 
@@ -44,10 +41,7 @@ class ModelArrays(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Totals of the whole global batch: the count of each loss term, and the real rows.
-
-    A count of None leaves its term undivided.
-    """
+    """The count of each loss term, None for no division, and the real rows of a global batch."""
 
     terms: list[Any]
     rows: Any
@@ -93,10 +87,7 @@ class BatchSum:
 
 
 class _BatchCount:
-    """Maps model and batch to the counts of the batch.
-
-    Counts that follow from shapes start no program.
-    """
+    """Maps model and batch to the counts of the batch; runs nothing if shapes tell them."""
 
     def __init__(self, parts: Parts, ranks: VirtualRanks) -> None:
         self._ranks = ranks

@@ -22,11 +22,7 @@ _ALONE = AbstractMesh((1,), (_jax.DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
 class Programs(NamedTuple):
-    """The programs of a step, lowered or compiled.
-
-    Attributes:
-        by_name: The result of `jax.jit` for each of them.
-    """
+    """The programs of a step, lowered or compiled, by name."""
 
     by_name: dict[str, Any]
 
@@ -45,15 +41,8 @@ def device_program(
     """Returns `function` as a jitted program for one device, the device of its arguments.
 
     It is compiled once per shape and per device of the process; the launcher gives each process one
-    device.
-
-    Args:
-        function: Called inside a `shard_map` over a `data` axis of size 1.
-        mesh: Devices that it will run on.
-        in_specs: For each argument `BY_RANK` if it differs between ranks, else `REPLICATED`; or a
-            tree of them.
-        out_specs: The same for the result.
-        donate: Positions of arguments whose memory the results may use.
+    device. The function is called inside a `shard_map` over a `data` axis of size 1. Specs are
+    `BY_RANK` for what differs between ranks, else `REPLICATED`; or trees of them.
     """
     mapped = jax.shard_map(
         function, mesh=_ALONE, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -63,10 +52,7 @@ def device_program(
 
 
 def split(tree: Any, mesh: Mesh) -> list[Any]:
-    """Returns, for each device of this process in rank order, its part of global arrays.
-
-    Python numbers are copied to each device.
-    """
+    """Returns, for each device of this process by rank, its part of global arrays, or a number."""
     here = jax.process_index()
     number = sum(device.process_index == here for device in mesh.devices.flat)
     leaves, structure = jax.tree.flatten(tree)
@@ -80,11 +66,8 @@ def split(tree: Any, mesh: Mesh) -> list[Any]:
 def join(parts: list[Any], mesh: Mesh, spec: PartitionSpec) -> Any:
     """Returns global arrays made of the arrays of each device of this process.
 
-    Args:
-        parts: For each device a tree of arrays; equal ones if `spec` is `REPLICATED`, which is not
-            checked.
-        mesh: Devices, over the axis `data`.
-        spec: `BY_RANK` to concatenate the rows of the ranks, or `REPLICATED`.
+    With `BY_RANK` the rows of the ranks are concatenated; with `REPLICATED` they must be equal,
+    which is not checked.
     """
     sharding = NamedSharding(mesh, spec)
 

@@ -12,11 +12,7 @@ from tnt_jax.reproducible.virtual_ranks import check_count
 def check_reproducible(
     virtual_ranks: int, gradient_compression: str | None, shard_optimizer_state: bool
 ) -> None:
-    """Checks the options of reproducible training and prepares JAX, if it is not in use yet.
-
-    Raises:
-        ValueError: If `virtual_ranks` is no power of two, or an option belongs to the fast steps.
-    """
+    """Raises a ValueError if options exclude one another; prepares JAX, if it is not in use yet."""
     check_count(virtual_ranks)
     for name, value in (
         ("gradient_compression", gradient_compression),
@@ -31,10 +27,9 @@ def check_reproducible(
 
 
 def _fix_cpu_threads(virtual_ranks: int) -> None:
-    """Gives JAX's pool of CPU threads the size `2 * virtual_ranks`.
+    """Gives JAX's pool of CPU threads a size, on which large matrix products' rounding depends.
 
-    The rounding of large matrix products depends on that size. Call this before JAX opens its
-    devices; afterwards it only warns, if the pool is of another size.
+    After JAX has opened its devices it only warns, if the pool is of another size.
     """
     threads = str(2 * virtual_ranks)
     if not _jax.backends_are_initialized():

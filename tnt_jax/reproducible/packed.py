@@ -14,12 +14,7 @@ _LARGE_BYTES = 2**18
 
 @jax.tree_util.register_pytree_node_class
 class Packed:
-    """A pytree of arrays whose small leaves are concatenated by dtype into arrays `[1, n]`.
-
-    Attributes:
-        arrays: The packed arrays `[1, n]`, in the order of dtypes, and the large ones `[1, ...]`;
-            this object's leaves.
-    """
+    """A pytree of arrays whose small leaves are concatenated by dtype into arrays `[1, n]`."""
 
     def __init__(self, arrays: Sequence[Any], layout: tuple[Any, tuple[Any, ...]]) -> None:
         self.arrays = tuple(arrays)

@@ -1,7 +1,5 @@
 """Steps whose results have the same bits on any number of devices and processes.
 
-The fast steps are in `step.py`.
-
 The rounding of a sum depends on its order, and the rounding of a program on how it was compiled. So
 a global batch is always cut into the chunks of V virtual ranks, one program that is the same on
 every number of devices (`device_program.py`) works on a chunk, the results are added in one order
@@ -52,15 +50,7 @@ class ReproducibleSteps:
     """Implements `Steps` with programs whose results have the same bits on any number of devices.
 
     Args:
-        ranks: Virtual ranks.
-
-    Attributes:
-        rank_slice: The virtual ranks of this process.
-        fused: Always None: steps run one by one.
-        takes_host_arrays: Always False.
-        mesh: The mesh of the devices.
-        without_padding: None: padded rows are masked.
-        ranks: Virtual ranks.
+        ranks: Virtual ranks; `rank_slice` has those of this process.
     """
 
     fused = None
@@ -137,17 +127,9 @@ def make_train_step(
     accumulation_steps: int = 1,
     on_nan: OnNaN | None = None,
 ) -> Callable:
-    """Returns the function `(state, sums, batch) -> (state, sums)`.
+    """Returns the function `(state, sums, batch) -> (state, sums)`; see `train.steps.step`.
 
-    `state` is donated; `sums` is not, so that a reader may look at the sums of any step later.
-
-    Args:
-        parts: What the step computes.
-        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
-        ranks: Virtual ranks.
-        accumulation_steps: Steps whose mean gradient makes one update; `state.accumulated` holds
-            the sums of whole batches `[1, ...]`.
-        on_nan: What follows a step that is not finite; None to take it.
+    `state.accumulated` holds the sums of whole batches `[1, ...]`.
     """
 
     def measure(
@@ -218,11 +200,7 @@ class _TrainStep(NamedTuple):
         return self.last(state, sums, *self.sum_batch(_model(state), batch))
 
     def lower(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
-        """Returns the lowered programs of the step.
-
-        They are those of a chunk, of the sum over ranks, of the update, and others that the step
-        runs.
-        """
+        """Returns the lowered programs that the step runs, by name."""
         programs, measured = self.sum_batch.lower(_model(state), batch)
         return Programs(
             programs | {"update": self.last.program.lower(*shapes_of((state, sums, *measured)))}
@@ -259,10 +237,7 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
 
 
 def make_predict_step(apply: Apply, ranks: VirtualRanks) -> Callable:
-    """Returns the function `(params, model_state, inputs, first_row) -> outputs`.
-
-    The outputs are `[rows, ...]`, sharded by row.
-    """
+    """Returns the function `(params, model_state, inputs, first_row) -> outputs`, by row."""
 
     def work(chunk: Any, index: Any, params: Any, model_state: Any, first_row: Any) -> Any:
         key = data_key(first_row + index * jax.tree.leaves(chunk)[0].shape[0])
@@ -295,10 +270,7 @@ class _ReplicatedProgram:
 def _split_state(
     model_state: Any, share: jax.Array | float
 ) -> tuple[dict[int, jax.Array], dict[int, Any]]:
-    """Returns, by position, the leaves that depend on the chunk and the leaves that do not.
-
-    The former are the chunk's part, to be summed.
-    """
+    """Returns, by position, the leaves to be summed, of this chunk, and those of all chunks."""
     averaged, same = {}, {}
     for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(model_state)):
         if _jax.is_varying(leaf):

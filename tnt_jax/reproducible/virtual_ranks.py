@@ -1,7 +1,5 @@
 """Processes a global batch in a fixed number of chunks and sums them in a fixed order.
 
-Neither depends on the number of devices.
-
 A global batch is split into V chunks, one per virtual rank; a device processes V / R neighbouring
 chunks, one after another. The results of the chunks are added in one binary tree, neighbours first:
 
@@ -75,16 +73,9 @@ class VirtualRanks:
     def sum(self, program: Callable, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """Returns the sum of a program's results over all chunks of the global batch.
 
-        Args:
-            program: A program for one device that maps a chunk, its index in the global batch, and
-                `shared` to two pytrees: arrays `[1, ...]` to be summed, and arrays that are the
-                same for every chunk.
-            batch: Global batch, sharded by rank.
-            shared: Replicated arrays.
-
-        Returns:
-            The sums `[1, ...]`, with the same bits on every rank, and the arrays that are the same
-            for every chunk; both replicated.
+        The program for one device maps a chunk, its index in the global batch, and `shared` to two
+        pytrees: arrays `[1, ...]`, to be summed with the same bits on every rank, and arrays that
+        are the same for every chunk. Batches are sharded by rank; all others are replicated.
         """
         batches, others = split(batch, self.mesh), split(shared, self.mesh)
         stacks: list[list[Any]] = [[] for _ in batches]
@@ -112,10 +103,7 @@ class VirtualRanks:
         return join([self._concatenate(parts) for parts in rows], self.mesh, BY_RANK)
 
     def lower_sum(self, shapes: Any) -> dict[str, Any]:
-        """Returns the lowered programs, by name, that add the results of all chunks.
-
-        The results have the given shapes `[1, ...]`.
-        """
+        """Returns the lowered programs, by name, that add results of shapes `[1, ...]`."""
         programs = {}
         if self.per_rank > 1:
             programs["sum of chunks"] = self._add.lower(shapes, shapes)
@@ -140,10 +128,7 @@ class VirtualRanks:
         return jax.tree.map(lambda x: jnp.split(x, self.per_rank)[index], data)
 
     def _push(self, stack: list[Any], result: Any, index: int) -> None:
-        """Adds the result of chunk `index` to a device's sums.
-
-        There are never more than log2(V / R) + 1 sums.
-        """
+        """Adds the result of chunk `index` to a device's at most log2(V / R) + 1 sums."""
         while index & 1:
             result = self._add(stack.pop(), result)
             index >>= 1
@@ -168,12 +153,12 @@ def check_count(count: int, *, num_ranks: int = 1) -> None:
 
 
 def _sums_of_pairs(mesh: Mesh) -> list[Any]:
-    """Returns jitted functions that together sum arrays `[ranks, ...]` to `[1, ...]`.
+    """Returns jitted functions that together sum arrays `[ranks, ...]`, by rank, to `[1, ...]`.
 
-    The arrays are sharded by rank. The first function adds neighbours, `[ranks / 2, ...]`, the next
-    neighbouring pairs, and so on. A sum over two devices has no order that a collective library
-    could choose. Each function is a program of its own, because XLA's GPU compiler would merge
-    consecutive sums into one over all devices.
+    The first function adds neighbours, `[ranks / 2, ...]`, the next neighbouring pairs, and so on.
+    A sum over two devices has no order that a collective library could choose. Each function is a
+    program of its own, because XLA's GPU compiler would merge consecutive sums into one over all
+    devices.
     """
     num_axes = mesh.size.bit_length() - 1
     names = tuple(f"bit{power}" for power in reversed(range(num_axes)))

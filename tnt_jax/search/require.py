@@ -4,14 +4,7 @@ from typing import Any
 
 
 def import_optuna(needed_by: str) -> Any:
-    """Returns the module `optuna`, imported on first use.
-
-    Args:
-        needed_by: What needs Optuna, as its user writes it.
-
-    Raises:
-        ModuleNotFoundError: If Optuna is not installed; the message says what to install.
-    """
+    """Returns the module `optuna`; a ModuleNotFoundError says what to install for a caller."""
     try:
         import optuna
     except ModuleNotFoundError as error:

@@ -83,13 +83,7 @@ def optimize(
 
 
 class _Next(NamedTuple):
-    """What comes next on all processes.
-
-    Attributes:
-        is_trial: Whether that is a trial.
-        best: The result, after the last trial.
-        error: What went wrong with the study, between two trials.
-    """
+    """What comes next on all processes: a trial, the best ones at the end, or an error."""
 
     is_trial: bool = False
     best: Sequence[Any] = ()
@@ -97,11 +91,7 @@ class _Next(NamedTuple):
 
 
 class _Lead:
-    """The objective on the master: begins each trial with the other processes.
-
-    Attributes:
-        has_failed: Whether the trial that runs, or was the last, ended by an error that ends all.
-    """
+    """The objective on the master; `has_failed` if the trial ended by an error that ends all."""
 
     def __init__(self, objective: Objective, errors: Errors) -> None:
         self._objective = objective

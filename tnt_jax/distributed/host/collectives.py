@@ -72,10 +72,7 @@ class Description(NamedTuple):
 
 
 def describe(trainer: Any, batch: Any) -> Description:
-    """Returns the collectives of a compiled trainer's step, as planned and as compiled.
-
-    `batch` is a host batch of this process's rows.
-    """
+    """Returns the collectives of a trainer's step for a host batch of this process's rows."""
     lowered = trainer.lower_train_step(batch)
     compiled = split_programs(lowered.compile().as_text() or "")
     return Description(
@@ -192,18 +189,10 @@ def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> N
 
 
 def reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
-    """Returns the reduction of `[num_processes, size]` over the first dimension.
+    """Returns the reduction of `[num_processes, size]` over the first dimension; see `all_reduce`.
 
-    The dtype is that of NumPy's function: sums and products of booleans and integers are 64 bits
-    wide, means of them are float64. Sums, means and products of floating numbers below 32 bits are
-    computed in float64 and rounded once.
-
-    Args:
-        rows: Numbers, one row per process.
-        op: The reduction, such as `"sum"`.
-
-    Raises:
-        OverflowError: If a sum or product of integers has more than 64 bits.
+    Sums, means and products of floating numbers below 32 bits are computed in float64 and rounded
+    once.
     """
     dtype = rows.dtype
     reduce = _NUMPY[op]
@@ -262,16 +251,10 @@ def check_numbers(call: str) -> Callable[[str, np.ndarray], None]:
 def agree(
     call: str, values: Mapping[str, Any], error: Exception | None = None, *, note: Any = None
 ) -> list[Any]:
-    """Waits for all processes to reach a call, and raises on all of them if they differ.
+    """Waits for all processes, and raises on all of them if `values` differ or one has an error.
 
-    It also raises if one of them has failed: a process with an error raises its own, and the others
-    raise a `RuntimeError` that quotes the first error. Returns the notes of all processes.
-
-    Args:
-        call: Name of the call, as a user writes it.
-        values: What must be the same on every process, by the names that users know.
-        error: What went wrong on this process, or None.
-        note: What may differ, a JSON value.
+    A process with an error raises its own; the others a `RuntimeError` that quotes the first.
+    Returns the notes of all processes: JSON values, which may differ.
 
     Raises:
         ValueError: If a value differs; the text names it and two processes.
@@ -312,9 +295,6 @@ def call_on_all_processes(function: Callable[[], _T]) -> _T:
 
 
 def raise_on_all_processes(error: Exception | None) -> None:
-    """Raises an error on all processes if one occurred on any, so that none waits in a collective.
-
-    A process with an error raises its own; the others a `RuntimeError` that quotes the first.
-    """
+    """Raises an error on all processes if one has it, so that none waits in a collective."""
     calls = here().calls
     agree(calls[-1] if calls else "check for errors", {}, error)

@@ -14,14 +14,10 @@ _NOTHING = "nothing"
 
 
 def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
-    """Raises the same error on all processes unless all of them have the same values.
+    """Raises the same ValueError, with advice, on all processes unless all have the same values.
 
     The processes meet once and exchange a digest; where digests differ, they meet once more, for
     the values. No device takes part.
-
-    Raises:
-        ValueError: If a value differs; the text names it, the processes and what each has, and ends
-            with the advice.
     """
     if get_process_count() == 1:
         return
@@ -52,10 +48,8 @@ def describe_differences(
 ) -> str:
     """Returns each value that differs, with the processes that have it; empty if none does.
 
-    Args:
-        told: The values of each group of processes, by name.
-        groups: The processes of each group; by default, one group for each process from 0 on.
-        whose: What follows the value of each group instead of its processes, such as `"now"`.
+    `told` are the values of each group of processes, by default of each process; `whose` is what
+    follows a group's value instead of its processes, such as `"now"`.
     """
     members = [[process] for process in range(len(told))] if groups is None else groups
     names = dict.fromkeys(name for values in told for name in values)

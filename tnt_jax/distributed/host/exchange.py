@@ -30,13 +30,7 @@ from tnt_jax.job import Slot, once_per_job
 def _as_arrays(
     call: str, tree: Any, check: Callable[[str, np.ndarray], None] | None, is_ragged: bool
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Returns the paths of the leaves of a tree, in words, and the leaves as arrays.
-
-    `check` is called with path and array; ragged leaves must have rows.
-
-    Raises:
-        TypeError: If a leaf is no number or array that this process holds.
-    """
+    """Returns the paths of the leaves of a tree, and the leaves as arrays; see `gather`."""
     paths, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path) or "the value"
@@ -189,11 +183,7 @@ _turn = Slot(threading.Lock)
 
 @contextmanager
 def exclusive(call: str) -> Iterator[None]:
-    """Notes that a public call runs within the block, which no other thread may make meanwhile.
-
-    Raises:
-        RuntimeError: If another thread is in such a call.
-    """
+    """Notes that a public call runs within, which no other thread may make meanwhile."""
     turn = _turn.get()
     if not turn.acquire(blocking=False):
         raise RuntimeError(
@@ -253,19 +243,11 @@ def gather(
     is_ragged: bool = False,
     is_joinable: bool = False,
 ) -> Gathered:
-    """Returns a pytree of host values as arrays, once all processes have sent theirs.
+    """Returns a pytree of host values as arrays, once all `members` have sent theirs.
 
-    Structure, shapes and dtypes must be the same on all of them.
-
-    Args:
-        call: Name of the public call.
-        tree: Pytree of numbers and arrays.
-        members: The processes that exchange.
-        check: Raises if an array, of which it gets the path, cannot be used.
-        problem: What is wrong with the call on this process, if anything; raised once the others
-            have heard of it.
-        is_ragged: Whether leading dimensions may differ between processes.
-        is_joinable: Whether processes that have joined may be without values.
+    `check` raises if an array, of which it gets the path, cannot be used. `problem` is what is
+    wrong with the call on this process; it is raised once the others have heard of it. Ragged
+    arrays may differ in their leading dimensions; processes that have joined may be without values.
 
     Raises:
         ValueError: On every process, if structure, shapes or dtypes differ; the text names

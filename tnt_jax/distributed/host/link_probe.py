@@ -24,9 +24,8 @@ _MOST_PROCESSES_FOR_ALL_PAIRS = 4
 def choose_pairs(num_processes: int) -> list[tuple[int, int]]:
     """Returns the pairs to measure: all of a few processes, ring neighbours of many.
 
-    Example:
-        >>> choose_pairs(3), choose_pairs(5)
-        ([(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)])
+    >>> choose_pairs(3), choose_pairs(5)
+    ([(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)])
     """
     if num_processes <= _MOST_PROCESSES_FOR_ALL_PAIRS:
         return list(combinations(range(num_processes), 2))

@@ -38,13 +38,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
     XLA allocates the intermediate results of every step on CPUs anew. By default glibc returns such
     large blocks to the system, which clears them page by page for the next step. For a small
-    Transformer that is a third of the step time (benchmarks/README.md). Kept memory belongs to the
-    process until it ends.
-
-    Does nothing if the C library is not glibc, or if the user has configured it.
-
-    Args:
-        environ: Variables of the environment. `MALLOC_*` counts as configured by the user.
+    Transformer that is a third of the step time (benchmarks/README.md). Does nothing if the C
+    library is not glibc, or if the user has configured it by `MALLOC_*` in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") for name in environ):
@@ -67,9 +62,7 @@ _ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
 
 
 def join_job() -> Settings:
-    """Joins the job named by the environment, if any, and opens no device; `init` does so first.
-
-    Returns the settings.
+    """Joins the job named by the environment, if any, opens no device, and returns the settings.
 
     Raises:
         ValueError: If a variable is invalid.
@@ -269,10 +262,7 @@ def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
 
 
 def own_address() -> str | None:
-    """Returns the address of the machine's own name, or None if it has none.
-
-    The other hosts of a job reach the machine at this address.
-    """
+    """Returns the address of the machine's own name, at which others reach it, or None."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

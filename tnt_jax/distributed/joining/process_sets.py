@@ -109,11 +109,7 @@ def members_of(process_set: ProcessSet | None) -> tuple[int, ...]:
 
 
 def process_of(rank: int, process_set: ProcessSet | None) -> int:
-    """Returns the process that a rank of the job belongs to.
-
-    Raises:
-        ValueError: If there is no such rank, or it is not in the set.
-    """
+    """Returns the process that a rank of the job, and of the set, belongs to."""
     devices = list(init().mesh.devices.flat)
     ranks = range(len(devices)) if process_set is None else process_set.ranks
     if rank not in ranks:

@@ -125,15 +125,12 @@ def _start(devices: Sequence[int] | None) -> Runtime:
 
 
 def shutdown() -> None:
-    """Leaves the job and forgets all that belongs to it.
+    """Leaves the job and forgets the mesh, the seed of `set_seed`, and which warnings were given.
 
-    That is the mesh, the seed of `set_seed`, and which warnings were given. It waits until open
-    checkpoints are written.
-
-    A later `init` begins a new job, which may have other devices; models that were trained before
-    stay with the old ones, so make new models. In a job of several processes every process must
-    call it; it waits for the others. JAX's devices stay open, so a process that has left a job of
-    several processes cannot join another.
+    It waits until open checkpoints are written. A later `init` begins a new job, which may have
+    other devices; models that were trained before stay with the old ones, so make new models. In a
+    job of several processes every process must call it; it waits for the others. JAX's devices stay
+    open, so a process that has left a job of several processes cannot join another.
     """
     try:
         end_job()

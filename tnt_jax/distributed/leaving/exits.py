@@ -61,9 +61,6 @@ class Membership:
     """A process's part in the job: its own leaving, and what it knows of the others'.
 
     Attributes:
-        client: Client of the coordination service.
-        process: Number of this process.
-        num_processes: Processes of the job.
         disconnects: Whether it, and not whoever made it, closes the connection to the service.
         shut_down_by: Exit code that `shut_down` means, None if unknown, and what calls it.
     """
@@ -273,12 +270,7 @@ class Membership:
         jax.distributed.shutdown()
 
     def leave_after(self, thread: threading.Thread, what: str) -> None:
-        """Leaves the job when a thread that trains, beside other work in the process, has ended.
-
-        Args:
-            thread: The thread.
-            what: Its end, in words.
-        """
+        """Leaves the job when a thread that trains, beside others in the process, has ended."""
         if thread is threading.main_thread():
             return
 

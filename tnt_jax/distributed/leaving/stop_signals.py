@@ -28,13 +28,10 @@ _NO_SIGNALS = "Signals to this process do not save its state any more:"
 
 
 class StopSignals:
-    """Calls a function, in a thread, when the first of the signals comes; the second ends at once.
+    """Calls a function, in a thread, with the first of the signals; the second ends at once.
 
     A handler that the script has set, before or after, stays: its signal is then left to it. So is
     SIGTERM if the script ignores it, and the others unless the launcher has had them ignored.
-
-    Args:
-        on_first: Is given the number of the first signal.
     """
 
     def __init__(self, on_first: Callable[[int], None]) -> None:

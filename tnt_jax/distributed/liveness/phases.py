@@ -176,11 +176,7 @@ def describe_wait() -> str | None:
 
 
 class waiting:
-    """Records that this thread waits for other processes within the block.
-
-    Args:
-        what: The call that waits, as a user writes it, or what it waits for.
-    """
+    """Records that this thread waits for other processes within, in a call or for something."""
 
     __slots__ = ("_before", "_here", "_start_ns", "_thread", "_timeline", "_what")
 
@@ -215,13 +211,10 @@ def in_phase(
     limit_s: float | None = None,
     spent: goodput.Phase | None = None,
 ) -> Iterator[None]:
-    """Records that the main thread is in a phase within the block.
+    """Records that the main thread is in a phase, and what it does there, within the block.
 
-    Args:
-        phase: The phase.
-        what: What it does, in the user's words.
-        limit_s: Seconds that it may take; by default the limit of the phase.
-        spent: The phase under which its time counts in `goodput`; None for that which runs.
+    It may take `limit_s` seconds, by default the limit of the phase. `spent` is the phase of
+    `goodput` under which its time counts; None for that which runs.
     """
     own = here()
     before, limit_before = own.doing, own.limit_s
@@ -262,11 +255,7 @@ def busy(what: str, *, limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def among(members: Sequence[int]) -> Iterator[None]:
-    """Notes that what this process waits for within the block is one of `members` alone.
-
-    Args:
-        members: Processes; empty for all.
-    """
+    """Notes that what this process waits for within is one of some processes; of all if empty."""
     own = here()
     outer = own.members
     own.members = tuple(members)
@@ -278,11 +267,7 @@ def among(members: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def calling(name: str) -> Iterator[None]:
-    """Records that a public call, which every process must make, runs within the block.
-
-    Args:
-        name: Name of the call, as a user writes it.
-    """
+    """Records that a public call, which every process must make, runs within the block."""
     own = here()
     outer, before = (own.calls, own.epoch, own.step), own.doing
     own.calls, own.epoch, own.step = (*own.calls, name), 0, 0

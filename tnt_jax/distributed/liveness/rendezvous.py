@@ -152,16 +152,9 @@ def meet(
 ) -> list[str]:
     """Returns the texts of all processes, by process, once each of them has made the same call.
 
-    All processes must call it equally often, from one thread at a time.
-
-    Args:
-        call: The public call of this process, as a user writes it.
-        text: What this process tells the others.
-        members: The processes that meet, in rising order, this one among them; all by default.
-        timeout_s: Seconds to wait. By default there is no limit, because warnings report who waits
-            for whom.
-        role: `"joins"` if this process follows whatever call the others make, which must be
-            `"joinable"`.
+    All members, by default all processes, must call it equally often, from one thread at a time. By
+    default there is no time limit, because warnings report who waits for whom. A process whose role
+    is `"joins"` follows whatever call the others make, which must be `"joinable"`.
 
     Raises:
         RuntimeError: On all processes, if their calls differ; on this process, if not all came in

@@ -5,10 +5,8 @@ phase has taken comes with the notes (`phases`), without a collective. Where the
 collectives sum gradients, not memory that processes share, a process cannot tell computing from
 waiting for the others: both are time in the step, and only data and callbacks can be compared.
 
-Estimates how long this process is in each phase without waiting for others, by samples.
-
-A thread looks at the position of the process (`phases`) many times a minute and counts the time
-since its last look under the phase that it finds. The steps themselves thus read no clock.
+A thread estimates how long this process is in each phase without waiting: it looks at its position
+many times a minute, so that the steps themselves read no clock.
 """
 
 import random
@@ -26,15 +24,9 @@ _SAMPLES = 200
 
 
 class OwnTimes:
-    """The seconds of this process in each phase, without those in which it waits for others.
+    """The `seconds` of this process in each phase, without those in which it waits for others.
 
-    Args:
-        here: The position of the process.
-        window_s: Seconds over which times will be compared.
-        is_waiting: Whether the devices of the process wait for others.
-
-    Attributes:
-        seconds: By phase.
+    They will be compared over `window_s` seconds; `is_waiting` tells whether its devices wait.
     """
 
     def __init__(self, here: Here, window_s: float, is_waiting: Callable[[], bool]) -> None:
@@ -55,10 +47,7 @@ class OwnTimes:
             before_s = now_s
 
     def sample(self, passed_s: float) -> None:
-        """Counts the seconds since the last sample under the phase of this moment.
-
-        Those in which the process waits for others count under none.
-        """
+        """Counts seconds under the phase of this moment, or under none while the process waits."""
         phase = self._here.doing[0]
         own_s = 0.0 if self._here.awaits or self._is_waiting() else passed_s
         # Replaced whole, as another thread reads it.
@@ -86,11 +75,7 @@ Times = Mapping[Any, float]
 
 
 class SlowRanks:
-    """Compares the processes once in a while, and names each that is slow once.
-
-    Args:
-        window_s: Seconds between two comparisons.
-    """
+    """Compares the processes every `window_s` seconds, and names each that is slow once."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -108,15 +93,11 @@ class SlowRanks:
     ) -> str | None:
         """Returns a sentence on a process that has been slow, or None.
 
-        Nothing is compared in the first stretch of time, in which programs are compiled, while
-        processes are in different calls, and while the times of one are old: a process that has
-        left its call by an error, or is stopped, would make those that wait for it look slow.
-
-        Args:
-            now_s: Time of a clock.
-            times: Seconds of each process so far in each phase, outside of waiting.
-            calls: The call that each process is in.
-            silent_s: Age of the oldest of these times.
+        `times` are the seconds of each process so far in each phase, outside of waiting, the oldest
+        `silent_s` old. Nothing is compared in the first stretch of time, in which programs are
+        compiled, while processes are in different calls, and while the times of one are old: a
+        process that has left its call by an error, or is stopped, would make those that wait for it
+        look slow.
         """
         if len(set(calls)) > 1:
             self._before = None
@@ -142,10 +123,6 @@ def find_slow(spent: Sequence[Times], passed_s: float) -> tuple[int, Phase] | No
     """Returns the slowest process and what it spends its time with, if it is slow.
 
     It is if it spends 1.5 times what the others do, at the median, and a fifth of all time more.
-
-    Args:
-        spent: Seconds of each process in each phase, outside of waiting.
-        passed_s: Seconds that have passed.
     """
     for phases in (_OF_HOST, (*_OF_HOST, *_OF_DEVICE)):
         sums = [sum(own.get(phase, 0.0) for phase in phases) for own in spent]

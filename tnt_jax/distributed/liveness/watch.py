@@ -285,11 +285,8 @@ def start_watching(
 ) -> None:
     """Starts the threads that look for stalls, once the process has joined its job.
 
-    Args:
-        patience: How long a process may be without progress.
-        end_job: Ends all processes because of one that makes no progress; the second argument says
-            whether the coordination service answers.
-        is_waiting: Whether the devices of this process wait for others.
+    `end_job` ends all processes because of one that makes no progress, and is told whether the
+    coordination service answers; `is_waiting` tells whether the devices of this process wait.
     """
     if _watch.get() is None:
         watch = _Watch(patience, end_job, is_waiting)

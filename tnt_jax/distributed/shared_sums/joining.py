@@ -51,10 +51,7 @@ _open = Slot[int](int)
 
 
 def are_open() -> bool:
-    """Returns whether all sums over all ranks go through memory that the processes share.
-
-    Not so with several hosts, whose sums XLA adds up.
-    """
+    """Returns whether all sums over all ranks go through shared memory: on one host alone."""
     return _open.get() == 1
 
 
@@ -162,11 +159,7 @@ def _told(text: str, what: str) -> list[str]:
 
 
 def load_library() -> ctypes.CDLL:
-    """Returns the library, which is compiled if this user has not done so before.
-
-    Raises:
-        OSError: If there is no C compiler, or it fails; the text says why.
-    """
+    """Returns the library, which is compiled first if need be; raises an OSError."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise OSError("there is no C compiler (cc)")

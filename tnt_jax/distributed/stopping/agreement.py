@@ -25,14 +25,10 @@ _TICK_S = 0.01
 class Agreement:
     """The points that all processes pass, and the one at which they stop.
 
-    Args:
-        folder: Its keys in the coordination service begin with this.
-        answer: Returns, for this and the text of a request, the first point at which this process
-            can stop, or None if it has left. It runs in the thread, may wait, and may close the
-            points.
-        name: Name of the thread.
-        what: What the processes agree on, for warnings.
-        lost: What no longer works if the thread ends by an error.
+    Its keys in the coordination service begin with `folder`. `answer` returns, for this and the
+    text of a request, the first point at which this process can stop, or None if it has left; it
+    runs in the thread, may wait, and may close the points. `name`, `what` and `lost` are for the
+    thread and its messages.
 
     Attributes:
         passed: Points so far.
@@ -66,11 +62,7 @@ class Agreement:
             self._thread = start_thread(self._agree, name=name, lost=lost)
 
     def ask(self, text: str) -> str:
-        """Asks all processes to stop; returns the request that counts, which is the first.
-
-        Raises:
-            jax.errors.JaxRuntimeError: If the coordination service has ended.
-        """
+        """Asks all processes to stop; returns the request that counts, which is the first."""
         if self._num_processes == 1:
             self.end = self._answer(self, text)
             return text
@@ -86,9 +78,6 @@ class Agreement:
         """Passes the next point; returns whether all processes stop there.
 
         Once the points are closed, it waits until all have answered.
-
-        Raises:
-            RuntimeError: If a process has left by an error instead of answering.
         """
         # Before the look at `is_closed`: the thread closes the points, and then reads the number.
         self.passed += 1
@@ -100,12 +89,7 @@ class Agreement:
         self._post(str(point))
 
     def leave(self, answer: int | None, *, wait_s: float = 0) -> None:
-        """Ends the thread.
-
-        Args:
-            answer: What to answer in place of later points; None if it left by an error.
-            wait_s: How long the thread may take.
-        """
+        """Ends the thread; answers in place of later points, with None after an error."""
         self.stopped.set()
         if self._num_processes > 1:
             if wait_s:

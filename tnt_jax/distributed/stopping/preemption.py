@@ -151,10 +151,7 @@ def current() -> Watch | None:
 
 
 def start() -> Watch:
-    """Begins to take requests, and returns the watch; every process of the job must call it.
-
-    It lives as long as the job.
-    """
+    """Begins to take requests as long as the job lives; every process of it must call this."""
     watch = _watch.get()
     if watch is None:
         runtime.init()
@@ -166,11 +163,7 @@ def start() -> Watch:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code once all processes have come here.
-
-    Raises:
-        SystemExit: Always.
-    """
+    """Ends this process with an exit code once all processes have come here."""
     meet("the end of a preempted run")
     sys.exit(code)
 

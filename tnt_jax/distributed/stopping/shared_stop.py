@@ -42,14 +42,8 @@ def shared_stop(*, ahead: int, is_watched: bool) -> Iterator["SharedStop"]:
 class SharedStop:
     """The decision of all processes to end one loop of steps; all make them in the same order.
 
-    Args:
-        ahead: Programs after which every process has seen the request of one that has stopped.
-        is_watched: Whether a process may ask for the end between the steps; the same on all.
-
-    Attributes:
-        agreement: That of all processes; None if this one is alone, or not watched.
-        is_asked: Whether this process has asked for the end.
-        is_over: Whether the loop has ended.
+    `ahead` is the number of programs after which every process has seen the request of one that has
+    stopped; `is_watched` says, on all processes alike, if one may ask between the steps.
     """
 
     def __init__(self, *, ahead: int, is_watched: bool) -> None:
@@ -69,11 +63,7 @@ class SharedStop:
             )
 
     def after_program(self, asks: bool) -> bool:
-        """Returns whether the loop ends after the program that was just started.
-
-        Args:
-            asks: Whether this process asks for the end.
-        """
+        """Returns whether the loop ends after the program that was just started."""
         agreement = self.agreement
         if agreement is None:
             self.is_over = asks and self._is_alone

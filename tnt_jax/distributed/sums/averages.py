@@ -1,11 +1,4 @@
-"""Averages over the ranks of state that a model updates itself, such as moving statistics.
-
-Used inside a step.
-
-Adasum: gradients added as far as they agree in direction.
-
-The method is that of Maleki et al. 2020 (arXiv:2006.02924).
-"""
+"""Averages over the ranks, inside a step: of state that a model updates itself, and Adasum."""
 
 from functools import partial
 from typing import Any
@@ -19,17 +12,10 @@ from tnt_jax import _jax
 def adasum(tree: Any, axis_name: str) -> Any:
     """Returns the Adasum of each array over the ranks of an axis, the same bits on every rank.
 
-    Two gradients give `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` (section 3): their sum where
-    they are orthogonal, their mean where they are parallel. More are combined in a binary tree,
-    neighbours first (section 3.4). As in the paper's and Horovod's implementation, each array is
-    combined by itself. Products are summed in float32.
-
-    Args:
-        tree: Floating arrays that vary over the ranks.
-        axis_name: The axis, of a power of two ranks.
-
-    Raises:
-        ValueError: If the number of ranks is no power of two.
+    Two gradients give `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` (Maleki et al. 2020,
+    arXiv:2006.02924, section 3): their sum where they are orthogonal, their mean where they are
+    parallel. More are combined in a binary tree, neighbours first (section 3.4). As in the paper's
+    and Horovod's implementation, each array is combined by itself. Products are summed in float32.
     """
     num_ranks = jax.lax.axis_size(axis_name)
     if num_ranks & (num_ranks - 1):
@@ -75,17 +61,8 @@ class StateAverage:
     """The average of model state over the ranks, split into the parts before and after the sum.
 
     Leaves that differ between ranks are averaged; leaves that are equal on all ranks are kept.
-
-    Args:
-        tree: Model state after a step, inside `shard_map`.
-        share: This rank's part of the global batch's real rows, a scalar that sums to 1 over the
-            ranks; None for equal parts.
-
-    Attributes:
-        summands: What this rank adds to the averages; pass their sums over the ranks to `result`.
-
-    Raises:
-        TypeError: If a leaf that is not floating differs between ranks.
+    `share` is this rank's part of the global batch's real rows; None for equal parts. `summands` is
+    what this rank adds to the averages; pass their sums over the ranks to `result`.
     """
 
     def __init__(self, tree: Any, share: jax.Array | None) -> None:
@@ -98,11 +75,6 @@ class StateAverage:
         self.summands = [
             leaf if share is None else leaf * share.astype(leaf.dtype) for _, leaf in varying
         ]
-
-    @property
-    def unchanged(self) -> list[jax.Array]:
-        """The leaves that are the same on every rank."""
-        return [x for x in jax.tree.leaves(self._tree) if not _jax.is_varying(x)]
 
     def result(self, totals: list[jax.Array]) -> Any:
         """Returns the model state, averaged from the sums of `summands` over the ranks."""

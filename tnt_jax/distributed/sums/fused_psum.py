@@ -15,17 +15,12 @@ _SMALL_BYTES = 2**20
 
 
 def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = None) -> Any:
-    """Returns the sum over the ranks, inside `shard_map`.
+    """Returns the sum over the ranks, or an axis, inside `shard_map`.
 
     With one rank the result is `tree` itself: XLA's CPU compiler would keep the collective, which
-    copies all gradients.
-
-    Args:
-        tree: Arrays that vary over the ranks, and numbers that do not.
-        join_small: Whether arrays below 1 MiB with the same dtype are summed as one array. This is
-            the default between CPU processes, where each sum waits up to milliseconds for a thread
-            of another process to wake up.
-        axis_name: Axis to sum over; all axes of the ranks by default.
+    copies all gradients. By `join_small`, arrays below 1 MiB with the same dtype are summed as one;
+    that is the default between CPU processes, where each sum waits up to milliseconds for a thread
+    of another process to wake up.
     """
     axes = _jax.rank_axes() if axis_name is None else axis_name
     # With stages, `shard_map` must see that values are the same on all ranks.

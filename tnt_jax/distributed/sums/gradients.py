@@ -1,10 +1,8 @@
-"""The entry point for the sums of a step: gradients, and what is summed with them.
+"""Sums the values that a step exchanges in the order in which backpropagation finishes gradients.
 
-The order in which backpropagation finishes gradients, read from the traced program.
-
-The order of the leaves of a tree says little about it: dict keys are sorted by name (`Block_10`
-before `Block_2`), a decoder may come before the encoder that it needs, and the gradient of a shared
-matrix is finished only with its last use.
+That order is read from the traced program: that of the leaves of a tree says little about it. Dict
+keys are sorted by name (`Block_10` before `Block_2`), a decoder may come before the encoder that it
+needs, and the gradient of a shared matrix is finished only with its last use.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +41,7 @@ def trace_grads(
 
 
 def prepend_to_order(first: Any, order: Sequence[int]) -> list[int]:
-    """Returns the order of the leaves of `(first, tree)`: those of `first` come first.
-
-    `order` is that of the leaves of `tree`.
-    """
+    """Returns the order of the leaves of `(first, tree)`, given that of `tree`."""
     num_first = len(jax.tree.leaves(first))
     return [*range(num_first), *(num_first + index for index in order)]
 
@@ -108,13 +103,9 @@ def sum_gradients(
 ) -> Summed:
     """Returns the sums over the ranks of the values that a step exchanges, inside `shard_map`.
 
-    Args:
-        grads: Gradients that vary over the ranks.
-        reduction: How they are summed.
-        order: Indices of the leaves of `grads`, in order of availability, earliest first.
-        first: Values that are ready before any gradient, such as the loss, for the first bucket.
-        others: Other values to sum, in any bucket.
-        residual: What compression left out of this rank's gradients before, `[1, ...]`; or None.
+    `order` has the indices of the leaves of `grads`, in order of availability, earliest first;
+    `first` is ready before any gradient, such as the loss; `others` are summed in any bucket;
+    `residual` is that of the step before.
     """
     if residual is not None:
         own = jax.tree.map(lambda x: x[0], residual)

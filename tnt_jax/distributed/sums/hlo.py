@@ -60,13 +60,10 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """One collective of a scheduled program, wherever it stands.
+    """One collective of a scheduled program, wherever it stands; otherwise as `Collective`.
 
     Attributes:
-        kind: As in `Collective`.
-        nbytes: Bytes as in `Collective`.
         dtypes: Dtypes of the result, such as `bf16`.
-        is_asynchronous: Whether other work is scheduled while it runs.
         times: How often a run of the program executes it, where the compiler knows; else 1.
         group_size: Devices that take part in it together; 0 where the program does not say.
     """
@@ -111,12 +108,8 @@ def read_planned(text: str) -> list[tuple[str, int]]:
 def read_collectives(text: str, computation: str = "") -> tuple[list[Collective], int]:
     """Returns the collectives of a scheduled program in order, and the number of backward kernels.
 
-    Args:
-        text: HLO as `compiled.as_text()` returns it.
-        computation: Name of a loop body, as `count_runs` has it; the program itself by default.
-
-    Raises:
-        ValueError: If the program is not scheduled.
+    `text` is that of `compiled.as_text()`; `computation` the name of a loop body, as `count_runs`
+    has it.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError(

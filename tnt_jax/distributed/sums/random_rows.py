@@ -36,12 +36,7 @@ class DrawError(ValueError):
 
 
 class RowDim(NamedTuple):
-    """The dimension of an array that holds its rows.
-
-    Attributes:
-        dim: Index of the dimension.
-        per_row: Consecutive entries of the dimension that belong to one row.
-    """
+    """The dimension of an array that holds its rows, `per_row` consecutive entries each."""
 
     dim: int
     per_row: int
@@ -199,8 +194,8 @@ def batch_key(
 ) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
-    The threefry key of the run, `words`, is uint32 `[2]`. `num_rows` counts this rank's rows,
-    padding included; `first_rank` the ranks of other meshes that compute earlier rows.
+    `words` are those of the run, uint32 `[2]`; `num_rows` counts this rank's rows, padding
+    included, and `first_rank` the ranks of other meshes that compute earlier rows.
     """
     axes = _jax.rank_axes()
     is_whole = isinstance(first_rank, int) and first_rank == 0 and jax.lax.axis_size(axes) == 1
@@ -282,11 +277,8 @@ def _fold_in(key: jax.Array, data: jax.Array | int) -> jax.Array:
 class _Counters(NamedTuple):
     """Places of the entries of an array, uint32, each of its shape but for joined dimensions.
 
-    Attributes:
-        before: Index over the dimensions before that of rows.
-        row: Index in the dimension of rows, of the global batch.
-        after: Index over the dimensions after that of rows.
-        num_after: Entries of a row.
+    `before` and `after` are indices over the dimensions on both sides of that of rows, whose index
+    in the global batch is `row`; a row has `num_after` entries.
     """
 
     before: jax.Array

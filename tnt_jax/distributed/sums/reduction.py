@@ -1,11 +1,9 @@
 """Sums the gradients of all ranks inside a step: in buckets, in order, compressed, or by host.
 
-All functions except those that plan run inside `shard_map` over the data axis.
-
-Defaults for GPUs that the compiler modelled for H100s, and nobody has measured.
-
-`python -m benchmarks --choose-defaults` measures them on the GPUs that it finds, and says what to
-write here. benchmarks/README.md has the model's tables.
+All functions except those that plan run inside `shard_map` over the data axis. The defaults for
+GPUs are those that the compiler modelled for H100s, and nobody has measured: `python -m benchmarks
+--choose-defaults` measures them on the GPUs that it finds, and says what to write here.
+benchmarks/README.md has the model's tables.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,10 +55,7 @@ def sum_in_bfloat16(
 
 
 def sum_by_hosts(values: jax.Array, ranks_per_host: int) -> jax.Array:
-    """Returns the sum `[n]` over the ranks: added within hosts, then between hosts, then gathered.
-
-    A host sends each sum once.
-    """
+    """Returns the sum `[n]` over the ranks: within hosts, then between them, then gathered."""
     num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
     num_hosts = num_ranks // ranks_per_host
     hosts = [
@@ -139,10 +134,7 @@ class Reduction:
 
 
 def default_reduction(platform: str, num_ranks: int) -> Reduction:
-    """Returns the fastest exact reduction for the given devices; for GPUs, as modelled.
-
-    `platform` is `cpu`, `gpu`, `cuda`, `rocm` or `tpu`.
-    """
+    """Returns the fastest exact reduction for a kind of devices; for GPUs, as modelled."""
     if platform == "cpu":
         return Reduction(_CPU_BUCKET_BYTES)
     if num_ranks <= RANKS_OF_A_HOST:
@@ -211,27 +203,15 @@ def choose_reduction(
 def plan_buckets(
     nbytes: Sequence[int], threshold: int, *, kinds: Sequence[Any] | None = None
 ) -> list[list[int]]:
-    """Groups consecutive arrays into buckets by Tarantella's greedy rule.
+    """Groups consecutive arrays, given their bytes, into buckets by Tarantella's greedy rule.
 
     A bucket takes further arrays as long as it holds fewer than `threshold` bytes; so a bucket can
-    exceed the threshold by its last array, and no array is split.
+    exceed the threshold by its last array, and no array is split. What has another of the `kinds`
+    goes to another bucket, without ending this one. Returns the indices of each bucket, in the
+    order of the last array of each.
 
-    Args:
-        nbytes: Size of each array, in bytes, in the order in which they will be reduced.
-        threshold: Size, in bytes, from which a bucket is full; 0 gives each array a bucket of its
-            own.
-        kinds: What must be equal within a bucket, one value per array, such as its dtype; by
-            default all arrays fit together. Arrays of another kind in between do not end a bucket.
-
-    Returns:
-        Indices into `nbytes`, one list per bucket, in the order of the last array of each bucket.
-
-    Raises:
-        ValueError: If `threshold` is negative.
-
-    Example:
-        >>> plan_buckets([376, 68, 8, 324], threshold=40)
-        [[0], [1], [2, 3]]
+    >>> plan_buckets([376, 68, 8, 324], threshold=40)
+    [[0], [1], [2, 3]]
     """
     if threshold < 0:
         raise ValueError(
@@ -251,10 +231,7 @@ def plan_buckets(
 
 
 def plan(leaves: Sequence[Any], threshold: Threshold) -> list[list[int]]:
-    """Returns the buckets of arrays that are ready in the given order.
-
-    With `"xla"` this is one bucket, which the compiler divides.
-    """
+    """Returns the buckets of arrays in order; with `"xla"` one, which the compiler divides."""
     if threshold == "xla":
         return [list(range(len(leaves)))] if leaves else []
     sizes = [x.size * x.dtype.itemsize for x in leaves]
@@ -296,17 +273,7 @@ def sum_compressed(
     added in float32 and the sum is rounded once more. Both rounding errors go into the residual, so
     that over many steps the sums add up to those of the true gradients. The error at any time is
     the sum of the residuals, at most 2**-8 of the values sent in one step (error feedback: Seide et
-    al. 2014, Interspeech; Karimireddy et al. 2019, arXiv:1901.09847).
-
-    Args:
-        tree: Gradients that vary over the ranks. Only float32 is compressed; other dtypes are
-            summed unchanged.
-        residual: What was left out in earlier steps: arrays like `tree`.
-        reduction: Buckets.
-        order: Indices of the leaves, in order of availability, earliest first.
-
-    Returns:
-        The sum, the same on every rank, and this rank's residual.
+    al. 2014, Interspeech; Karimireddy et al. 2019, arXiv:1901.09847). Only float32 is compressed.
     """
     left: dict[int, jax.Array] = {}
     residuals = jax.tree.leaves(residual)
