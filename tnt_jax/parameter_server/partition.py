@@ -14,9 +14,9 @@ the rest of the program needs the total.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -169,12 +169,8 @@ Rows = tuple[int, int]
 """A range of rows: the first, and the one after the last."""
 
 
-class Partitioner(Protocol):
-    """Chooses into how many parts an array is divided."""
-
-    def __call__(self, shape: tuple[int, ...], dtype: Any) -> int:
-        """Returns the number of parts along the first dimension of an array, at least 1."""
-        ...
+Partitioner = Callable[[tuple[int, ...], Any], int]
+"""Maps shape and dtype of an array to the number of parts along its first dimension."""
 
 
 @dataclass(frozen=True)
@@ -245,14 +241,10 @@ class MaxSizePartitioner:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which rows of each array of a model lie on which server.
+    """Which ranges of rows, in order, of each array of a model lie on which server.
 
     On a server every array has its place: those of which it has no row have a first dimension of
     0, so that functions of the whole tree of arrays work on each server.
-
-    Attributes:
-        shapes: Shapes of the arrays.
-        rows: For each server and array the ranges of rows that the server holds, in order.
     """
 
     shapes: tuple[tuple[int, ...], ...]

@@ -270,12 +270,9 @@ class Push(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Everything that a server holds.
+    """Everything that a server holds after so many updates: its rows of variables, and state.
 
-    Attributes:
-        version: Number of updates so far.
-        arrays: Its rows of parameters and model state.
-        opt_state: All arrays of its part of the optimizer's state; None for those to make anew.
+    Of the optimizer's state these are all arrays of its part; None for those to make anew.
     """
 
     version: int
@@ -285,14 +282,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What all servers and workers of a model know.
-
-    Attributes:
-        optimizer: The transformation and its plan.
-        params: Structure of the parameters.
-        model_state: Structure of the model state.
-        dtypes: Dtypes of the arrays of both.
-    """
+    """What all servers and workers of a model know: structures and dtypes of its variables."""
 
     optimizer: ServedOptimizer
     params: Any

@@ -18,12 +18,7 @@ from tnt_jax.parameter_server.worker import Report
 class Synchronous:
     """Trains with one update for each global batch.
 
-    Args:
-        coordinator: What gives work to workers.
-        num_shares: Shares of a batch.
-        ranks_per_share: Devices of a worker.
-        backs_up: Whether free workers compute shares that others have not finished.
-        counts: Returns the divisors of the loss of a batch.
+    `backs_up` says if free workers compute shares that others have not finished.
     """
 
     def __init__(

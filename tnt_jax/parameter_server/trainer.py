@@ -90,18 +90,8 @@ class ServedSteps(DataParallelSteps):
 class ServedTrainer(Trainer):
     """Trains, evaluates and predicts on the workers of a parameter server.
 
-    The state of the model's own trainer is taken over and given back.
-
-    Args:
-        core: What the parts of the model share.
-        runtime: The coordinator's own device.
-        steps: Programs of this device.
-        coordinator: What gives work to workers.
-        partitioner: Into how many parts an array is divided, or None.
-        compresses: Whether gradients are sent in bfloat16.
-
-    Attributes:
-        training: How it trains; set before the first step.
+    The state of the model's own trainer is taken over and given back. Runtime and steps are those
+    of the coordinator's own device. `training`, how it trains, is set before the first step.
     """
 
     training: Asynchronous | Synchronous

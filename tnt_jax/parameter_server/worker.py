@@ -157,13 +157,10 @@ class WorkerModel:
     """What a worker needs to build the model of its coordinator.
 
     Attributes:
-        module: The user's module, which is pickled.
         options: Options of `tnt_jax.adapters.wrap`.
         sample: Shapes and dtypes of inputs `[1, ...]`.
         functions: Losses and metrics for the model's outputs.
-        layout: Arrays of the model, and where they lie.
         key: Words of the key of the run.
-        compresses: Whether gradients are sent in bfloat16.
     """
 
     module: Any
