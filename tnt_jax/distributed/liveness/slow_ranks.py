@@ -129,12 +129,10 @@ def find_slow(spent: Sequence[Times], passed_s: float) -> tuple[int, Phase] | No
         process = max(range(len(sums)), key=sums.__getitem__)
         others = median(sums[:process] + sums[process + 1 :])
         if sums[process] > max(_FACTOR * others, others + _LEAST_SHARE * passed_s):
-            return process, max(phases, key=lambda phase: _excess(spent, process, phase))
+            own = spent[process]
+            excess = {x: own.get(x, 0.0) - _of_others(spent, process, x) for x in phases}
+            return process, max(phases, key=excess.__getitem__)
     return None
-
-
-def _excess(spent: Sequence[Times], process: int, phase: Phase) -> float:
-    return spent[process].get(phase, 0.0) - _of_others(spent, process, phase)
 
 
 def _of_others(spent: Sequence[Times], process: int, phase: Phase) -> float:

@@ -217,7 +217,10 @@ class _Watch:
         if timeout_s and (self._process == 0 or stuck_s >= own_turn_s):
             cause = find_cause(seen, timeout_s)
             if cause is not None:
-                self._end_job(self._completed(cause), True)
+                # With the stack of its process, if that runs.
+                stacks = {} if cause.is_silent else table.stacks(self._client)
+                text = "\n".join(filter(None, [cause.text, stacks.get(cause.process)]))
+                self._end_job(replace(cause, text=text), True)
         self._warn([each.note for each in seen])
         if self._process == 0:
             self._name_slow(seen)
@@ -233,12 +236,6 @@ class _Watch:
         )
         if slow is not None:
             logger.warning("%s", slow)
-
-    def _completed(self, cause: Cause) -> Cause:
-        """Returns a cause with the stack of its process, if that runs."""
-        stacks = {} if cause.is_silent else table.stacks(self._client)
-        stack = stacks.get(cause.process, "")
-        return replace(cause, text="\n".join(filter(None, [cause.text, stack])))
 
     def _warn(self, notes: list[Note]) -> None:
         speaks_for = range(len(notes)) if self._process == 0 else [self._process]

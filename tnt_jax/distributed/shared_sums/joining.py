@@ -5,7 +5,6 @@ first one's entry in `/proc`, which only processes of the same user can do. Noth
 when the last of them ends, however it ends.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -16,7 +15,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,8 @@ def load_library() -> ctypes.CDLL:
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="tnt_jax-") as temporary:
             return _compiled(compiler, Path(temporary), name)
-    with _locked(folder / "sums.lock"):
+    with open(folder / "sums.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for file in folder.glob(f"{name}-*.so"):
             # A process dies that loads a file which was cut short.
             if file.stem == f"{name}-{_digest(file.read_bytes())}":
@@ -199,13 +199,6 @@ def _own_folder() -> Path | None:
         return None
     is_own = facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
     return folder if is_own and os.access(folder, os.W_OK) else None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _compiled(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
