@@ -191,8 +191,7 @@ def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> N
 def reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
     """Returns the reduction of `[num_processes, size]` over the first dimension; see `all_reduce`.
 
-    Sums, means and products of floating numbers below 32 bits are computed in float64 and rounded
-    once.
+    Floating numbers below 32 bits are summed and multiplied in float64 and rounded once.
     """
     dtype = rows.dtype
     reduce = _NUMPY[op]
@@ -255,9 +254,6 @@ def agree(
 
     A process with an error raises its own; the others a `RuntimeError` that quotes the first.
     Returns the notes of all processes: JSON values, which may differ.
-
-    Raises:
-        ValueError: If a value differs; the text names it and two processes.
     """
     get_process_count()
     failure = "" if error is None else f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]

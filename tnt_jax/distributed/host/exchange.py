@@ -203,13 +203,10 @@ class Gathered(NamedTuple):
 
     Attributes:
         leaves: The arrays of this process.
-        structure: The structure of the tree.
-        members: The processes that exchange.
         present: Positions among the members of those that have sent values.
         shapes: Shapes of the arrays, by process in `present`.
         total: Bytes of the process that sends most, aligned.
-        small: The concatenated bytes of the arrays, by process in `present`, if these are few; else
-            None.
+        small: The concatenated bytes of the arrays, by process in `present`, or None if too many.
     """
 
     leaves: list[np.ndarray]
@@ -248,11 +245,7 @@ def gather(
     `check` raises if an array, of which it gets the path, cannot be used. `problem` is what is
     wrong with the call on this process; it is raised once the others have heard of it. Ragged
     arrays may differ in their leading dimensions; processes that have joined may be without values.
-
-    Raises:
-        ValueError: On every process, if structure, shapes or dtypes differ; the text names
-            processes, path and both.
-        TypeError: If a leaf is no array; the other processes raise a RuntimeError that quotes it.
+    If structure, shapes or dtypes differ, all raise a ValueError that names processes and path.
     """
     error = problem
     paths = []

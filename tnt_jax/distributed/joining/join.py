@@ -62,12 +62,7 @@ _ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
 
 
 def join_job() -> Settings:
-    """Joins the job named by the environment, if any, opens no device, and returns the settings.
-
-    Raises:
-        ValueError: If a variable is invalid.
-        RuntimeError: As `init`.
-    """
+    """Joins the job named by the environment, if any, opens no device, and returns the settings."""
     settings = read_settings()
     _make_threads_for_virtual_devices()
     job = detect_job(os.environ)

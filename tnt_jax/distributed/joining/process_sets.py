@@ -81,11 +81,7 @@ class ProcessSet:
 
 
 def members_of(process_set: ProcessSet | None) -> tuple[int, ...]:
-    """Returns the processes that exchange host values, all of them for None.
-
-    Raises:
-        ValueError: If this process is none of them, or the set has a part of a process's ranks.
-    """
+    """Returns the processes that exchange host values, this one among them; all for None."""
     runtime = init()
     if process_set is None:
         return tuple(range(jax.process_count()))

@@ -211,10 +211,7 @@ class Membership:
         os._exit(LOST_EXIT_CODE)
 
     def _clock_change_s(self) -> float:
-        """Returns by how many seconds the clock was set in the last half minute; 0 if it was not.
-
-        It is called regularly.
-        """
+        """Returns by how much the clock was set in the last half minute; is called regularly."""
         ahead_s, now_s = _seconds_ahead(), time.monotonic()
         if abs(ahead_s - self._ahead_s) > _LEAST_CHANGE_S:
             self._moved = ahead_s - self._ahead_s, now_s

@@ -45,10 +45,7 @@ class StopSignals:
         os.register_at_fork(after_in_child=lambda: _forget(own()))
 
     def install(self) -> None:
-        """Takes the signals that nobody else handles; does nothing if they are taken.
-
-        Python lets the main thread alone do so: elsewhere it warns.
-        """
+        """Takes the signals that nobody else handles; outside of the main thread, it warns."""
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "fit does not run in the main thread: SIGTERM, SIGUSR1 and SIGUSR2 to this process "

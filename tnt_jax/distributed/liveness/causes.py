@@ -150,10 +150,7 @@ def _is_awaited(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
 
 
 def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> Cause | None:
-    """Returns the cause if some processes wait in a call that the others have not made.
-
-    It is the process that made the call, or, if most have made it, the one that has not.
-    """
+    """Returns the cause if some wait in a call that others have not made: one of the minority."""
     calls = max((notes[process].calls for process in there), key=len)
     made = [process for process in there if notes[process].calls == calls]
     members = notes[made[0]].members or there

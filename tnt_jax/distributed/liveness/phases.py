@@ -45,17 +45,14 @@ class Note:
     Attributes:
         meetings: Number of calls so far in which all processes take part.
         calls: Running public calls, the outermost first.
-        epoch: Epoch of the training loop, from 1 on; 0 outside of one.
-        step: Step of the loop, from 1 on; 0 before the first.
+        epoch, step: Those of the training loop, from 1 on; 0 outside of one.
         phase: What the process does there; `"loop"` is the user's code between the steps of a
             custom training loop, and `""` all that has no name.
         what: The same in the user's words, such as the name of a callback; empty for none.
         limit_s: Seconds that it may take without progress; None for the limit of the phase.
-        num_waits: Number of waits so far for other processes.
-        waits: What the process waits for; empty if it knows of no wait for other processes.
+        num_waits, waits: Number of waits so far for other processes, and the one that it is in.
         members: The processes among which it waits; empty for all.
         reads_device: Whether its main thread is in JAX, in which it may wait for other processes.
-        has_left: Whether the script has ended.
         stuck_s: Seconds since the last change of the above.
     """
 
@@ -110,12 +107,10 @@ class Here:
     whole, and a reader in another thread sees it before or after.
 
     Attributes:
-        doing: The phase, and the same in the user's words, such as the name of a callback.
-        waits: What each thread waits for, one of which may read data ahead.
-        readers: Threads that read data ahead, whose waits concern the process only where it needs
-            data.
-        left_alone: A sentence saying that it waits for a process that has left; empty if none is
-            known.
+        doing: The phase, and the same in the user's words.
+        waits: What each thread waits for.
+        readers: Threads that read data ahead, whose waits concern only a process that needs data.
+        left_alone: A sentence on its wait for a process that has left; empty for none.
     """
 
     def __init__(self) -> None:

@@ -67,10 +67,7 @@ def read_key(
     """Returns the value of a key of the coordination service once it exists, None once `is_over`.
 
     Warnings say that the process waits for `what`; `check` is called every second, and raises if
-    the others will not come.
-
-    Raises:
-        RuntimeError: If a process that has not come has ended its script.
+    the others will not come, as this does if one of them has ended its script.
     """
     checked_at = time.monotonic()
 
@@ -272,10 +269,7 @@ def _folder(together: tuple[int, ...], number: int) -> str:
 
 
 def _missing(together: tuple[int, ...], number: int) -> list[int]:
-    """Returns the processes that have not come to a meeting.
-
-    The first process leaves no entry, and is missing if nobody else is.
-    """
+    """Returns who has not come: the first, which leaves no entry, if nobody else is missing."""
     client = _jax.coordination_client()
     entries = client.key_value_dir_get(_folder(together, number))
     came = {key.rsplit("/", 1)[1] for key, _ in entries}

@@ -34,9 +34,6 @@ class ExitNotice:
     """How a process left the job.
 
     Attributes:
-        process: Its number.
-        code: Its exit code; None if it is not known.
-        how: In words.
         because: Number of the process that it would have waited for, or None.
         is_lost: Whether it ended without leaving the job, or does not run.
         is_stalled: Whether it makes no progress, so that all processes end; `how` says why.

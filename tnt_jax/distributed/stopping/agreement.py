@@ -33,8 +33,7 @@ class Agreement:
     Attributes:
         passed: Points so far.
         is_closed: Whether this process waits for the end at the next point.
-        end: The point where all stop; None until it is known.
-        answers: Those of all processes, once the end is known.
+        end: The point where all stop; None until it is known from the `answers`.
         has_asked: Whether the request of this process is the one that counts.
         stopped: Set once this process has left.
     """

@@ -70,10 +70,8 @@ class Points:
 class Watch(Points):
     """Takes requests to end, and knows where this process stops.
 
-    Attributes:
-        reason: Who asked, in words; empty if nobody has.
-        signum: The signal; 0 if there was none.
-        is_training: Whether `fit` runs: then calls within its callbacks do not end.
+    `reason` is who asked, in words, and `signum` the signal. While `is_training`, calls within the
+    callbacks of `fit` do not end.
     """
 
     def __init__(self) -> None:

@@ -76,14 +76,12 @@ def _positions_inside(equation: Any) -> Sequence[_Position]:
 
 
 class Summed(NamedTuple):
-    """The result of an exchange; everything but the residual is the same on all ranks.
+    """The sums of an exchange, the same on all ranks; and what compression left out on this one.
 
     Attributes:
-        grads: Sums of the gradients.
         first: Sums of the values that are ready before any gradient.
         others: Sums of the other values that a step exchanges.
-        residual: What compression left out of this rank's gradients, arrays `[1, ...]`; None
-            without compression.
+        residual: Arrays `[1, ...]`; None without compression.
     """
 
     grads: Any

@@ -106,11 +106,7 @@ def read_planned(text: str) -> list[tuple[str, int]]:
 
 
 def read_collectives(text: str, computation: str = "") -> tuple[list[Collective], int]:
-    """Returns the collectives of a scheduled program in order, and the number of backward kernels.
-
-    `text` is that of `compiled.as_text()`; `computation` the name of a loop body, as `count_runs`
-    has it.
-    """
+    """Returns the collectives of a program, or a loop body, and the number of backward kernels."""
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError(
             "Only a scheduled program shows what overlaps: pass the text of a compiled program."

@@ -46,10 +46,8 @@ class RowDim(NamedTuple):
 class Draws:
     """Random arrays that a function draws, and how they depend on its number of rows.
 
-    Attributes:
-        kinds: Each kind of array once, as it is drawn for one row, with its dimension of rows, or
-            None.
-        unknown: Why it cannot be told which arrays are drawn per row; None if it can.
+    Each kind of array comes once, as it is drawn for one row, with its dimension of rows, or None.
+    `unknown` says why it cannot be told which arrays are drawn per row; None if it can.
     """
 
     kinds: frozenset[tuple[Drawn, RowDim | None]] = frozenset()
@@ -169,10 +167,8 @@ def key_for(
     """Returns the key with which `function(key, rows)` draws per row of the global batch.
 
     Keys that `row_key` did not make are returned as they are. `known` keeps the draws of the
-    function, by the structure of `rows` and by `kind`: with another it may draw other arrays.
-
-    Raises:
-        DrawError: If it cannot be told which arrays are drawn per row.
+    function, by the structure of `rows` and by `kind`: with another it may draw other arrays. A
+    DrawError says if it cannot be told which are drawn per row.
     """
     if (base := jax.random.key_impl(key)) not in (_ROWS, _WHOLE):
         return key

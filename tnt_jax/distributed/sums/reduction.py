@@ -38,10 +38,7 @@ grouping was modelled as faster: Transformer-big and -base, but not ResNet-50 wi
 def sum_in_bfloat16(
     values: jax.Array, axis_name: str = _jax.DATA_AXIS
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum `[n]` over the ranks and this rank's rounding errors.
-
-    Each rank adds up and rounds one shard of the sum.
-    """
+    """Returns the sum `[n]` over the ranks, each of which rounds a shard, and rounding errors."""
     num_ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     parts = _pad(values, num_ranks).reshape(num_ranks, -1)
     sent = parts.astype(jnp.bfloat16)
@@ -154,10 +151,7 @@ def choose_reduction(
     """Returns the reduction that the user chose; unset options take the platform's default.
 
     `threshold_kb` is KiB from which a bucket is full, `"xla"`, or None for the environment's or the
-    default; `choices` are other attributes of `Reduction`.
-
-    Raises:
-        ValueError: If a value is invalid, or two choices exclude one another.
+    default; `choices` are other attributes of `Reduction`. A ValueError names invalid ones.
     """
     reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb

@@ -33,10 +33,7 @@ def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
-    """Returns the sharding of each array of `tree`, over all axes of the mesh.
-
-    The first `before` dimensions of the arrays are not sharded.
-    """
+    """Returns how each array is sharded over all axes; its first dimensions `before` are not."""
 
     def sharding(x: Any) -> NamedSharding:
         dim = shard_dim(jnp.shape(x)[before:], mesh.size)
