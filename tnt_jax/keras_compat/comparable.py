@@ -26,12 +26,7 @@ _OF_FLAX = ("parent", "name")
 
 
 def comparable(value: Any) -> Any:
-    """Returns a value as numbers, strings, lists and dicts that are equal for equal settings.
-
-    Args:
-        value: Any object. Arrays become a checksum, functions the checksum of their code, objects
-            the arguments of their constructors as far as they tell them.
-    """
+    """Returns a value as numbers, strings, lists and dicts that are equal for equal settings."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -54,12 +49,7 @@ def comparable(value: Any) -> Any:
 
 
 def flat(name: str, value: Any) -> dict[str, str]:
-    """Returns the parts of a comparable value by name, such as `optimizer.learning_rate`.
-
-    Args:
-        name: Name of the whole.
-        value: Result of `comparable`.
-    """
+    """Returns the parts of a comparable value by name, such as `optimizer.learning_rate`."""
     if isinstance(value, dict) and value:
         parts = {f"{name}.{key}": item for key, item in value.items()}
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):

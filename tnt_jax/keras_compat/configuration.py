@@ -32,15 +32,7 @@ _ROOMS = ("losses", "metrics", "optimizers", "schedules")
 def config_of(made: Any, *current: str) -> dict[str, Any]:
     """Returns the constructor arguments of a `Recorded` object by name, including defaults.
 
-    They are plain values.
-
-    Args:
-        made: The object.
-        *current: Names of attributes whose current value replaces the argument of that name.
-
-    Raises:
-        TypeError: If an argument was passed by position to `*args`, which has no names, or has no
-            plain form.
+    They are plain values. Attributes named by `current` replace the arguments of their names.
     """
     args, kwargs = made.given_arguments
     bound = inspect.signature(type(made).__init__).bind(made, *args, **kwargs)
@@ -63,9 +55,6 @@ def plain(value: Any) -> Any:
     """Returns a value in a form that JSON can represent.
 
     Objects with a `get_config` and functions become names, arrays become lists.
-
-    Raises:
-        TypeError: If there is no plain form.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -14,18 +14,7 @@ def draw_curves(
     history: Mapping[str, Sequence[float]],
     epochs: Sequence[int] | None = None,
 ) -> None:
-    """Draws one plot for each log, with its `val_` curve.
-
-    Args:
-        path: File to write; its extension determines the format.
-        history: Values of each log by epoch. A `val_` log with fewer values than epochs is spaced
-            evenly up to the last.
-        epochs: Numbers of the epochs from 0; counted from 0 by default.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If there are no logs.
-    """
+    """Draws one plot for each log, with its `val_` curve."""
     if not history:
         raise ValueError("There are no logs to draw.")
     try:

@@ -114,13 +114,7 @@ def collect(callbacks: Iterable[Any]) -> tuple[States, dict[str, np.ndarray]]:
 
 
 def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Gives callbacks the state that callbacks of the same class had, in their order.
-
-    Args:
-        callbacks: The callbacks of the resumed run.
-        states: States of the interrupted run.
-        arrays: Its arrays by path.
-    """
+    """Gives callbacks the state that callbacks of the same class had, in their order."""
     found = _by_name(
         (
             name,

@@ -120,9 +120,6 @@ def check_changes_model(what: str) -> None:
     """Raises a RuntimeError if the master alone is about to change the model.
 
     In a job of one process this is allowed.
-
-    Args:
-        what: The action, for the message.
     """
     if current_scope() == "main_process":
         raise RuntimeError(
@@ -135,9 +132,6 @@ def check_can_read(array: jax.Array) -> None:
     """Raises a RuntimeError if the master alone is about to read what several processes hold.
 
     It would wait for the others.
-
-    Args:
-        array: Array of the training state.
     """
     is_here = array.is_fully_addressable or array.is_fully_replicated
     if not is_here and current_scope() == "main_process":
@@ -161,14 +155,7 @@ def check_known(callback: Any) -> None:
 
 @dataclass(frozen=True)
 class CallbackScope:
-    """A callback, the processes on which it runs, and what it may do there.
-
-    Attributes:
-        callback: The callback itself, without a wrapper.
-        scope: The processes that take part in its actions.
-        runs: Whether its hooks run on this process.
-        is_silent: Whether its output on this process is dropped.
-    """
+    """A callback, the processes on which it runs, and what it may do there."""
 
     callback: Any
     scope: Scope
@@ -211,18 +198,7 @@ class CallbackScope:
 def callback_scope(
     given: Any, *, num_processes: int, is_master: bool, prints: bool
 ) -> CallbackScope:
-    """Returns the scope of a user's callback.
-
-    Args:
-        given: A callback, or one in `OnMaster` or `OnAllRanks`.
-        num_processes: Number of processes in the job.
-        is_master: Whether this process is the master.
-        prints: Whether this process shows the output of all callbacks.
-
-    Raises:
-        ValueError: If the callback cannot work here.
-        TypeError: If it is not a callback.
-    """
+    """Returns the scope of a user's callback."""
     callback = given.callback if isinstance(given, _Wrapper) else given
     if isinstance(callback, type) or not hasattr(callback, "set_model"):
         hint = f" Create one: {callback.__name__}(...)." if isinstance(callback, type) else ""

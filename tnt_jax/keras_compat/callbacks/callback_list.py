@@ -46,11 +46,7 @@ _STOPPING = ("TerminateOnNaN", "LambdaCallback")
 
 
 class _OfMaster(Callback):
-    """Stands on the other processes for a callback that only the master has.
-
-    Attributes:
-        may_stop: Whether that callback may end training between two steps.
-    """
+    """Stands on the other processes for a callback that only the master has."""
 
     def __init__(self, may_stop: bool) -> None:
         super().__init__()
@@ -60,18 +56,8 @@ class _OfMaster(Callback):
 def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
     """Returns the callbacks of a call; those that only the master has run there, as in `OnMaster`.
 
-    Settings are compared of callbacks that control training or save together.
-
-    Args:
-        callbacks: The user's callbacks on this process.
-        call: The call, such as `Model.fit`.
-
-    Returns:
-        As many on every process, in the master's order.
-
-    Raises:
-        ValueError: On all processes, if lists differ in another way, if the master alone has a
-            callback that controls training, or if settings differ.
+    There are as many on every process, in the master's order. Settings are compared of callbacks
+    that control training or save together; a difference is an error on all processes.
     """
     agreed = _agree_on_kinds(callbacks, call)
     together = [item for item in agreed if not is_keras_writer(item)]
@@ -81,11 +67,7 @@ def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
 
 
 def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, str]:
-    """Returns the settings of callbacks of tnt_jax and Keras, by name; what prints is left out.
-
-    Args:
-        callbacks: Callbacks without wrappers.
-    """
+    """Returns the settings of callbacks of tnt_jax and Keras, by name; what prints is left out."""
     told: dict[str, str] = {}
     for number, callback in enumerate(callbacks):
         settings = {name: comparable(value) for name, value in _settings(callback).items()}
@@ -160,11 +142,7 @@ def _completed(
 
 
 def may_stop_within_epoch(callbacks: Sequence[Any]) -> bool:
-    """Returns whether a callback may set `stop_training` between two steps of an epoch.
-
-    Args:
-        callbacks: Callbacks without wrappers, of the same kinds on every process.
-    """
+    """Returns whether a callback may set `stop_training` between two steps of an epoch."""
     return any(map(_may_stop, callbacks))
 
 

@@ -73,12 +73,7 @@ _WIDEST_BAR, _NARROWEST_BAR = 20, 3
 
 
 def new_bar(title: str, total: int | None) -> Any:
-    """Returns a bar for the screen of this process, or None if it can show none.
-
-    Args:
-        title: What stands before the bar.
-        total: Steps until the end; None if nobody knows.
-    """
+    """Returns a bar for the screen of this process, or None if it can show none."""
     if _is_notebook():
         return _notebook_bar(title, total)
     if not sys.stdout.isatty():

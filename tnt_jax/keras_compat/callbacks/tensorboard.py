@@ -191,18 +191,7 @@ def write_embeddings(
     metadata: str | Mapping[str, str] | None,
     epoch: int,
 ) -> None:
-    """Writes embedding tables for TensorBoard's projector, which shows the last ones written.
-
-    Args:
-        log_dir: Folder of the run.
-        tables: `[entries, features]` by layer.
-        metadata: File with one label per line, relative to `log_dir`: one for all layers, or a dict
-            by the path of a layer or its last part.
-        epoch: Number of the epoch, for the names of the files.
-
-    Raises:
-        ValueError: If `metadata` names a layer without a table.
-    """
+    """Writes embedding tables for TensorBoard's projector, which shows the last ones written."""
     names = {name for layer in tables for name in (layer, layer.rpartition("/")[2])}
     unknown = [] if metadata is None or isinstance(metadata, str) else sorted(set(metadata) - names)
     if unknown:

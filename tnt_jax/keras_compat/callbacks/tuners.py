@@ -107,13 +107,7 @@ def is_stored_by_ray(callback: Any) -> bool:
 
 
 def backup_on_ray(directory: Path, save_freq: SaveFreq | str, storage: RayStorage) -> Callback:
-    """Returns the callback whose backups `RayReport` reports.
-
-    Args:
-        directory: Its directory, below that of `storage`.
-        save_freq: How often it saves.
-        storage: The storage of the Ray run.
-    """
+    """Returns the callback whose backups `RayReport` reports."""
     # Schedulers of Ray Tune count reports.
     freq = "epoch" if role() == "trial" else save_freq
     backup = BackupAndRestore(directory, freq, delete_checkpoint=False)

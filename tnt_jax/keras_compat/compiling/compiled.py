@@ -45,16 +45,7 @@ _BY_INDEX = ("SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 
 
 def check_traceable(part: Loss | Metric, y_true: Any, y_pred: Any) -> None:
-    """Checks that a custom loss or metric is written in JAX.
-
-    Args:
-        part: The loss or metric.
-        y_true: Targets `[rows, ...]`.
-        y_pred: Arrays, or shapes and dtypes, of outputs `[rows, ...]`.
-
-    Raises:
-        ValueError: If it needs the values of an array while it is traced.
-    """
+    """Checks that a custom loss or metric is written in JAX."""
     kind, function = ("Loss", part.terms) if isinstance(part, Loss) else ("Metric", part.increments)
     try:
         jax.eval_shape(function, y_true, y_pred)
@@ -67,15 +58,7 @@ def check_traceable(part: Loss | Metric, y_true: Any, y_pred: Any) -> None:
 
 
 def check_activation(loss: Loss, activation: str | None) -> None:
-    """Checks that a loss of logits does not get probabilities.
-
-    Args:
-        loss: The loss.
-        activation: The activation of the model's output: `"sigmoid"`, `"softmax"` or None.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Checks that a loss of logits does not get probabilities."""
     takes_logits = getattr(loss, "fn_kwargs", {}).get("from_logits") or getattr(
         loss, "takes_logits", None
     )
@@ -93,14 +76,6 @@ def check_targets_of_metric(metric: Metric, y_true: Any, y_pred_shape: tuple[int
     """Checks that the targets have the form that a metric needs.
 
     The form is class indices or distributions over the classes.
-
-    Args:
-        metric: The metric.
-        y_true: Targets `[rows, ...]`.
-        y_pred_shape: Shape of the outputs `[rows, ..., classes]`.
-
-    Raises:
-        ValueError: If the shapes do not match.
     """
     loss = getattr(metric, "loss", None)
     by_index = type(metric).__name__ in _BY_INDEX or getattr(loss, "targets", "") == "class_index"
@@ -116,15 +91,7 @@ def check_targets_of_metric(metric: Metric, y_true: Any, y_pred_shape: tuple[int
 
 @dataclass(frozen=True)
 class CompileArguments:
-    """The arguments of `compile` that decide what a step computes.
-
-    Attributes:
-        loss: A name, loss or callable, or a list or dict of them for several outputs.
-        loss_weights: Factor of each output's loss: a number, list or dict; 1 by default.
-        metrics: Metrics that ignore sample weights; for several outputs a list or dict of lists.
-        weighted_metrics: Metrics that use them.
-        objective: A function that takes the place of loss and metrics, or None.
-    """
+    """The arguments of `compile` that decide what a step computes."""
 
     loss: Any
     loss_weights: Any = None
@@ -156,17 +123,7 @@ class CompileArguments:
 
 
 class Compiled:
-    """Losses and metrics of every output, for outputs and targets of known shapes.
-
-    Args:
-        arguments: What `compile` was told.
-        outputs: The model's outputs: pytree with shapes `[rows, ...]`.
-        targets: Targets of outputs with a loss or metric; see `Layout.data`.
-        declared: Names that a Keras model gives its outputs.
-
-    Raises:
-        ValueError: If targets are missing, or do not fit the outputs, or a name is unknown.
-    """
+    """Losses and metrics of every output, for outputs and targets of known shapes."""
 
     def __init__(
         self,
@@ -195,17 +152,7 @@ class Compiled:
         self._metric_names = log_names(self.specs)
 
     def check_traced(self, outputs: Any, activations: Any, targets: Any) -> None:
-        """Checks losses and metrics against the trace of a forward pass.
-
-        Args:
-            outputs: Shapes and dtypes of the model's outputs, `[rows, ...]`.
-            activations: What each output was made by last, `""` if that is unknown.
-            targets: Targets `[rows, ...]`.
-
-        Raises:
-            ValueError: If a loss of logits gets probabilities, a metric gets targets of another
-                kind, or a loss or metric of the user's is not written in JAX.
-        """
+        """Checks losses and metrics against the trace of a forward pass."""
         all_true, all_pred = self._targets(targets), self._layout.outputs(outputs)
         made_by = self._layout.outputs(activations)
         for spec in self.specs:
@@ -327,17 +274,7 @@ class Compiled:
         return any(spec.looks_at_outputs for spec in self.specs)
 
     def check_first_batch(self, outputs: Any, targets: Any, *, rows: int) -> None:
-        """Checks concrete outputs and targets of a batch against what the losses expect.
-
-        Args:
-            outputs: Outputs `[rows, ...]` on the host; None to check the targets only.
-            targets: Targets `[rows, ...]` on the host.
-            rows: Rows at the beginning that are not padding.
-
-        Raises:
-            ValueError: If logits meet a loss or metric of probabilities, or a target is out of
-                range.
-        """
+        """Checks concrete outputs and targets of a batch against what the losses expect."""
         if rows == 0:
             return
         all_true = self._targets(targets)

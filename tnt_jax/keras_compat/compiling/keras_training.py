@@ -73,13 +73,7 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
 def transformation_of(
     optimizer: Optimizer, variables: Callable[[], Mapping[str, Any]]
 ) -> optax.GradientTransformation:
-    """Returns the transformation of an optimizer that also applies the variables' constraints.
-
-    Args:
-        optimizer: Optimizer.
-        variables: Returns the Keras variables of the model by the paths of their arrays; none for
-            other models.
-    """
+    """Returns the transformation of an optimizer that also applies the variables' constraints."""
     if isinstance(optimizer, LossScaleOptimizer):
         # Inside the scaling: a skipped step applies no constraint.
         return optimizer.scaled(transformation_of(optimizer.inner_optimizer, variables))

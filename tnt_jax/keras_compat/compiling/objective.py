@@ -70,13 +70,7 @@ class CompiledObjective:
 
 
 class ObjectiveParts:
-    """Parts of a step that call a custom objective.
-
-    Args:
-        objective: See `CompiledObjective`.
-        apply: Forward pass of the wrapped model.
-        names: List that receives the names of the metrics.
-    """
+    """Parts of a step that call a custom objective."""
 
     def __init__(self, objective: Objective, apply: Apply, names: list[str]) -> None:
         self._objective = objective

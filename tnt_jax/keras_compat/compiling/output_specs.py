@@ -15,23 +15,13 @@ from tnt_jax.keras_compat.metrics import Metric
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output of the model with what is asked of it.
-
-    Attributes:
-        index: Number of the output.
-        name: Name of the output, empty for the only one.
-        loss: Its loss, or None for an output that is not trained.
-        weight: Factor of its loss.
-        metrics: Metrics that ignore sample weights.
-        weighted_metrics: Metrics that use them.
-        shape: Shape of the output.
-    """
+    """One output of the model with what is asked of it."""
 
     index: int
-    name: str
+    name: str  # Empty for the only output.
     loss: Loss | None
-    weight: float
-    metrics: tuple[Metric, ...]
+    weight: float  # Of the loss.
+    metrics: tuple[Metric, ...]  # They ignore sample weights.
     weighted_metrics: tuple[Metric, ...]
     shape: tuple[int, ...]
 
@@ -71,14 +61,6 @@ class Layout:
     They are named by the keys of a dict, by a functional Keras model, or `output_0` and so on. None
     among the outputs has a place, but neither loss nor target. A single output is logged without
     its name.
-
-    Args:
-        outputs: The model's outputs: pytree of arrays `[rows, ...]` or their shapes.
-        declared: Names that a Keras model gives its outputs, in order; None for other models.
-
-    Attributes:
-        keys: Name of each output.
-        names: The same, but empty for a single output: what its logs begin with.
     """
 
     def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
@@ -115,14 +97,6 @@ class Layout:
 
         The tree is a dict by name; or has a part for each output, in the structure of the outputs
         or in a list; or for each output that needs one.
-
-        Args:
-            tree: Targets or sample weights.
-            needed: Which outputs need a part.
-            what: What the tree holds, for the message.
-
-        Raises:
-            ValueError: If the parts do not match the outputs.
         """
         if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
             return [tree.get(key) for key in self.keys]
@@ -147,14 +121,6 @@ class Layout:
 
         One value serves all outputs, lists go by position, dicts by name, and nested values by the
         structure of the outputs.
-
-        Args:
-            value: The argument.
-            what: Its name.
-            many: Whether an output may have a list of its own.
-
-        Raises:
-            ValueError: If there is no such output, or the argument has another length.
         """
         if self.is_single and many:
             given = jax.tree.leaves(value)
@@ -188,17 +154,6 @@ def make_output_specs(
     """Returns what is asked of an output, with losses and metrics resolved.
 
     There is more than one entry if it has several losses, which are added.
-
-    Args:
-        layout: The outputs of the model.
-        index: Number of the output.
-        arguments: Its loss, which may be a list, the factor of its loss, its metrics that ignore
-            sample weights, and those that use them.
-        true: Targets, or their shapes, `[rows, ...]`; None if there are none.
-        pred: The output, or its shape, `[rows, ...]`.
-
-    Raises:
-        ValueError: If there are no targets for a loss or metric, or a name is unknown.
     """
     loss, weight, *given = arguments
     asked = [listed for listed in (_listed(loss), *map(_listed, given)) if listed]

@@ -25,13 +25,7 @@ from tnt_jax.train.contracts import Batch
 
 
 def summary_table(name: str, params: Any, model_state: Any) -> str:
-    """Returns a table with path, shape, dtype, count and bytes of every array, and the totals.
-
-    Args:
-        name: Name of the model, for the headline.
-        params: Trained arrays.
-        model_state: Arrays that the model updates itself.
-    """
+    """Returns a table with path, shape, dtype, count and bytes of every array, and the totals."""
     rows = [("Array", "Shape", "Type", "Count", "Bytes")]
     totals = []
     for title, tree in (("Trained", params), ("State", model_state)):

@@ -44,12 +44,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Saver:
-    """Saves and loads a model.
-
-    Args:
-        core: What the parts of the model share.
-        state: The training state.
-    """
+    """Saves and loads a model."""
 
     def __init__(self, core: Core, state: ModelState) -> None:
         self._core = core
@@ -122,12 +117,7 @@ class Saver:
         return {"module": describe(self._core.module)} | options
 
     def start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
-        """Starts a checkpoint in the background, and returns as soon as the arrays are copied.
-
-        Args:
-            checkpoints: Where to.
-            with_model: Whether to add what is needed to recreate and compile the model.
-        """
+        """Starts a checkpoint in the background, and returns as soon as the arrays are copied."""
         checkpoints.save(
             self._state.require_built(), notes=self._description() if with_model else {}
         )

@@ -25,12 +25,7 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 def to_batch(item: HostBatch, weighting: Weighting | None = None) -> Batch:
-    """Returns inputs, targets, weights and mask of this process's rows, still on the host.
-
-    Args:
-        item: Host batch of `inputs`, `(inputs, targets)` or `(inputs, targets, weights)`.
-        weighting: Maps targets and sample weights to the weights to use.
-    """
+    """Returns inputs, targets, weights and mask of this process's rows, still on the host."""
     inputs, targets, weight = unpack(item.data)
     if weighting is not None:
         weight = weighting(targets, weight)
@@ -70,11 +65,7 @@ def require_targets(batch: Batch) -> None:
 
 
 def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | None:
-    """Returns the function that applies class weights to sample weights; None without them.
-
-    Args:
-        class_weight: Weight of each class index; other classes have the weight 1.
-    """
+    """Returns the function that applies class weights to sample weights; None without them."""
     if class_weight is None:
         return None
     if not isinstance(class_weight, Mapping) or not all(
@@ -110,16 +101,6 @@ def split_validation(
     """Returns training and validation parts of arrays.
 
     As in Keras, the last rows are for validation, before any shuffle.
-
-    Args:
-        x: Inputs `[examples, ...]`.
-        y: Targets `[examples, ...]`, or None.
-        sample_weight: Weights `[examples]`, or None.
-        share: Fraction of the rows used for validation, between 0 and 1.
-
-    Raises:
-        ValueError: If `x` does not consist of arrays, `share` is out of range, or one part would be
-            empty.
     """
     if not is_arrays(x):
         raise ValueError(
@@ -144,19 +125,7 @@ def split_validation(
 
 @dataclass(frozen=True)
 class DataArguments:
-    """The arguments of `fit`, `evaluate` and `predict` that describe the data.
-
-    Attributes:
-        x: Arrays, a dataset, or an iterable of batches.
-        y: Targets, with arrays only.
-        sample_weight: Weights, with arrays only.
-        batch_size: Rows of a global batch.
-        micro_batch_size: Rows of one rank.
-        shuffle: Whether arrays are shuffled anew in each epoch.
-        distribute: False if each process brings its own shard.
-        predicts: Whether targets and weights are ignored.
-        is_inputs: Whether `x` has no targets in it, even if it is a tuple or list.
-    """
+    """The arguments of `fit`, `evaluate` and `predict` that describe the data."""
 
     x: Any
     y: Any = None
@@ -165,28 +134,19 @@ class DataArguments:
     micro_batch_size: int | None = None
     shuffle: bool = False
     distribute: bool = True
-    predicts: bool = False
-    is_inputs: bool = False
+    predicts: bool = False  # Targets and weights are ignored.
+    is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
 
 
 class DataIntake:
-    """Opens the data of a call.
-
-    Args:
-        core: The shared parts of the model.
-        builder: The part that knows which inputs the module takes.
-    """
+    """Opens the data of a call."""
 
     def __init__(self, core: Core, builder: Builder) -> None:
         self._core = core
         self._builder = builder
 
     def source(self, data: DataArguments) -> Source:
-        """Returns the source of the global batches.
-
-        Raises:
-            ValueError: If data and arguments contradict each other.
-        """
+        """Returns the source of the global batches."""
         # The readers of all kinds of data are imported with the first data.
         from tnt_jax.data.dispatch import as_source
 
@@ -211,20 +171,8 @@ class DataIntake:
     ) -> tuple[EpochStream, HostBatch]:
         """Returns the data of a call and its first batch.
 
-        It waits until all processes have made the same call with the same kind of data.
-
-        Args:
-            call: Name of the call.
-            data: The user's data, or the source of the batches.
-            epoch: Epoch that is read first.
-            steps: Batches that are read; all by default.
-            steps_per_epoch: Batches of an epoch; all by default.
-            meanwhile: What to do while the first batch is read; see `open_stream`.
-            **arguments: Other values that must be the same on every process.
-
-        Raises:
-            Exception: On every process, if the data of one cannot be read, or calls or arguments
-                differ.
+        It waits until all processes have made the same call with the same kind of data, and with
+        the same `arguments`. An error on one process is raised on all.
         """
         return open_stream(
             call,

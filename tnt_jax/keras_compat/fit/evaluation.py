@@ -38,11 +38,7 @@ def evaluate(
 def evaluate_source(
     shared: Shared, source: Source, steps: int | None, hooks: CallbackList, points: Points
 ) -> dict[str, float]:
-    """Returns loss and metrics over a source, as for the validation data of `fit`.
-
-    Raises:
-        Preempted: If all processes stop at one of the points.
-    """
+    """Returns loss and metrics over a source, as for the validation data of `fit`."""
     compilation = shared.core.require_compiled()
     trainer = shared.core.trainer
     stream, first = shared.intake.open("Model.evaluate", source, steps=steps)

@@ -101,15 +101,9 @@ _SHORTEST_WAIT_S = 1e-4
 
 
 class FitLoop:
-    """Trains a model epoch by epoch.
+    """Trains a model epoch by epoch."""
 
-    Args:
-        shared: What the calls of the model share.
-
-    Attributes:
-        compiles_ahead: Whether the step is compiled while what precedes it is done.
-    """
-
+    # Whether the step is compiled while what precedes it is done.
     compiles_ahead = True
 
     def __init__(self, shared: Shared) -> None:
@@ -377,20 +371,7 @@ class FitLoop:
 
 
 class _EpochSteps:
-    """The steps of one epoch, run in parts.
-
-    Args:
-        core: What the parts of the model share.
-        hooks: What runs around each step.
-        unpack: From a host batch to what a step takes.
-        points: Where training may end: before each step, and after the last.
-        threaded: Whether a thread prepares batches ahead.
-
-    Attributes:
-        sums: Sums of the steps so far, on the devices; None before the first.
-        index: Number of steps so far.
-        input_wait_s: Seconds in which the devices had nothing to do but to wait for data.
-    """
+    """The steps of one epoch, run in parts."""
 
     def __init__(
         self,
@@ -402,8 +383,8 @@ class _EpochSteps:
         threaded: bool,
     ) -> None:
         self.sums: Any = None
-        self.index = 0
-        self.input_wait_s = 0.0
+        self.index = 0  # Steps so far.
+        self.input_wait_s = 0.0  # The devices had nothing to do but to wait for data.
         self._trainer: Trainer = core.trainer
         self._known = core.require_compiled().compiled_kinds
         self._hooks = hooks

@@ -51,15 +51,7 @@ class FitArguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of the loop of epochs.
-
-    Attributes:
-        stream: Training data.
-        first: First batch of it.
-        weighting: From targets and sample weights to the weights to use.
-        validation: Validation data, or None.
-        arguments: Arguments of `fit`.
-    """
+    """The plan of the loop of epochs."""
 
     stream: EpochStream
     first: HostBatch

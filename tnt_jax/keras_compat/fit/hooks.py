@@ -24,31 +24,16 @@ from tnt_jax.train.execution import DeviceBatches
 
 @dataclass
 class Progress:
-    """The progress of the running call.
-
-    Attributes:
-        stop_training: Set to True by a callback to end training after the current step.
-        stop_evaluating: Set to True by a callback to end an evaluation after the current step.
-        stop_predicting: The same for a prediction.
-        rows_in_batch: Real rows of the global batch in the current step.
-        epoch_sums: Sums from which the logs of the epoch so far are computed, on the devices; None
-            if there are none.
-        history: The history of the last `fit`, which its callback stores here; None before the
-            first.
-        is_compiling: Whether the next step is compiled first, because its batch has a new shape.
-        epoch: Number of the epoch in training, from 0; the next one once its callbacks have run.
-        batches_done: Training batches of that epoch so far.
-        rows_done: Their real rows.
-        training_sums: Their sums, on the devices; None before the first.
-    """
+    """The progress of the running call."""
 
     stop_training: bool = False
     stop_evaluating: bool = False
     stop_predicting: bool = False
-    rows_in_batch: int = 0
-    epoch_sums: Any = None
-    history: History | None = None
+    rows_in_batch: int = 0  # Real rows of the global batch in the current step.
+    epoch_sums: Any = None  # On the devices; the logs of the epoch so far come from them.
+    history: History | None = None  # Of the last `fit`.
     is_compiling: bool = False
+    # The epoch in training, from 0, and its real rows and sums so far.
     epoch: int = 0
     batches_done: int = 0
     rows_done: int = 0
@@ -68,13 +53,7 @@ _COMPILE: tuple[phases.Phase, str] = ("compile", "")
 
 @dataclass(frozen=True)
 class CallbackArguments:
-    """The callbacks of a call, and what they see.
-
-    Attributes:
-        callbacks: Callbacks, as the user passed them.
-        verbose: 0, 1, 2 or `"auto"`.
-        model: The model that they see.
-    """
+    """The callbacks of a call, and what they see."""
 
     callbacks: Any
     verbose: int | str
@@ -87,12 +66,7 @@ class CallbackArguments:
 
     @contextmanager
     def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
-        """Yields the list of callbacks, including the default ones, and clears the screen at last.
-
-        Args:
-            call: The call, such as `Model.fit`.
-            **params: Parameters that they see beside `verbose`.
-        """
+        """Yields the callbacks, with the default ones, and clears the screen at last."""
         completed = complete(self.callbacks, call, verbose=self.verbose)
         opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
         try:
@@ -102,21 +76,7 @@ class CallbackArguments:
 
 
 class PhaseHooks:
-    """Calls the batch hooks of a phase, with logs that are computed on first access.
-
-    Args:
-        phase: The phase whose hooks to call.
-        callbacks: The callbacks.
-        progress: Where callbacks read the progress of the call, and ask it to stop.
-        read: Maps the sums of an epoch so far to its logs.
-        stop: Decides with all processes whether the loop ends; None if it does not end early.
-        before_step: Called after the callbacks, before each step.
-        num_steps: Steps of which callbacks see the first and the last, as in Keras also where fewer
-            are left: the end of those then has the number that the last of all would have.
-
-    Attributes:
-        num_steps: See Args; it may change between two groups of steps.
-    """
+    """Calls the batch hooks of a phase, with logs that are computed on first access."""
 
     def __init__(
         self,
@@ -129,6 +89,8 @@ class PhaseHooks:
         before_step: Callable[[], None] = lambda: None,
         num_steps: int = 1,
     ) -> None:
+        # Callbacks see the first and the last of so many steps, as in Keras also where fewer are
+        # left: the end of those then has the number that the last of all would have.
         self.num_steps = num_steps
         # Number of the last step of the group, while it runs.
         self._group_end: int | None = None
@@ -218,11 +180,6 @@ def complete(callbacks: Any, call: str, *, verbose: int | str) -> list[Any]:
     """Returns the user's callbacks with a `ProgbarLogger`, if this process prints.
 
     In `fit`, a `History` belongs to them.
-
-    Args:
-        callbacks: A callback, a sequence of them, or None.
-        call: The call, such as `Model.fit`.
-        verbose: 0, 1, 2 or `"auto"`, which is 1.
     """
     if verbose not in (0, 1, 2, "auto"):
         raise ValueError(

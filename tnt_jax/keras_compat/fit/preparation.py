@@ -33,13 +33,7 @@ from tnt_jax.train.trainer import local_outputs, preparation_of, steps_per_progr
 
 
 class Preparation:
-    """Prepares a compiled model for its data.
-
-    Args:
-        core: What the parts of the model share.
-        state: The training state.
-        builder: What creates the variables.
-    """
+    """Prepares a compiled model for its data."""
 
     def __init__(self, core: Core, state: ModelState, builder: Builder) -> None:
         self._core = core
@@ -47,11 +41,7 @@ class Preparation:
         self._builder = builder
 
     def prepare(self, first: HostBatch, weighting: Weighting | None = None) -> None:
-        """Creates variables and compiled functions for data like `first`, and checks the data.
-
-        Raises:
-            ValueError: If the data does not fit the model or the losses.
-        """
+        """Creates variables and compiled functions for data like `first`, and checks the data."""
         compilation = self._core.require_compiled()
         batch = to_batch(first, weighting)
         if compilation.needs_targets:
@@ -82,13 +72,6 @@ class Preparation:
         """Creates variables and compiled functions for data that is still being read.
 
         `prepare` follows, and checks the data. All processes must call it.
-
-        Args:
-            announced: Zeros in the form of the first batch.
-            weighting: From targets and sample weights to the weights to use.
-
-        Raises:
-            ValueError: As `prepare`, if data of this form does not fit the model or the losses.
         """
         compilation = self._core.require_compiled()
         batch = to_batch(announced, weighting)
@@ -107,9 +90,6 @@ class Preparation:
         """Chooses the mesh for training on data like `first`, if that is open.
 
         Called after `prepare`.
-
-        Raises:
-            ValueError: If no mesh fits the memory of the devices.
         """
         self._core.choose_mesh(to_batch(first, weighting))
 
@@ -119,11 +99,6 @@ class Preparation:
         """Begins to compile the first step of a model that has not been trained since `compile`.
 
         Called after `choose_mesh`. Steps that share a program need an epoch that has so many.
-
-        Args:
-            stream: Training data.
-            first: Its first batch.
-            unpack: From a host batch to what a step takes.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         num_steps = compilation.steps_per_execution or 1
@@ -146,9 +121,6 @@ class Preparation:
 
         Called before `compile_ahead`, once for training and once for evaluation; `check_rows` runs
         the program where that does not suffice.
-
-        Raises:
-            ValueError: On all processes, if rows must be independent but are not.
         """
         compilation, core = self._core.require_compiled(), self._core
         if train in compilation.traced_rows or not core.splits_rows:
@@ -186,9 +158,6 @@ class Preparation:
         """Chooses the step by whether rows depend on one another; all processes must call it.
 
         The check runs once per `compile` for training and once for evaluation.
-
-        Raises:
-            ValueError: On all processes, if rows must be independent but are not.
         """
         self.trace_rows(first, weighting, train=train)
         compilation, core = self._core.require_compiled(), self._core

@@ -13,17 +13,7 @@ from tnt_jax.keras_compat.state.model_state import ModelState
 
 @dataclass(frozen=True)
 class Shared:
-    """What `fit`, `evaluate`, `predict` and the calls for single batches share.
-
-    Attributes:
-        core: The wrapped module, its trainer, and the choices of `compile`.
-        state: The training state.
-        builder: What creates the variables.
-        intake: What opens data.
-        preparation: What makes the steps ready for it.
-        progress: What callbacks read.
-        resumption: What callbacks say about where training begins.
-    """
+    """What `fit`, `evaluate`, `predict` and the calls for single batches share."""
 
     core: Core
     state: ModelState

@@ -56,18 +56,7 @@ def compare_starts(
     arguments: FitArguments | None = None,
     **others: Any,
 ) -> None:
-    """Raises an error on all processes unless all begin the same call in the same way.
-
-    Args:
-        call: The public call, as a user writes it.
-        core: The shared parts of the model.
-        data: The data of the call.
-        arguments: The arguments of `fit`; None in another call.
-        **others: Other arguments of the call.
-
-    Raises:
-        ValueError: If something differs; the text names it, the processes and both values.
-    """
+    """Raises an error on all processes unless all begin the same call in the same way."""
     if get_process_count() == 1:
         return
     values = others | _of_data(data)
@@ -84,16 +73,7 @@ def compare_starts(
 
 
 def compare_sources(call: str, what: str, source: Source) -> None:
-    """Raises an error on all processes unless they have the same data.
-
-    Args:
-        call: The public call, as a user writes it.
-        what: The argument that holds the data.
-        source: The opened data.
-
-    Raises:
-        ValueError: If something that the data tells of itself differs.
-    """
+    """Raises an error on all processes unless they have the same data."""
     values = {f"{name} of {what}": value for name, value in facts_of(source).items()}
     compare(call, values | {f"steps of {what}": source.num_batches}, advice=_ADVICE)
 

@@ -23,15 +23,7 @@ EPSILON = 1e-7  # keras.config.epsilon(): keeps logarithms and quotients of prob
 
 
 def compute_dtype(dtype: Any) -> str:
-    """Returns the name of the dtype that Keras computes in for a `dtype=` argument.
-
-    Args:
-        dtype: A name (`"int"` is int32, `"mixed_bfloat16"` computes in bfloat16), a NumPy or JAX
-            dtype, a Keras dtype policy, or None for float32.
-
-    Raises:
-        ValueError: If it is not a dtype.
-    """
+    """Returns the name of the dtype that Keras computes in for a `dtype=` argument."""
     name = getattr(dtype, "compute_dtype", dtype)
     if isinstance(name, str):
         name = {"int": "int32", "float": "float32"}.get(name, name.removeprefix("mixed_"))

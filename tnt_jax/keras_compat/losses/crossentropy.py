@@ -242,11 +242,7 @@ def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
 
 
 def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
-    """Returns integer labels [batch, ...] without a class dimension.
-
-    Raises:
-        ValueError: If there is not one label for each vector of `y_pred`.
-    """
+    """Returns integer labels [batch, ...] without a class dimension."""
     labels = (
         jnp.squeeze(y_true, axis)
         if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1

@@ -17,11 +17,7 @@ from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 
 
 class KerasLoss(Loss):
-    """A `keras.losses.Loss` whose `call` runs inside a tnt_jax step.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX.
-    """
+    """A `keras.losses.Loss` whose `call` runs inside a tnt_jax step."""
 
     def __init__(self, loss: Any) -> None:
         require_jax_backend()
@@ -82,13 +78,9 @@ _SOFTMAX = (
 
 
 class OptaxLoss(LossFunctionWrapper):
-    """A loss made from an Optax function, which is called as `f(outputs, targets)`.
+    """A loss made from an Optax function, which is called as `f(outputs, targets)`."""
 
-    Attributes:
-        takes_logits: The activation that the loss applies to logits, `"softmax"` or `"sigmoid"`;
-            None if it takes other outputs.
-    """
-
+    # The activation that the loss applies to logits; None if it takes other outputs.
     takes_logits: str | None = None
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -118,9 +110,6 @@ def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
     """Returns the loss of an Optax function, or None for other functions.
 
     The function may be wrapped in `functools.partial`.
-
-    Raises:
-        ValueError: If the function is not a loss of outputs and targets; the message names it.
     """
     original = _original(function)
     if str(getattr(original, "__module__", "")).split(".")[0] != "optax":
@@ -143,11 +132,7 @@ def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
 
 
 def check_order(function: Callable[..., Any]) -> None:
-    """Raises an error if a function's argument names show that it takes the outputs first.
-
-    Raises:
-        ValueError: If they do.
-    """
+    """Raises an error if a function's argument names show that it takes the outputs first."""
     if _is_reversed(function):
         first, second = _required(function)[:2]
         name = getattr(_original(function), "__name__", "f")

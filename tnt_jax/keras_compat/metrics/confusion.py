@@ -86,11 +86,7 @@ def counts_at(
 
 
 def entry(array: jax.Array, class_id: int) -> jax.Array:
-    """Returns one entry of the last dimension of outputs [rows, ..., classes].
-
-    Raises:
-        ValueError: If there is no class dimension.
-    """
+    """Returns one entry of the last dimension of outputs [rows, ..., classes]."""
     if array.ndim == 1:
         raise ValueError(
             "When class_id is provided, y_pred must be a 2D array with shape (num_samples, "
@@ -347,13 +343,7 @@ class ThresholdCounts(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts at every threshold [thresholds].
-
-        Args:
-            y_true: Targets, 0 or not [rows, ...].
-            y_pred: Probabilities [rows, ...].
-            weight: Weights [rows], or one for each output.
-        """
+        """Returns the weighted counts at every threshold [thresholds]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         if self.top_k is not None:
             pred = keep_top_k(pred, self.top_k)

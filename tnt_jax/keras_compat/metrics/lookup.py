@@ -31,17 +31,7 @@ from tnt_jax.keras_compat.metrics.stateful import StatefulMetric, keeps_own_stat
 
 
 def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
-    """Returns a Keras metric as a tnt_jax metric.
-
-    Args:
-        metric: A `keras.metrics.Metric`; its state is cleared.
-        y_true_shape: Shape of the targets [batch, ...].
-        y_pred_shape: Shape of the outputs of the model [batch, ...].
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, shapes are missing, or updates of the
-            metric do not add up.
-    """
+    """Returns a Keras metric as a tnt_jax metric."""
     keras = require_jax_backend()
     is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
     if is_mean and type(metric).result is keras.metrics.Mean.result:

@@ -173,9 +173,6 @@ def align(
 
     `reduce` removes the dimensions that the weights do not have. A scalar weight applies to all
     rows.
-
-    Raises:
-        ValueError: If the weights fit neither the rows nor the values.
     """
     if weight is None:
         return values, None

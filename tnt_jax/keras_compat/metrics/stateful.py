@@ -31,16 +31,7 @@ def keeps_own_state(metric: Metric) -> bool:
 
 
 class StatefulMetric(Metric):
-    """A metric with `stateless_update_state` and `stateless_result` whose updates add up.
-
-    Args:
-        metric: The metric; its state is cleared.
-        y_true_shape: Shape of the targets [batch, ...].
-        y_pred_shape: Shape of the outputs of the model [batch, ...].
-
-    Raises:
-        ValueError: If shapes are missing, or updates do not add up.
-    """
+    """A metric with `stateless_update_state` and `stateless_result` whose updates add up."""
 
     def __init__(
         self, metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]

@@ -16,9 +16,6 @@ def choose(
     """Returns the function that clips gradients.
 
     A bound that is None or not positive clips nothing.
-
-    Raises:
-        ValueError: If more than one bound is given.
     """
     given = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
     if sum(bound is not None for bound in given.values()) > 1:

@@ -21,20 +21,14 @@ from tnt_jax.train.finite import with_fixed_scale
 
 
 class KerasOptimizerState(NamedTuple):
-    """State of a Keras optimizer.
+    """State of a Keras optimizer."""
 
-    Attributes:
-        hyperparams: The learning rate, as in `optax.inject_hyperparams`; with a schedule, that of
-            the last update.
-        hyperparams_states: Has the key `"learning_rate"` if a schedule sets the rate.
-        average: Averaged weights like the parameters; None without `use_ema`.
-        variables: Values of the other variables, in Keras's order.
-    """
-
+    # The learning rate, as in `optax.inject_hyperparams`; with a schedule, that of the last update,
+    # and `hyperparams_states` has the key "learning_rate".
     hyperparams: dict[str, jax.Array]
     hyperparams_states: dict[str, tuple[()]]
-    average: Any
-    variables: list[jax.Array]
+    average: Any  # Averaged weights like the parameters; None without `use_ema`.
+    variables: list[jax.Array]  # The others, in Keras's order.
 
 
 class KerasOptimizer(Optimizer):
@@ -42,9 +36,6 @@ class KerasOptimizer(Optimizer):
 
     The given object does not change. If it already has variables, such as momenta after
     `keras_model.fit`, training starts from them.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, or the optimizer is not supported.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -79,12 +70,7 @@ class KerasOptimizer(Optimizer):
     def transformation_for(
         self, variables: Callable[[], Mapping[str, Any]]
     ) -> optax.GradientTransformation:
-        """Returns a transformation like `transformation`, for the parameters of a Keras model.
-
-        Args:
-            variables: Returns the variables of the model by path: the optimizer may exclude some of
-                them from weight decay.
-        """
+        """Returns a transformation like `transformation`, for the parameters of a Keras model."""
         rule = _Rule(self.keras_optimizer, self.learning_rate, variables)
         transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore
         return (

@@ -230,12 +230,7 @@ def orthogonalized(
 ) -> jax.Array:
     """Returns a matrix with the same singular vectors and singular values near one.
 
-    It is computed by a quintic Newton-Schulz iteration.
-
-    Args:
-        matrix: [rows, columns].
-        coefficients: a, b, c of x -> a x + b (x x^T) x + c (x x^T)^2 x.
-        num_iterations: Number of times to apply the polynomial.
+    It is computed by a quintic Newton-Schulz iteration: x -> a x + b (x x^T) x + c (x x^T)^2 x.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -84,11 +84,7 @@ def get(identifier: Any) -> Any:
 
 
 def required(identifier: Any) -> Optimizer:
-    """Returns the result of `get`, for a model to train.
-
-    Raises:
-        ValueError: If there is no such optimizer.
-    """
+    """Returns the result of `get`, for a model to train."""
     optimizer = get(identifier)
     if optimizer is None:
         raise ValueError(

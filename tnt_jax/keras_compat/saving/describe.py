@@ -28,15 +28,6 @@ def describe(value: Any, *, where: str = "module") -> Any:
     """Returns JSON for a Linen module, for an object of this library, or for plain values.
 
     Objects are described by the arguments of their constructors.
-
-    Args:
-        value: Numbers, strings, sequences, dicts, dtypes, functions and classes that can be
-            imported, `functools.partial`, Linen modules, losses, metrics, optimizers and schedules
-            of this library, classes derived from them, and those of Keras.
-        where: Name of the value, for errors.
-
-    Raises:
-        NotDescribable: If a part of it has no JSON form; the message names the part.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -10,16 +10,7 @@ _M = TypeVar("_M")
 
 
 def model_from(config: Any, rebuild: Rebuilder, kind: Callable[..., _M]) -> _M:
-    """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled.
-
-    Args:
-        config: Configuration.
-        rebuild: What makes objects from descriptions.
-        kind: The class `Model`, or a subclass.
-
-    Raises:
-        ValueError: If the configuration has unknown names, or is not one.
-    """
+    """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled."""
     if (
         not isinstance(config, Mapping)
         or "options" not in config
@@ -34,14 +25,7 @@ def model_from(config: Any, rebuild: Rebuilder, kind: Callable[..., _M]) -> _M:
 
 
 def model_around(module: Any, options: Any, rebuild: Rebuilder, kind: Callable[..., _M]) -> _M:
-    """Returns a model that wraps a module, with the described options.
-
-    Args:
-        module: Module.
-        options: Description of the options.
-        rebuild: What makes objects from descriptions.
-        kind: The class `Model`, or one derived from it.
-    """
+    """Returns a model that wraps a module, with the described options."""
     given = described_arguments(
         rebuild(options), kind, leave_out=("module", "variables", "ranks_per_host")
     )
@@ -51,16 +35,7 @@ def model_around(module: Any, options: Any, rebuild: Rebuilder, kind: Callable[.
 def described_arguments(
     given: Any, function: Any, *, leave_out: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns a description, which must be the arguments of a function.
-
-    Args:
-        given: What was described.
-        function: The function.
-        leave_out: Arguments of it that are never described.
-
-    Raises:
-        ValueError: If it is not a dict of its arguments.
-    """
+    """Returns a description, which must be the arguments of a function."""
     parameters = inspect.signature(function).parameters
     takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
     known = parameters.keys() - set(leave_out)

@@ -36,10 +36,6 @@ def describe_compile(optimizer: Any, given: Mapping[str, Any]) -> dict[str, Any]
 
     Objects of tnt_jax become Keras's objects of the same name. The result is None, with a line in
     the log, if Keras cannot create one of them.
-
-    Args:
-        optimizer: An optimizer with its current learning rate.
-        given: The other arguments by name.
     """
     try:
         state = {"config": configuration.plain(optimizer.get_config())}
@@ -90,17 +86,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
 
 
 def rebuild(config: Any, *, custom_objects: Mapping[str, Any], trust: bool) -> Any:
-    """Returns the object that `describe` described.
-
-    Args:
-        config: The entry `"keras"` of the description.
-        custom_objects: Classes and functions of the user by name.
-        trust: Whether code in the description may run: Keras's `safe_mode=False`.
-
-    Raises:
-        ValueError: If the description names modules outside Keras, or what Keras refuses to load
-            from a file.
-    """
+    """Returns the object that `describe` described."""
     import keras
 
     if not trust:

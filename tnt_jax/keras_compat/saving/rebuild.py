@@ -23,19 +23,7 @@ from tnt_jax.keras_compat.saving.known_names import dtype_names, table
 
 
 class Rebuilder:
-    """Makes objects from results of `describe`.
-
-    Args:
-        custom_objects: Classes and functions of the user, by their name (`"Net"`) or by module and
-            name (`"my_package.nets:Net"`).
-        trust: Whether names that are neither known nor in `custom_objects` are imported, which runs
-            code, and Keras's safe mode is turned off.
-        caller: Name of the function that offers the two arguments, for errors.
-
-    Attributes:
-        custom_objects: See above.
-        trust: See above.
-    """
+    """Makes objects from results of `describe`."""
 
     def __init__(
         self,
@@ -60,12 +48,7 @@ class Rebuilder:
         }
 
     def __call__(self, description: Any) -> Any:
-        """Returns the described object.
-
-        Raises:
-            ValueError: If a class or function is unknown, or the description does not fit; the
-                message says what to do.
-        """
+        """Returns the described object."""
         try:
             return self._rebuild(description)
         except RecursionError as error:
@@ -163,17 +146,7 @@ def _imported(name: str) -> Any:
 
 
 def construct(function: Callable[..., Any], name: str, args: list[Any], kwargs: Any) -> Any:
-    """Returns the result of a function for arguments from a description.
-
-    Args:
-        function: A constructor, or another function.
-        name: Its name, for errors.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-
-    Raises:
-        ValueError: For any error of the function: the description does not fit it.
-    """
+    """Returns the result of a function for arguments from a description."""
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
         raise ValueError(f"The description gives {name} arguments without names: {_shown(kwargs)}")
     try:

@@ -43,15 +43,7 @@ def write_h5(
     notes: str = "",
     attributes: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes arrays to an HDF5 file, each at its path below the group `tnt_jax`.
-
-    Args:
-        path: File to write.
-        arrays: Host or device arrays by path.
-        mode: `"w"` for a new file, `"a"` to add to one.
-        notes: Text to write along.
-        attributes: Texts to write as attributes of the file.
-    """
+    """Writes arrays to an HDF5 file, each at its path below the group `tnt_jax`."""
     import h5py
 
     with h5py.File(path, mode) as file:
@@ -71,12 +63,7 @@ def write_h5(
 
 
 def read_h5(path: Path | IO[bytes]) -> dict[str, np.ndarray]:
-    """Returns the arrays that `write_h5` wrote, by path; none for a file of another program.
-
-    Raises:
-        ValueError: If a part of the file links elsewhere, for instance to another file, or holds an
-            array that tnt_jax did not write.
-    """
+    """Returns the arrays that `write_h5` wrote, by path; none for a file of another program."""
     import h5py
 
     with h5py.File(path, "r") as file:
@@ -160,11 +147,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a safetensors file by name.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
+    """Returns the arrays of a safetensors file by name."""
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
 
@@ -193,15 +176,7 @@ _EXTENSION = re.compile(r"\.([a-z]+|h(df)?5)", re.IGNORECASE)
 
 
 def is_file_name(path: Path, *, of_keras: bool) -> bool:
-    """Returns whether a path is that of one file rather than of a directory.
-
-    Args:
-        path: Where a model is saved.
-        of_keras: Whether the model wraps a Keras model.
-
-    Raises:
-        ValueError: If the extension is not supported.
-    """
+    """Returns whether a path is that of one file rather than of a directory."""
     if path.name.endswith(
         (H5_ENDING, SAFETENSORS_ENDING, ".keras", *((".h5",) if of_keras else ()))
     ):

@@ -48,13 +48,7 @@ def shapes(tree: Any) -> str:
 
 @contextmanager
 def refusing_inputs(name: str, inputs: Any, known: Sequence[str]) -> Iterator[None]:
-    """Turns errors of a model's forward pass into a `ValueError` about inputs of other shapes.
-
-    Args:
-        name: Name of the model.
-        inputs: Its inputs.
-        known: A description of the shapes that it was called with before.
-    """
+    """Turns errors of a model's forward pass into a `ValueError` about inputs of other shapes."""
     try:
         yield
     except CallError:
@@ -72,10 +66,6 @@ def input_problem(module: Any, inputs: Any) -> str | None:
     """Returns what is wrong with the number of inputs, or None if the signature does not tell.
 
     The text has both numbers.
-
-    Args:
-        module: A Flax or Keras model.
-        inputs: Inputs of a batch: one array, or a tuple, list or dict of them.
     """
     if isinstance(inputs, Mapping):
         return None
@@ -157,11 +147,7 @@ def _keras_inputs(module: Any) -> tuple[str, ...] | None:
 
 
 class Builder:
-    """Creates the variables of a model for its inputs, and explains invalid inputs.
-
-    Args:
-        core: The shared parts of the model.
-    """
+    """Creates the variables of a model for its inputs, and explains invalid inputs."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -205,12 +191,7 @@ class Builder:
         return None
 
     def build_for(self, batch: Batch) -> None:
-        """Creates missing variables, and applies changes that the user made to the object.
-
-        Raises:
-            ValueError: If the data does not hold numbers, or if a built model cannot be called with
-                such inputs.
-        """
+        """Creates missing variables, and applies changes that the user made to the object."""
         check_batch(batch)
         trainer = self._core.trainer
         was_built = trainer.is_built

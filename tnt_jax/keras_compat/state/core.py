@@ -65,12 +65,7 @@ class ModelOptions:
         }
 
     def for_sharding(self) -> ShardingOptions | None:
-        """Returns how the model is sharded; None for data parallelism alone.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is invalid, or options exclude one another.
-        """
+        """Returns how the model is sharded; None for data parallelism alone."""
         return ShardingOptions.of(
             self.mesh,
             self.sharding_rules,
@@ -104,23 +99,7 @@ class ModelOptions:
 
 
 class Core:
-    """The wrapped module, its options, its trainer, and the choices of `compile`.
-
-    Args:
-        module: Module that the user passed.
-        variables: Variables of a Linen module to start from, or None.
-        options: Options of the model.
-
-    Attributes:
-        module: See above.
-        options: See above.
-        adapter: The adapter of the module.
-        compilation: The choices of `compile`; None before it is called.
-        knows_outputs: Whether it is known if rows of the model's outputs depend on one another.
-        dependence_of_outputs: How they do in prediction, if so.
-        mesh_choice: Why training has this mesh, with `mesh="auto"`; None before it is chosen.
-        is_fitting: Whether `fit` runs; the wrapped object is then out of date.
-    """
+    """The wrapped module, its options, its trainer, and the choices of `compile`."""
 
     def __init__(
         self, module: Any, variables: Mapping[str, Any] | None, options: ModelOptions
@@ -138,7 +117,10 @@ class Core:
         self.adapter.apply = self._chosen_apply(self.adapter.apply)
         self.compilation: Compilation | None = None
         self.mesh_choice: auto.Choice | None = None
-        self.is_fitting, self.knows_outputs = False, False
+        # While `fit` runs, the wrapped object is out of date.
+        self.is_fitting = False
+        # How rows of the model's outputs depend on one another in prediction, once that is known.
+        self.knows_outputs = False
         self.dependence_of_outputs: str | None = None
         self._trainer: Trainer | None = None
         # The state whose variables the wrapped object shows within `fit`.
@@ -172,14 +154,7 @@ class Core:
             self._trainer = own
 
     def choose_mesh(self, batch: Batch) -> None:
-        """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
-
-        Args:
-            batch: This process's rows of a batch; the step's memory is that for such batches.
-
-        Raises:
-            ValueError: On every process, if the step fits on no mesh.
-        """
+        """Chooses the mesh of a model with `mesh="auto"`, which training keeps."""
         if not self.has_open_mesh:
             return
         assert self._sharding is not None
@@ -214,9 +189,6 @@ class Core:
         """Computes whole global batches if rows were found to depend on one another.
 
         Otherwise each rank computes its part.
-
-        Raises:
-            ValueError: If an option needs parts of batches, and rows are dependent.
         """
         trainer, compilation = self.trainer, self.compilation
         of_steps = None if compilation is None else compilation.dependence
@@ -287,11 +259,7 @@ class Core:
         return self.compilation is None or not self.compilation.has_objective
 
     def require_compiled(self) -> Compilation:
-        """Returns the compilation.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
-        """
+        """Returns the compilation."""
         if self.compilation is None:
             does_not_count = getattr(self.module, "compiled", False)
             own = " The Keras model's own compile() does not count." if does_not_count else ""
@@ -301,11 +269,7 @@ class Core:
         return self.compilation
 
     def require_trainable(self) -> Compilation:
-        """Returns the compilation of a model that can be trained.
-
-        Raises:
-            RuntimeError: If the model was not compiled, or is a view.
-        """
+        """Returns the compilation of a model that can be trained."""
         compilation = self.require_compiled()
         if self.trainer.owner is not None:
             raise RuntimeError(

@@ -19,11 +19,7 @@ from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
 
 
 class ModelState:
-    """Reads and replaces the training state.
-
-    Args:
-        core: What the parts of the model share.
-    """
+    """Reads and replaces the training state."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -38,11 +34,7 @@ class ModelState:
 
     @property
     def state(self) -> TrainState:
-        """The whole training state, on the devices.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """The whole training state, on the devices."""
         self.start_optimizer()
         return self.require_built()
 
@@ -58,11 +50,7 @@ class ModelState:
         self._core.trainer.settle()
 
     def require_built(self) -> TrainState:
-        """Returns the current training state.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns the current training state."""
         self._core.read_assigned()
         return self._core.trainer.require_state()
 
@@ -126,9 +114,6 @@ class ModelState:
         """Replaces all parts of the training state that `arrays` holds, by path.
 
         Before `build` this happens as soon as the model is built.
-
-        Args:
-            arrays: Arrays of a checkpoint; an optimizer state requires a compiled model.
         """
         if not self.built:
             self._waiting = arrays
@@ -141,13 +126,7 @@ class ModelState:
     def replace_variables(
         self, arrays: Mapping[str, np.ndarray], *, skip_mismatch: bool = False
     ) -> None:
-        """Replaces parameters and model state by host arrays.
-
-        Args:
-            arrays: Arrays by path.
-            skip_mismatch: Whether to warn of leaves that do not fit, which keep their values,
-                rather than to raise an error.
-        """
+        """Replaces parameters and model state by host arrays."""
         self._replace(self._fitting(arrays) if skip_mismatch else arrays, "params", "model_state")
         self._core.write_back_outside_fit()
 

@@ -43,14 +43,8 @@ def take_over_changes(trainer: Trainer, inputs: Any) -> bool:
     """Reads the variables of the wrapped object again if the user has changed them.
 
     On every process the variables of the master count. The optimizer keeps its state, unless other
-    variables than before are trained.
-
-    Args:
-        trainer: Trainer of the model.
-        inputs: Inputs of the data at hand.
-
-    Returns:
-        Whether other variables or layers than before are trained: steps are then compiled anew.
+    variables or layers than before are trained: then the result is True, and steps are compiled
+    anew.
     """
     adapter = trainer.adapter
     if not adapter.holds_variables or trainer.owner is not None:

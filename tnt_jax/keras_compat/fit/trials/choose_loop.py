@@ -13,11 +13,7 @@ _CHOICES = ("TNT_TUNE_STEPS", "TNT_PLAN", "TNT_SCALE_STEPS")
 
 
 def choose_fit_loop() -> type[FitLoop]:
-    """Returns what runs `fit` in this job: training, trials, a plan, or steps that are timed.
-
-    Raises:
-        ValueError: If a variable of the launcher has no valid value.
-    """
+    """Returns what runs `fit` in this job: training, trials, a plan, or steps that are timed."""
     settings = read_settings({name: os.environ.get(name, "") for name in _CHOICES})
     # Training needs none of them.
     if settings.scale_steps is not None:

@@ -35,14 +35,6 @@ def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> Data
 
     The lowest number of ranks has the script's own batch. With strong scaling all others have it,
     too; with weak scaling it is multiplied.
-
-    Args:
-        data: The data, as the script passes it.
-        num_ranks: Number of ranks.
-        settings: Settings with the lowest number of ranks, and the kind of scaling.
-
-    Raises:
-        ValueError: If the batch cannot be kept, or cannot be multiplied.
     """
     factor = Fraction(num_ranks, settings.scale_from)
     return _multiplied(data, factor) if settings.scale_weak else _kept(data, factor)
@@ -110,12 +102,7 @@ class ScaleLoop(FitLoop):
         return plan
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Tells the launcher, on the master, and hands back to the entry of the process.
-
-        Raises:
-            TrialsDone: At the end; `tune_script` waits for it.
-            ValueError: If the data has too few batches.
-        """
+        """Tells the launcher, on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         source = plan.stream.source
         steps = trainer.runtime.settings.scale_steps
@@ -170,11 +157,7 @@ def _scaled(core: Core, data: DataArguments) -> DataArguments:
 
 
 def full_batches(plan: Plan) -> Iterator[HostBatch]:
-    """Yields batches without an end, epoch after epoch, without those that are smaller than full.
-
-    Raises:
-        ValueError: If an epoch has no batch, as of a generator that was read to its end.
-    """
+    """Yields full batches without an end, epoch after epoch."""
     is_fixed = plan.stream.source.global_batch_size is not None
     for epoch in count(plan.arguments.initial_epoch):
         is_empty = True

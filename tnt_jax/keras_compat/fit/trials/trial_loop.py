@@ -20,12 +20,7 @@ class TrialLoop(FitLoop):
     compiles_ahead = False
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Prints the options to use, on the master, and hands back to the entry of the process.
-
-        Raises:
-            TrialsDone: At the end; `tune_script` waits for it.
-            ValueError: If there is nothing to choose: one rank, or reproducible training.
-        """
+        """Prints the options to use, on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         compilation = self._core.require_compiled()
         transformation = compilation.transformation
@@ -47,11 +42,7 @@ class PlanLoop(FitLoop):
     compiles_ahead = False
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Prints the plan on the master, and hands back to the entry of the process.
-
-        Raises:
-            TrialsDone: At the end; `tune_script` waits for it.
-        """
+        """Prints the plan on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         lowered = trainer.lower_train_step(plan.unpack(plan.first))
         planned = plan_step(

@@ -16,11 +16,7 @@ from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
 
 
 def run(words: Sequence[str]) -> None:
-    """Runs a script as Python's own command line does, up to the end of its trials.
-
-    Args:
-        words: A script, or `-m` and a module, and the arguments.
-    """
+    """Runs a script as Python's own command line does, up to the end of its trials."""
     with contextlib.suppress(TrialsDone):
         if words[0] == "-m":
             sys.argv = [*words[1:]]
