@@ -13,14 +13,14 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host.collectives import Description, describe
 from tnt_jax.distributed.joining import runtime
+from tnt_jax.keras_compat.callbacks.recording import draw_curves
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.configuration import plain
-from tnt_jax.keras_compat.curves import draw_curves
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.saving import keras_files
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.state_variable import StateVariable, state_variables
+from tnt_jax.keras_compat.state.optimizer_view import StateVariable, state_variables
 from tnt_jax.train.contracts import Batch
 
 

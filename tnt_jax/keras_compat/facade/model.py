@@ -14,19 +14,18 @@ from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved_arguments
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
-from tnt_jax.keras_compat.fit.shared import Shared
 from tnt_jax.keras_compat.fit.single_batches import SingleBatches
-from tnt_jax.keras_compat.fit.trials.choose_loop import choose_fit_loop
-from tnt_jax.keras_compat.saving.described_models import model_from
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder
+from tnt_jax.keras_compat.saving.rebuild import Rebuilder, model_from
 from tnt_jax.keras_compat.state.core import Core, ModelOptions
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.seeding import seed_or_default
+from tnt_jax.settings import read_settings
 from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
@@ -133,7 +132,7 @@ class Model(SingleBatches, Inspection):
         self._shared = shared = Shared.of(core)
         self.training_state, self.resumption = shared.state, shared.resumption
         self.saver = Saver(core, shared.state)
-        self._fit_loop = choose_fit_loop()(shared)
+        self._fit_loop = _fit_loop_of_job()(shared)
 
     def compile(
         self,
@@ -655,3 +654,16 @@ class Model(SingleBatches, Inspection):
     @property
     def _trainer(self) -> Trainer:
         return self._core.trainer
+
+
+def _fit_loop_of_job() -> type[FitLoop]:
+    """Returns what runs `fit` in this job: training, or what a command of `tnt-jax` asks for."""
+    names = ("TNT_TUNE_STEPS", "TNT_PLAN", "TNT_SCALE_STEPS")
+    settings = read_settings({name: os.environ.get(name, "") for name in names})
+    if settings.scale_steps is None and not settings.plan and settings.tune_steps is None:
+        return FitLoop
+    from tnt_jax.keras_compat.fit import trials  # Training needs none of it.
+
+    if settings.scale_steps is not None:
+        return trials.ScaleLoop if settings.tune_steps is None else trials.ScaledTrialLoop
+    return trials.PlanLoop if settings.plan else trials.TrialLoop

@@ -12,12 +12,13 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.saving import keras_files
 from tnt_jax.keras_compat.saving.describe import is_linen
-from tnt_jax.keras_compat.saving.described_models import (
+from tnt_jax.keras_compat.saving.rebuild import (
+    Rebuilder,
+    construct,
     described_arguments,
     model_around,
     model_from,
 )
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder, construct
 from tnt_jax.keras_compat.saving.weight_files import problem_of_path
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints

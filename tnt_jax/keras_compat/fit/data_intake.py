@@ -1,8 +1,9 @@
-"""Turns the user's data into a stream of global batches that all processes have opened."""
+"""The arguments of calls, and the streams of global batches that are opened for them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -95,34 +96,6 @@ def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | Non
     return weigh
 
 
-def split_validation(
-    x: Any, y: Any, sample_weight: Any, share: float
-) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Returns training and validation parts of arrays.
-
-    As in Keras, the last rows are for validation, before any shuffle.
-    """
-    if not is_arrays(x):
-        raise ValueError(
-            f"validation_split needs arrays, but x is a {type(x).__name__}. Pass validation_data "
-            "instead."
-        )
-    arrays = (x, y, sample_weight)
-    num_examples = common_length(arrays)
-    first = int(num_examples * (1 - share))
-    if not 0 < share < 1 or first in (0, num_examples):
-        raise ValueError(
-            f"validation_split must leave examples on both sides, but {share} splits "
-            f"{num_examples} examples into {first} and {num_examples - first}."
-        )
-
-    def part(rows: slice) -> tuple[Any, Any, Any]:
-        inputs, targets, weight = jax.tree.map(lambda array: array[rows], arrays)
-        return inputs, targets, weight
-
-    return part(slice(None, first)), part(slice(first, None))
-
-
 @dataclass(frozen=True)
 class DataArguments:
     """The arguments of `fit`, `evaluate` and `predict` that describe the data."""
@@ -136,6 +109,95 @@ class DataArguments:
     distribute: bool = True
     predicts: bool = False  # Targets and weights are ignored.
     is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    """The arguments of `fit` except training data and callbacks; see `Model.fit`."""
+
+    class_weight: Mapping[int, float] | None
+    initial_epoch: int
+    epochs: int
+    steps_per_epoch: int | None
+    validation_split: float
+    validation_data: Any
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_micro_batch_size: int | None
+    validation_freq: int | list[int]
+    distribute_validation: bool
+    checkpoint_directory: Path | None
+    ignored_changes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises a TypeError if a number is something else."""
+        for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} must be a whole number, but is {value!r}.")
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether an epoch is left; a callback that resumes a run may leave none even so."""
+        return self.initial_epoch < self.epochs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of the loop of epochs."""
+
+    stream: EpochStream
+    first: HostBatch
+    weighting: Weighting | None
+    validation: Source | None
+    arguments: FitArguments
+
+    def unpack(self, item: HostBatch) -> Batch:
+        """Returns the inputs of a step from a host batch."""
+        return to_batch(item, self.weighting)
+
+    def validates_after(self, epoch: int) -> bool:
+        """Returns whether validation follows epoch number `epoch`, from 0."""
+        freq = self.arguments.validation_freq
+        is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+        return self.validation is not None and is_due
+
+    @property
+    def ever_validates(self) -> bool:
+        """Whether validation follows any epoch that the arguments leave."""
+        epochs = range(self.arguments.initial_epoch, self.arguments.epochs)
+        return any(map(self.validates_after, epochs))
+
+
+def carry_out_split(
+    data: DataArguments, arguments: FitArguments
+) -> tuple[DataArguments, FitArguments]:
+    """Returns the arguments of `fit` with `validation_split` applied.
+
+    As in Keras, the last rows become the validation data, before any shuffle.
+    """
+    share = arguments.validation_split
+    if not share:
+        return data, arguments
+    if not is_arrays(data.x):
+        raise ValueError(
+            f"validation_split needs arrays, but x is a {type(data.x).__name__}. Pass "
+            "validation_data instead."
+        )
+    arrays = (data.x, data.y, data.sample_weight)
+    num_examples = common_length(arrays)
+    first = int(num_examples * (1 - share))
+    if not 0 < share < 1 or first in (0, num_examples):
+        raise ValueError(
+            f"validation_split must leave examples on both sides, but {share} splits "
+            f"{num_examples} examples into {first} and {num_examples - first}."
+        )
+    x, y, sample_weight = jax.tree.map(lambda array: array[:first], arrays)
+    held_out = jax.tree.map(lambda array: array[first:], arrays)
+    return (
+        replace(data, x=x, y=y, sample_weight=sample_weight),
+        replace(arguments, validation_data=held_out),
+    )
 
 
 class DataIntake:

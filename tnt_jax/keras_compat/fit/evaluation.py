@@ -16,7 +16,7 @@ from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.trainer import device_feed, steps_per_program

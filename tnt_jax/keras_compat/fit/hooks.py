@@ -1,9 +1,4 @@
-"""The hooks between the loop and the callbacks, and the callbacks added by default.
-
-The progress of training, evaluation or prediction.
-
-The code between the steps writes it, and callbacks read it.
-"""
+"""The hooks between the loop and the callbacks, and the progress that callbacks read."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,8 +62,21 @@ class CallbackArguments:
     @contextmanager
     def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
         """Yields the callbacks, with the default ones, and clears the screen at last."""
-        completed = complete(self.callbacks, call, verbose=self.verbose)
-        opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+        if self.verbose not in (0, 1, 2, "auto"):
+            raise ValueError(
+                "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
+                f"{self.verbose!r}."
+            )
+        callbacks = agree_on_callbacks(flat(self.callbacks), call)
+        plain = [getattr(callback, "callback", callback) for callback in callbacks]
+        # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
+        if call == "Model.fit" and not any(isinstance(c, History) for c in plain):
+            callbacks.append(History())
+        prints = is_master_rank() or init().settings.output_on_all_devices
+        has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
+        if self.verbose and prints and not has_bar:
+            callbacks.append(ProgbarLogger(1 if self.verbose == "auto" else int(self.verbose)))
+        opened = CallbackList(callbacks, model=self.model, verbose=self.verbose, **params)
         try:
             yield opened
         finally:
@@ -174,28 +182,6 @@ class PhaseHooks:
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""
         return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
-
-
-def complete(callbacks: Any, call: str, *, verbose: int | str) -> list[Any]:
-    """Returns the user's callbacks with a `ProgbarLogger`, if this process prints.
-
-    In `fit`, a `History` belongs to them.
-    """
-    if verbose not in (0, 1, 2, "auto"):
-        raise ValueError(
-            "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
-            f"{verbose!r}."
-        )
-    given = agree_on_callbacks(flat(callbacks), call)
-    plain = [getattr(callback, "callback", callback) for callback in given]
-    prints = is_master_rank() or init().settings.output_on_all_devices
-    # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
-    has_history = call != "Model.fit" or any(isinstance(c, History) for c in plain)
-    history = [] if has_history else [History()]
-    has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
-    if not verbose or not prints or has_bar:
-        return given + history
-    return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
 
 
 def flat(callbacks: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +23,14 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     outputs_per_row,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataIntake,
+    Weighting,
+    require_targets,
+    to_batch,
+)
+from tnt_jax.keras_compat.fit.hooks import Progress
+from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.saving.keras_files import is_keras
 from tnt_jax.keras_compat.state.building import Builder, kinds
 from tnt_jax.keras_compat.state.core import Core
@@ -86,19 +94,12 @@ class Preparation:
         self._compile(compilation, functions)
         compilation.announced_kind = kinds((batch.inputs, batch.targets))
 
-    def choose_mesh(self, first: HostBatch, weighting: Weighting | None) -> None:
-        """Chooses the mesh for training on data like `first`, if that is open.
-
-        Called after `prepare`.
-        """
-        self._core.choose_mesh(to_batch(first, weighting))
-
     def compile_ahead(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
     ) -> None:
         """Begins to compile the first step of a model that has not been trained since `compile`.
 
-        Called after `choose_mesh`. Steps that share a program need an epoch that has so many.
+        Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         num_steps = compilation.steps_per_execution or 1
@@ -271,6 +272,33 @@ class Preparation:
         )
         compilation.functions = functions
         runtime.log_start_phase("weights made")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What `fit`, `evaluate`, `predict` and the calls for single batches share."""
+
+    core: Core
+    state: ModelState
+    builder: Builder
+    intake: DataIntake
+    preparation: Preparation
+    progress: Progress
+    resumption: Resumption
+
+    @classmethod
+    def of(cls, core: Core) -> "Shared":
+        """Returns them for a model."""
+        builder, state, progress = Builder(core), ModelState(core), Progress()
+        return cls(
+            core,
+            state,
+            builder,
+            DataIntake(core, builder),
+            Preparation(core, state, builder),
+            progress,
+            Resumption(core, progress),
+        )
 
 
 def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:

@@ -26,7 +26,7 @@ from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
 from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
 from tnt_jax.keras_compat.comparable import flat as flat_settings
-from tnt_jax.keras_compat.fit.fit_plan import Plan
+from tnt_jax.keras_compat.fit.data_intake import Plan
 from tnt_jax.keras_compat.fit.hooks import Progress, flat
 from tnt_jax.keras_compat.fit.start_check import (
     describe_compilation,

@@ -20,7 +20,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
     to_batch,
 )
 from tnt_jax.keras_compat.fit.evaluation import as_returned
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.train.trainer import device_feed
 
@@ -74,7 +74,7 @@ class SingleBatches:
         trainer = self._core.trainer
         first = self._single(x, y, sample_weight)
         self._shared.preparation.prepare(first, weighting)
-        self._shared.preparation.choose_mesh(first, weighting)
+        self._core.choose_mesh(to_batch(first, weighting))
         self._shared.preparation.check_rows(first, weighting, train=True)
         with self._fed(first, weighting) as feed:
             self._shared.progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())

@@ -23,8 +23,7 @@ from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count
 from tnt_jax.keras_compat.comparable import class_name, comparable, flat
 from tnt_jax.keras_compat.compiling.compilation import Compilation
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.lookup import OptaxOptimizer

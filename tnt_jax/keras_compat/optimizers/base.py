@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tnt_jax.keras_compat import keras_objects
 from tnt_jax.keras_compat.configuration import Recorded, config_of, plain
-from tnt_jax.keras_compat.optimizers import clipping
 from tnt_jax.train.finite import with_fixed_scale
 
 Slots = dict[str, jax.Array]
@@ -134,7 +134,11 @@ class Optimizer(Recorded):
             learning_rate if callable(learning_rate) else float(learning_rate)
         )
         self.weight_decay = weight_decay
-        clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
+        clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
+        if sum(bound is not None for bound in clips.values()) > 1:
+            raise ValueError(
+                f"Only one of clipnorm, clipvalue and global_clipnorm may be given, got {clips}."
+            )
         self.clipnorm = clipnorm
         self.clipvalue = clipvalue
         self.global_clipnorm = global_clipnorm
@@ -181,10 +185,14 @@ class Optimizer(Recorded):
         self._undecayed = (*map(_pattern, var_list or ()), *(var_names or ()))
 
     def clip(self, grads: list[jax.Array]) -> list[jax.Array]:
-        """Returns the clipped gradients."""
-        return clipping.choose(
-            clipnorm=self.clipnorm, clipvalue=self.clipvalue, global_clipnorm=self.global_clipnorm
-        )(grads)
+        """Returns the clipped gradients; a bound that is not positive clips nothing."""
+        if self.clipnorm is not None and self.clipnorm > 0:
+            return [clip_norm(grad, self.clipnorm) for grad in grads]
+        if self.clipvalue is not None and self.clipvalue > 0:
+            return [jnp.clip(grad, -self.clipvalue, self.clipvalue) for grad in grads]
+        if self.global_clipnorm is not None and self.global_clipnorm > 0:
+            return clip_global_norm(grads, self.global_clipnorm)
+        return grads
 
     def init_leaf(self, param: jax.Array, path: str) -> Slots:
         """Returns the arrays that the rule keeps for one parameter, by name."""
@@ -387,3 +395,89 @@ def _takes_step(schedule: Callable[..., Any]) -> bool:
 
 def _path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def clip_norm(grad: jax.Array, bound: float) -> jax.Array:
+    """Returns the gradient scaled down to a norm of at most `bound`."""
+    return grad * bound / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(grad))), bound)
+
+
+def clip_global_norm(grads: list[jax.Array], bound: float) -> list[jax.Array]:
+    """Returns all gradients scaled by one factor, to a joint norm of at most `bound`.
+
+    They are NaN if the norm is not finite.
+    """
+    norm = jnp.sqrt(sum((jnp.sum(jnp.square(grad)) for grad in grads), start=jnp.zeros(())))
+    # norm - norm is 0, or NaN for an infinite norm, as in Keras: a factor of 0 must not hide an
+    # overflow.
+    scale = bound * jnp.minimum(1 / norm, 1 / bound) + (norm - norm)
+    return [(grad * scale).astype(grad.dtype) for grad in grads]
+
+
+def read_learning_rate(opt_state: Any) -> jax.Array | None:
+    """Returns the learning rate in a state, or None if it holds none.
+
+    It is the rate of the last update or, before the first update, of the next.
+    """
+    injected = _injected(opt_state)
+    return injected[0].hyperparams["learning_rate"] if injected else None
+
+
+def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
+    """Returns the state with another learning rate, without retracing.
+
+    The dtype and the placement of the rate are kept.
+
+    Args:
+        opt_state: State of the transformation of an optimizer.
+        learning_rate: The rate, a number or scalar.
+
+    Raises:
+        TypeError: If a schedule sets the rate.
+        ValueError: If the state holds no rate, as for an Optax transformation not built by
+            `optax.inject_hyperparams`.
+    """
+    injected = _injected(opt_state)
+    if not injected:
+        raise ValueError(
+            "This optimizer's state holds no learning rate to set. Build the Optax transformation "
+            "with optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a "
+            "tnt_jax.optimizers class."
+        )
+    if any("learning_rate" in state.hyperparams_states for state in injected):
+        raise TypeError(
+            "A schedule decides the learning rate, so it cannot be set; create the optimizer with "
+            "a number."
+        )
+
+    def replaced(node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        old = node.hyperparams["learning_rate"]
+        return node._replace(
+            hyperparams={**node.hyperparams, "learning_rate": _like(old, learning_rate)}
+        )
+
+    return jax.tree.map(replaced, opt_state, is_leaf=_is_injected)
+
+
+def _like(old: Any, value: Any) -> Any:
+    """Returns a number as an array with the dtype and, on devices, the sharding of another."""
+    value = np.asarray(value, old.dtype)
+    # Each process creates its own copies: device_put to several processes would communicate.
+    return (
+        jax.make_array_from_callback((), old.sharding, lambda _: value)
+        if isinstance(old, jax.Array)
+        else value
+    )
+
+
+def _is_injected(node: Any) -> bool:
+    return "learning_rate" in getattr(node, "hyperparams", ()) and hasattr(
+        node, "hyperparams_states"
+    )
+
+
+def _injected(opt_state: Any) -> list[Any]:
+    """Returns the states of `inject_hyperparams` within a state that hold a learning rate."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_injected) if _is_injected(node)]

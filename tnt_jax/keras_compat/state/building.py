@@ -12,7 +12,6 @@ from tnt_jax.adapters.base import CallError, CallStyle
 from tnt_jax.data.arguments import check_numbers
 from tnt_jax.keras_compat.saving.keras_files import is_keras
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.wrapped import take_over_changes
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.trainer import trace_outputs
 
@@ -201,7 +200,7 @@ class Builder:
         # While fit runs, only what callbacks assign is news in the wrapped object.
         if self._core.is_fitting:
             self._core.read_assigned()
-        elif take_over_changes(trainer, batch.inputs) and self._core.compilation is not None:
+        elif self._core.take_over_changes(batch.inputs) and self._core.compilation is not None:
             self._core.compilation.forget_data()
         self._check_shapes(batch, was_built=was_built)
 

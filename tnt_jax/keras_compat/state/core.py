@@ -11,21 +11,23 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tnt_jax import reproducible, sharded
+from tnt_jax import _jax, reproducible, sharded
 from tnt_jax.adapters import wrap
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
-from tnt_jax.keras_compat.callbacks.base import check_can_read
+from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
-from tnt_jax.keras_compat.state.wrapped import read_assigned, write_back, writing_back
 from tnt_jax.log import logger
 from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions, auto
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.global_step import GlobalSteps, WholeBatches, log_choice
 from tnt_jax.train.trainer import Trainer
@@ -54,15 +56,6 @@ class ModelOptions:
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
         return self._named("precision", "trainable", "frozen", "synchronize_batch_norm")
-
-    def for_reduction(self) -> dict[str, Any]:
-        """Returns the options of `distributed.sums.reduction.choose_reduction`, by its names."""
-        return {
-            "threshold_kb": self.fusion_threshold,
-            "compression": self.gradient_compression,
-            "ranks_per_host": self.ranks_per_host,
-            "shard_optimizer_state": self.shard_optimizer_state,
-        }
 
     def for_sharding(self) -> ShardingOptions | None:
         """Returns how the model is sharded; None for data parallelism alone."""
@@ -130,7 +123,9 @@ class Core:
     def trainer(self) -> Trainer:
         """The trainer of the model; its first use joins the job."""
         if self._trainer is None:
-            job = self._on_mesh(runtime.init())
+            job = runtime.init()
+            if self._sharding is not None:
+                job = replace(job, mesh=self._sharding.mesh.build(job.mesh))
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
             self._trainer = Trainer(
@@ -329,12 +324,23 @@ class Core:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Surrounds training: stores the variables in the wrapped object when it ends."""
+        """Surrounds training: stores the variables in the wrapped object when it ends.
+
+        It does so also after an exception or a keyboard interrupt. After an exception in a job of
+        several processes nothing is stored: the others may wait for this process, which is about to
+        end.
+        """
         self.is_fitting = True
         try:
-            with writing_back(self.trainer):
-                yield
-                self.read_assigned()
+            yield
+            self.read_assigned()
+        except BaseException:
+            state = self.trainer.state
+            if jax.process_count() == 1 and state is not None and _is_whole(state):
+                self._store()
+            raise
+        else:
+            self._store()
         finally:
             self.is_fitting = False
 
@@ -352,12 +358,54 @@ class Core:
     def write_back(self) -> None:
         """See `Model.write_back`."""
         self.read_assigned()
-        write_back(self.trainer)
+        self._store()
+
+    def _store(self) -> None:
+        if self.adapter.holds_variables and self.trainer.state is not None:
+            self.adapter.write_back(self.trainer.variables())
 
     def read_assigned(self) -> None:
-        """Reads what a callback has assigned to variables of the wrapped object."""
-        if self.is_fitting:
-            read_assigned(self.trainer)
+        """Reads what a callback has assigned to variables of the wrapped object.
+
+        Every process must have assigned the same.
+        """
+        state = self.trainer.state if self.is_fitting else None
+        if state is None or not self.adapter.has_assigned():
+            return
+        check_changes_model("Assigning a variable of the wrapped object")
+        held = Variables(state.params, state.model_state)
+        self._put(state, self.adapter.with_assigned(held))
+
+    def take_over_changes(self, inputs: Any) -> bool:
+        """Reads the variables of the wrapped object again if the user has changed them.
+
+        On every process the variables of the master count. The optimizer keeps its state, unless
+        other variables or layers than before are trained: then the result is True, and steps are
+        compiled anew.
+        """
+        trainer, adapter = self.trainer, self.adapter
+        if not adapter.holds_variables or trainer.owner is not None:
+            return False
+        if (state := trainer.state) is None:
+            return False
+        trains_others = adapter.trains_others()
+        if not collectives.broadcast(np.int8(trains_others or adapter.has_assigned())):
+            return False
+        variables = Variables(*collectives.broadcast(tuple(adapter.init(inputs, seed=0))))
+        if _shapes(tuple(variables)) != _shapes((state.params, state.model_state)):
+            trainer.build_from(variables)
+        else:
+            self._put(state, variables)
+        return trains_others
+
+    def _put(self, state: TrainState, variables: Variables) -> None:
+        """Replaces the variables of the state by host arrays or by its own."""
+
+        def put(new: Any, old: jax.Array) -> jax.Array:
+            return old if new is old else _jax.put(np.asarray(new, old.dtype), old.sharding)
+
+        params, model_state = jax.tree.map(put, tuple(variables), (state.params, state.model_state))
+        self.trainer.state = replace(state, params=params, model_state=model_state)
 
     def write_back_outside_fit(self) -> None:
         """Stores the variables in the wrapped object, unless `fit` runs, which does so itself."""
@@ -410,11 +458,21 @@ class Core:
         )
 
     def _reduction(self, job: runtime.Runtime) -> Reduction:
-        choices = self.options.for_reduction()
-        return choose_reduction(job.platform, job.num_ranks, settings=job.settings, **choices)
+        return choose_reduction(
+            job.platform,
+            job.num_ranks,
+            settings=job.settings,
+            threshold_kb=self.options.fusion_threshold,
+            compression=self.options.gradient_compression,
+            ranks_per_host=self.options.ranks_per_host,
+            shard_optimizer_state=self.options.shard_optimizer_state,
+        )
 
-    def _on_mesh(self, job: runtime.Runtime) -> runtime.Runtime:
-        """Returns the job with the mesh of this model."""
-        if self._sharding is None:
-            return job
-        return replace(job, mesh=self._sharding.mesh.build(job.mesh))
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def _is_whole(state: TrainState) -> bool:
+    """Returns whether no array was donated to a step whose results never arrived."""
+    return not any(x.is_deleted() for x in jax.tree.leaves((state.params, state.model_state)))

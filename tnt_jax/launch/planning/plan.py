@@ -21,7 +21,7 @@ from tnt_jax.launch.planning.options import Options
 _MOST_DEVICES = 4096
 SECRET = "TNT_JOB_SECRET"
 """Variable that holds what only the processes of the job know."""
-_TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
+_TUNE_ENTRY = "tnt_jax.keras_compat.fit.tune_script"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`fit` in a process of `tnt-jax scale`: it times steps instead of training."""
+"""`fit` in a process of `tnt-jax tune`, `plan` or `scale`, which measures instead of training."""
 
 import resource
 import sys
@@ -18,16 +18,60 @@ from tnt_jax.data.streams import read_in_lockstep
 from tnt_jax.distributed import goodput
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import is_master_rank
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
-from tnt_jax.keras_compat.fit.trials.trial_loop import TrialLoop
-from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
+from tnt_jax.keras_compat.fit.tune_script import TrialsDone
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.runs import as_line
 from tnt_jax.settings import Settings
+from tnt_jax.sharded.planning import plan_step
+from tnt_jax.train.timing import tuning
 from tnt_jax.train.timing.timed_steps import time_steps
+
+_LIBRARIES = ("jax", "jaxlib", "flax")
+
+
+class TrialLoop(FitLoop):
+    """Times ways to sum gradients on the model and data of a `fit`, instead of training."""
+
+    compiles_ahead = False
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Prints the options to use, on the master, and hands back to the entry of the process."""
+        trainer = self._core.trainer
+        compilation = self._core.require_compiled()
+        transformation = compilation.transformation
+        assert transformation is not None
+        step = tuning.Step(
+            self._core.step_parts(),
+            transformation,
+            compilation.accumulation_steps,
+            compilation.steps_per_execution or 1,
+        )
+        by_argument = self._core.options.fusion_threshold is not None
+        tuning.tune(trainer, step, plan.first, plan.unpack, by_argument=by_argument)
+        raise TrialsDone
+
+
+class PlanLoop(FitLoop):
+    """Shows what a step of a `fit` needs, instead of training."""
+
+    compiles_ahead = False
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Prints the plan on the master, and hands back to the entry of the process."""
+        trainer = self._core.trainer
+        lowered = trainer.lower_train_step(plan.unpack(plan.first))
+        planned = plan_step(
+            lowered,
+            trainer.require_state(),
+            trainer.runtime.mesh,
+            notes=self._core.mesh_notes(),
+        )
+        if is_master_rank():
+            print(planned.text(), flush=True)
+        raise TrialsDone
 
 
 def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
@@ -79,9 +123,6 @@ def _multiplied(data: DataArguments, factor: Fraction) -> DataArguments:
 
     x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
     return replace(data, x=x, batch_size=batch_size)
-
-
-_LIBRARIES = ("jax", "jaxlib", "flax")
 
 
 class ScaleLoop(FitLoop):
