@@ -1,7 +1,6 @@
 """Settings as plain values that two processes can compare, whatever objects they consist of.
 
-Unlike a description for a file, which must recreate an object, this one always exists: what has no
-configuration is named by its class or its code.
+What has no configuration, and could not be recreated, is named by its class or its code.
 """
 
 import dataclasses
@@ -88,10 +87,9 @@ def _object(value: Any) -> Any:
 
 
 def _function(function: FunctionType) -> Any:
-    """Returns the name and the code of a function, and the plain values that it closes over.
+    """Returns the name and the code of a function, and what it closes over: plain values.
 
-    Of a function of Optax it returns all that it closes over. Other objects that functions of the
-    user's close over may well be different on each process.
+    Of a function of Optax that is all; of the user's, other objects may differ on each process.
     """
     named = f"{_name(function)} (code {_checksum(function):08x})"
     held = dict(

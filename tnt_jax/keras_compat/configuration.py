@@ -52,10 +52,7 @@ def config_of(made: Any, *current: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value in a form that JSON can represent.
-
-    Objects with a `get_config` and functions become names, arrays become lists.
-    """
+    """Returns what JSON can represent: functions and objects become names, arrays lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
@@ -178,10 +175,7 @@ def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any
 
 
 def registered_with_keras() -> dict[str, Any]:
-    """Returns what the user registered with Keras, by name.
-
-    That is, by `keras.saving.register_keras_serializable` or in a scope.
-    """
+    """Returns what the user registered with Keras, or in a scope of it, by name."""
     if "keras" not in sys.modules:
         return {}
     registered = sys.modules["keras"].saving.get_custom_objects()

@@ -1,11 +1,6 @@
-"""Keras objects among the arguments of a user, and names that only Keras knows.
+"""Keras objects among a user's arguments, and names in Keras's spellings, such as `mse` and `MSE`.
 
-Keras is an optional package: this module imports it only to look up a name that tnt_jax does not
-have.
-
-Names in Keras's spellings: class name, snake case, and short alias in either case.
-
-Examples are `MeanSquaredError`, `mean_squared_error`, `mse` and `MSE`.
+Keras is optional, and imported only to look up a name that tnt_jax does not have.
 """
 
 from __future__ import annotations
@@ -93,10 +88,7 @@ def require_jax_backend() -> ModuleType:
 
 
 def mask_of_outputs(outputs: Any) -> Any:
-    """Returns the mask `[rows, ...]` of outputs, or None.
-
-    Layers such as `Embedding(mask_zero=True)` make such masks.
-    """
+    """Returns the mask `[rows, ...]` of outputs, as of `Embedding(mask_zero=True)`, or None."""
     if "keras" not in sys.modules:
         return None
     from keras.src.backend import (
@@ -107,10 +99,9 @@ def mask_of_outputs(outputs: Any) -> Any:
 
 
 def find_class(name: str, kind: str) -> type | None:
-    """Returns the Keras class with a name, or None.
+    """Returns the Keras class of a name, or None, as without Keras or on another backend.
 
-    It is None if Keras is missing, uses another backend, or has no such class. Keras is imported,
-    on the JAX backend unless the environment says otherwise.
+    Keras is imported, on the JAX backend unless the environment says otherwise.
     """
     keras = _import_keras()
     if keras is None or keras.backend.backend() != "jax":

@@ -109,18 +109,12 @@ def controls_training(callback: Any) -> bool:
 
 
 def current_scope() -> Scope:
-    """Returns the processes that take part in the running hook.
-
-    Outside hooks the result is `"all_processes"`.
-    """
+    """Returns the processes that take part in the running hook; outside hooks all of them."""
     return _scope.get()
 
 
 def check_changes_model(what: str) -> None:
-    """Raises a RuntimeError if the master alone is about to change the model.
-
-    In a job of one process this is allowed.
-    """
+    """Raises a RuntimeError if the master alone, of several processes, would change the model."""
     if current_scope() == "main_process":
         raise RuntimeError(
             f"{what} on the master alone would make its model differ from the other processes'. "
@@ -129,10 +123,7 @@ def check_changes_model(what: str) -> None:
 
 
 def check_can_read(array: jax.Array) -> None:
-    """Raises a RuntimeError if the master alone is about to read what several processes hold.
-
-    It would wait for the others.
-    """
+    """Raises a RuntimeError if the master alone would read, and wait for, what several hold."""
     is_here = array.is_fully_addressable or array.is_fully_replicated
     if not is_here and current_scope() == "main_process":
         raise RuntimeError(
@@ -270,10 +261,7 @@ class Callback:
 
     @property
     def writes(self) -> bool:
-        """Whether this process may write the files of this callback.
-
-        Only the master may, or in `OnAllRanks` each process.
-        """
+        """Whether this process may write: the master, or in `OnAllRanks` each process."""
         return self.scope == "per_process" or is_master_rank()
 
     def set_model(self, model: Any) -> None:
@@ -285,10 +273,7 @@ class Callback:
         self.params = params
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that an interrupted run needs to resume.
-
-        It consists of JSON values and lists of NumPy arrays by name.
-        """
+        """Returns what a resumed run needs: JSON values, and lists of NumPy arrays, by name."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

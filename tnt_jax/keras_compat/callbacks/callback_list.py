@@ -1,8 +1,6 @@
 """The callbacks of one `fit`, `evaluate` or `predict`: calls each hook in order.
 
-Checks that all processes have the same callbacks, apart from those that only the master has.
-
-A callback that some processes have and others have not would make them wait for each other forever.
+Checks first that all processes have the same: they would wait for each other forever.
 """
 
 import inspect
@@ -54,10 +52,10 @@ class _OfMaster(Callback):
 
 
 def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
-    """Returns the callbacks of a call; those that only the master has run there, as in `OnMaster`.
+    """Returns as many callbacks on every process, in the master's order, or raises on all.
 
-    There are as many on every process, in the master's order. Settings are compared of callbacks
-    that control training or save together; a difference is an error on all processes.
+    Those that only the master has run there, as in `OnMaster`. Settings are compared of callbacks
+    that control training or save together.
     """
     agreed = _agree_on_kinds(callbacks, call)
     together = [item for item in agreed if not is_keras_writer(item)]
@@ -226,10 +224,7 @@ class CallbackList:
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls one hook, such as `on_epoch_end`, of every callback.
-
-        The callbacks share one copy of the logs and may add to it.
-        """
+        """Calls a hook of every callback, with one copy of the logs, to which they may add."""
         args = tuple(dict(arg) if isinstance(arg, Mapping) else arg for arg in args)
         for scoped in self._scoped:
             restores = (
@@ -314,9 +309,7 @@ class CallbackList:
 
 
 def overrides(callback: Any, hook: str) -> bool:
-    """Returns whether a callback's class overrides a batch hook of its library's base class.
-
-    A class in between counts, too.
+    """Returns whether a callback's class, or one in between, overrides a hook of its library's.
 
     `on_batch_begin` and `on_batch_end` count as the hooks of training, which call them.
     """

@@ -199,23 +199,13 @@ class ModelCheckpoint(Callback):
 class OrbaxCheckpoint(ModelCheckpoint):
     """Saves the model to a directory of numbered checkpoints, in Orbax's layout.
 
-    The arguments are those of Keras's callback.
+    The arguments are those of Keras's callback: of the newest checkpoints `max_to_keep` stay, all
+    if it is None, and without `save_on_background` training waits until each is written; the
+    others are those of `ModelCheckpoint`.
 
     `load_weights(directory)` and `tnt_jax.models.load_model(directory)` read the newest one, on any
     number of devices. A checkpoint has the number of the last step. All processes write it
     together.
-
-    Args:
-        directory: Where to save.
-        monitor: As in `ModelCheckpoint`.
-        verbose: As in `ModelCheckpoint`.
-        save_best_only: As in `ModelCheckpoint`.
-        mode: As in `ModelCheckpoint`.
-        save_freq: As in `ModelCheckpoint`.
-        initial_value_threshold: As in `ModelCheckpoint`.
-        max_to_keep: Number of newest checkpoints to keep; all if None.
-        save_on_background: False to wait until each checkpoint is written.
-        save_weights_only: As in `ModelCheckpoint`.
 
     Raises:
         ValueError: If an argument is out of range, or the directory has the name of a file.

@@ -23,10 +23,7 @@ _LAST_PART = 0.05
 
 
 class SavingTimes:
-    """Counts batches up to the next save.
-
-    Batch numbers may jump if several steps run in one program.
-    """
+    """Counts batches, whose numbers may jump if several run in one program, up to the next save."""
 
     def __init__(self, save_freq: SaveFreq) -> None:
         if save_freq != "epoch" and (
@@ -58,8 +55,7 @@ class SavingTimes:
 class SavingSeconds:
     """Says every so many seconds that a save is due, on all processes after the same batch.
 
-    The clock is that of process 0, which the others ask in few steps: it tells them whether a save
-    is due, and after how many steps they ask again, by the time that steps have taken so far.
+    Process 0 tells the others in few steps whether it is, and after how many steps they ask again.
     """
 
     def __init__(
@@ -167,10 +163,9 @@ class Monitor:
         return logs[self.name]
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Returns whether a value improves on another by more than the smallest change.
+        """Returns whether a value is better by more than the smallest change.
 
-        Any value improves on None, and any number on NaN; in Keras an initial NaN stays the best
-        value forever.
+        Any value improves on None, and unlike in Keras any number on NaN.
         """
         if than is None:
             return True
@@ -184,10 +179,7 @@ class Monitor:
 
 
 def direction(log: str, model: Any) -> Mode:
-    """Returns whether less or more of a log is better, by the class of its metric.
-
-    The result is `"auto"` if that is unknown.
-    """
+    """Returns whether less or more of a log is better, by its metric; `"auto"` if nobody knows."""
     log = log.removeprefix("val_")
     metric = getattr(model, "metrics_by_log", {}).get(log)
     texts = [log] if metric is None else [*(cls.__name__ for cls in type(metric).__mro__), log]

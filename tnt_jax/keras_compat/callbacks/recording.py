@@ -267,10 +267,7 @@ def draw_curves(
 
 
 def _places(count: int, epochs: Sequence[int] | None, num_epochs: int) -> list[float]:
-    """Returns the positions of a log's values: their epochs, from 1, or evenly spaced.
-
-    They are spaced evenly up to the last epoch if some epochs have no value.
-    """
+    """Returns the places of a log's values: epochs, or evenly spaced if some have none."""
     numbers = [epoch + 1 for epoch in (epochs or range(num_epochs))]
     if count == len(numbers):
         return [float(number) for number in numbers]

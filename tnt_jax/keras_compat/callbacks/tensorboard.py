@@ -221,10 +221,7 @@ def write_embeddings(
 
 
 def write_keras_graph(writer: Any, module: Any) -> None:
-    """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph.
-
-    As in Keras, other models are ignored.
-    """
+    """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph."""
     if not (
         is_keras(module, "models.Model") and type(module).__name__ in ("Functional", "Sequential")
     ):
@@ -445,10 +442,7 @@ class TensorBoard(Callback):
 
 
 def _profiled_steps(profile_batch: Any) -> tuple[int, int]:
-    """Returns the first and the last step to profile.
-
-    They are given as a step, a pair, or a string of either.
-    """
+    """Returns the first and the last step to profile, from one, a pair, or a string of either."""
     given = profile_batch.split(",") if isinstance(profile_batch, str) else profile_batch
     steps = [int(step) for step in given] if isinstance(given, (tuple, list)) else [given]
     first = steps[0]

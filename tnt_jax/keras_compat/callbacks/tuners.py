@@ -85,10 +85,7 @@ class RayReport(Callback):
         storage.report(metrics, checkpoints=checkpoints)
 
     def _new_checkpoints(self) -> list[str]:
-        """Returns the folders of the backups of all fits, if this one has made another.
-
-        All processes call it together, after the same step.
-        """
+        """Returns the folders of all fits' backups if one is new; all processes call it."""
         backup = self._backup
         if backup is None or backup.newest in (None, self._reported):
             return []
@@ -116,10 +113,7 @@ def backup_on_ray(directory: Path, save_freq: SaveFreq | str, storage: RayStorag
 
 
 def ray_storage() -> RayStorage | None:
-    """Returns the storage of the Ray run that this process belongs to; None outside of Ray.
-
-    All processes call it together, the first time.
-    """
+    """Returns the storage of this process's Ray run, or None; first, all call it together."""
     if role() is None:
         return None
     if (storage := _storage.get()) is None or storage.is_over:

@@ -1,11 +1,4 @@
-"""Resolves the arguments of `compile` into the functions of a step.
-
-They are for the shapes of the first batch.
-
-Checks that losses and metrics fit the model and the targets, before anything is computed.
-
-A trace is enough for these checks.
-"""
+"""Resolves the arguments of `compile` for the first batch, and checks that they fit by a trace."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,10 +66,7 @@ def check_activation(loss: Loss, activation: str | None) -> None:
 
 
 def check_targets_of_metric(metric: Metric, y_true: Any, y_pred_shape: tuple[int, ...]) -> None:
-    """Checks that the targets have the form that a metric needs.
-
-    The form is class indices or distributions over the classes.
-    """
+    """Checks that the targets are the class indices or distributions that a metric needs."""
     loss = getattr(metric, "loss", None)
     by_index = type(metric).__name__ in _BY_INDEX or getattr(loss, "targets", "") == "class_index"
     shape = np.shape(y_true)
@@ -100,11 +90,7 @@ class CompileArguments:
     objective: Any = None
 
     def check_names(self) -> None:
-        """Raises a ValueError if a loss, metric or factor cannot be used.
-
-        That is a loss of unknown name, a function that takes the outputs first, or a factor that is
-        no number.
-        """
+        """Raises a ValueError for unknown losses, outputs before targets, or bad factors."""
         for loss in jax.tree.leaves(self.loss):
             losses.get(loss)
         for metric in jax.tree.leaves((self.metrics, self.weighted_metrics)):
@@ -223,10 +209,7 @@ class Compiled:
         return values
 
     def results(self, sums: Any) -> dict[str, Any]:
-        """Returns the logs for the sums of an epoch so far.
-
-        They are `loss`, the loss of each output if there are several, and every metric.
-        """
+        """Returns the logs of an epoch's sums: loss, those of several outputs, and metrics."""
         sums = jax.tree.map(np.asarray, sums)
         logs: dict[str, Any] = {"loss": _ratio(sums["loss"])}
         trained = self._trained()
@@ -358,10 +341,7 @@ def _masked_weight(weight: Any, mask: Any) -> Any:
 
 
 def _valid_weight(metric: Metric, weight: Any, outputs: Any) -> Any:
-    """Returns weights that leave out what the outputs mask.
-
-    As in Keras, only means of values respect the mask.
-    """
+    """Returns weights without what outputs mask; as in Keras, only means of values respect it."""
     valid = mask_of_outputs(outputs) if isinstance(metric, MeanMetricWrapper) else None
     return and_valid(weight, valid)
 

@@ -49,8 +49,7 @@ def check_prediction_methods(module: Any) -> None:
 def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> Optimizer:
     """Returns the user's optimizer, with loss scaling for a Keras model in `mixed_float16`.
 
-    Keras checks only the model, but a model that is loaded from a file has the policy of the
-    process, so the layers are checked, too.
+    Unlike in Keras the layers are checked: a loaded model has the policy of the process.
     """
     # The table of all optimizers is imported when one is asked for.
     from tnt_jax.keras_compat.optimizers.lookup import required

@@ -58,9 +58,8 @@ class OutputSpec:
 class Layout:
     """The outputs of a model in order, with the names by which a user refers to them.
 
-    They are named by the keys of a dict, by a functional Keras model, or `output_0` and so on. None
-    among the outputs has a place, but neither loss nor target. A single output is logged without
-    its name.
+    They are keys of a dict, names of a functional Keras model, or `output_0` and so on. None has a
+    place, but neither loss nor target. A single output is logged without its name.
     """
 
     def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
@@ -95,8 +94,7 @@ class Layout:
     def data(self, tree: Any, needed: Sequence[bool], what: str) -> list[Any]:
         """Returns the part of each output in targets or weights, None where there is none.
 
-        The tree is a dict by name; or has a part for each output, in the structure of the outputs
-        or in a list; or for each output that needs one.
+        There are parts by name, or in order for each output, or for each that needs one.
         """
         if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
             return [tree.get(key) for key in self.keys]
@@ -119,8 +117,7 @@ class Layout:
     def arguments(self, value: Any, what: str, *, many: bool = False) -> list[Any]:
         """Returns what an argument of `compile` says of each output.
 
-        One value serves all outputs, lists go by position, dicts by name, and nested values by the
-        structure of the outputs.
+        One value serves all outputs; others go by position, name or the structure of the outputs.
         """
         if self.is_single and many:
             given = jax.tree.leaves(value)
@@ -151,10 +148,7 @@ class Layout:
 def make_output_specs(
     layout: Layout, index: int, arguments: Sequence[Any], true: Any, pred: Any
 ) -> list[OutputSpec]:
-    """Returns what is asked of an output, with losses and metrics resolved.
-
-    There is more than one entry if it has several losses, which are added.
-    """
+    """Returns what is asked of an output, an entry for each of several losses, which add up."""
     loss, weight, *given = arguments
     asked = [listed for listed in (_listed(loss), *map(_listed, given)) if listed]
     if asked and true is None:
@@ -193,8 +187,7 @@ def _is_none(value: Any) -> bool:
 def log_names(specs: Sequence[OutputSpec]) -> list[list[str]]:
     """Returns the names of each output's metrics in the logs, each once, as Keras makes them.
 
-    Of metrics of one name the first has it. A later one of `metrics` gets a number; one of
-    `weighted_metrics` the prefix `weighted_`, and a number if that is taken too.
+    Later ones of the same name get a number, or first, if weighted, the prefix `weighted_`.
     """
     used: set[str] = {"loss", *(f"{spec.prefix}loss" for spec in specs if spec.loss is not None)}
     names = [

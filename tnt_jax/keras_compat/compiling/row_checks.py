@@ -96,10 +96,7 @@ def traced_dependence(
 
 
 def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int | None:
-    """Returns the bytes of the products that training computes for the rows of a global batch.
-
-    None if it computes in half precision.
-    """
+    """Returns the bytes of training's products for a global batch; None in half precision."""
     ranks = trainer.rank_slice
     per_rank = num_local_rows(batch) // ranks.local_ranks
     rows = _described_rows(batch._replace(mask=None), per_rank)
@@ -200,10 +197,7 @@ def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
 
 
 def _traced(trainer: Trainer, per_row: PerRow, variables: Any, batch: Batch, *, train: bool) -> Any:
-    """Returns the trace of a function of variables, rows and the number of the first row.
-
-    It is for one device of this process.
-    """
+    """Returns the trace, for one device, of a function of variables, rows and the first row."""
     mesh = trainer.runtime.mesh
 
     def run(

@@ -69,12 +69,7 @@ class NamedWeight(np.ndarray):
 
 
 class Layer:
-    """A layer of a model, with its weights.
-
-    Attributes:
-        name: First part of the paths of its weights.
-        weights: Copies of its weights.
-    """
+    """A layer of a model: the first part of the paths of its weights, and copies of these."""
 
     def __init__(self, name: str, weights: list[NamedWeight]) -> None:
         self.name = name
@@ -333,13 +328,8 @@ class Inspection:
         """Returns the program of a training step for data like `x` and `y`, without running it.
 
         With `reproducible=True` a step has several programs, each after a comment with its name.
-
-        Args:
-            x: Data as in `fit`.
-            y: Targets as in `fit`.
-            batch_size: As in `fit`.
-            optimized: Whether to compile it: the text is then the HLO that the devices run, with
-                the reductions that XLA made of the gradients' buckets; otherwise it is StableHLO.
+        The text is StableHLO or, if `optimized`, the HLO that the devices run, with the reductions
+        that XLA made of the gradients' buckets. The other arguments are those of `fit`.
 
         Raises:
             RuntimeError: If the model was not compiled.
@@ -354,12 +344,7 @@ class Inspection:
         """Returns the collectives of a training step for data like `x` and `y`, without running it.
 
         They are those that the step asks for, and what the compiler made of them. Print the result
-        for a summary.
-
-        Args:
-            x: Data as in `fit`.
-            y: Targets as in `fit`.
-            batch_size: As in `fit`.
+        for a summary. The arguments are those of `fit`.
 
         Raises:
             RuntimeError: If the model was not compiled.

@@ -295,20 +295,9 @@ class Model(SingleBatches, Inspection):
     ) -> float | list[float] | dict[str, float]:
         """Returns loss and metrics over the data, the same on every process.
 
-        Each example counts once. The result is the loss alone if there are no metrics, else a list,
-        or a dict with `return_dict`.
-
-        Args:
-            x: Data as in `fit`.
-            y: As in `fit`.
-            batch_size: As in `fit`.
-            verbose: As in `fit`.
-            sample_weight: As in `fit`.
-            steps: Batches to evaluate; all by default.
-            callbacks: As in `fit`.
-            return_dict: Whether to return a dict by name instead of a list like `metrics_names`.
-            tnt_micro_batch_size: As in `fit`.
-            tnt_distribute_dataset: As in `fit`.
+        Each example counts once. The result is the loss alone if there are no metrics, else a list
+        like `metrics_names`, or a dict by name with `return_dict`. `steps` is the number of
+        batches, all by default; the other arguments are those of `fit`.
 
         Raises:
             RuntimeError: If the model was not compiled.
@@ -336,17 +325,9 @@ class Model(SingleBatches, Inspection):
         """Returns the model's outputs `[examples, ...]` as NumPy arrays, in full on every process.
 
         They are in the order of the data. The model need not be compiled. Targets that the data
-        holds are ignored.
-
-        Args:
-            x: Data as in `fit`; a tuple of arrays are inputs if the module takes so many, else
-                `(inputs, targets)`.
-            batch_size: As in `fit`.
-            verbose: As in `fit`.
-            steps: Batches to predict; all by default.
-            callbacks: As in `fit`.
-            tnt_micro_batch_size: As in `fit`.
-            tnt_distribute_dataset: As in `fit`.
+        holds are ignored; a tuple `x` of arrays are inputs if the module takes so many, else
+        `(inputs, targets)`. `steps` is the number of batches, all by default; the other arguments
+        are those of `fit`.
         """
         data = DataArguments(
             x,
@@ -379,12 +360,7 @@ class Model(SingleBatches, Inspection):
     ) -> Self:
         """Returns a model of this class from a result of `get_config`, not compiled.
 
-        Its weights are fresh.
-
-        Args:
-            config: Configuration.
-            custom_objects: As in `load_model`.
-            trust: As in `load_model`.
+        Its weights are fresh. `custom_objects` and `trust` are those of `load_model`.
 
         Raises:
             ValueError: If the configuration names what is not known, or is none.
@@ -416,12 +392,8 @@ class Model(SingleBatches, Inspection):
     ) -> None:
         """Calls `compile` with what `get_compile_config` returned.
 
-        Args:
-            config: What it returned.
-            custom_objects: Classes and functions of the user by name.
-
         Raises:
-            ValueError: If a name is unknown.
+            ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
         """
         self.compile(**resolved_arguments(config, custom_objects))
 

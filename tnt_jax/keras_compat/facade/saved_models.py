@@ -31,13 +31,7 @@ def save_model(
     *,
     tnt_save_all_devices: bool = False,
 ) -> None:
-    """Saves a model, as `model.save` does.
-
-    Args:
-        model: A `tnt_jax.Model`, or a Keras model, which is saved as if it were wrapped.
-        filepath: The path; see `Model.save`.
-        overwrite: False to refuse an existing path.
-        tnt_save_all_devices: Whether every process writes a copy of its own.
+    """Saves a `tnt_jax.Model`, or a Keras model as if it were wrapped, as `Model.save` does.
 
     Raises:
         ValueError: If `model` is neither, or has no variables and does not know its inputs.
@@ -143,10 +137,7 @@ def model_from_config(
 ) -> Model:
     """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled.
 
-    Args:
-        config: Configuration.
-        custom_objects: As in `load_model`.
-        trust: As in `load_model`.
+    `custom_objects` and `trust` are those of `load_model`.
 
     Raises:
         ValueError: If the configuration names what is not known, or is none.
@@ -159,10 +150,7 @@ def model_from_json(
 ) -> Model:
     """Returns a model from a result of `Model.to_json`, with fresh weights, not compiled.
 
-    Args:
-        text: JSON.
-        custom_objects: As in `load_model`.
-        trust: As in `load_model`.
+    `custom_objects` and `trust` are those of `load_model`.
 
     Raises:
         ValueError: If the configuration names what is not known, or is none.
@@ -230,10 +218,7 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
 
 
 def _inputs_of(keras_model: Any, notes: Mapping[str, Any]) -> Any:
-    """Returns shapes and dtypes of the inputs of a Keras model; None if unknown.
-
-    They come from the model or from the file.
-    """
+    """Returns shapes and dtypes of a Keras model's inputs, by itself or its file, or None."""
     inputs = keras_files.inputs_of(keras_model)
     if inputs is None:
         inputs = keras_files.described_inputs(notes.get("config", {}))

@@ -1,8 +1,7 @@
 """Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
 
-A path that ends in `.weights.h5`, `.safetensors` or `.keras` is one file; a path without a file
-extension is a checkpoint directory with the whole training state, which can be read on another
-number of devices.
+A path without a file extension is a checkpoint directory with the whole training state, which
+can be read on another number of devices.
 """
 
 import os
@@ -166,10 +165,7 @@ class Saver:
         return keras_descriptions.describe_compile(optimizer, compilation.given)
 
     def _description(self) -> dict[str, Any]:
-        """Returns what is needed to recreate and compile the model.
-
-        Parts that cannot be described are left out, with a warning.
-        """
+        """Returns what recreates and compiles the model, without parts that cannot be described."""
         notes: dict[str, Any] = {"options": describe(self._core.options.saved())}
         parts: dict[str, Callable[[], Any]] = {"config": self.get_config}
         if (compilation := self._core.compilation) is not None:

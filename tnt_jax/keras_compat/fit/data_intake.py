@@ -231,10 +231,9 @@ class DataIntake:
         meanwhile: Meanwhile | None = None,
         **arguments: Any,
     ) -> tuple[EpochStream, HostBatch]:
-        """Returns the data of a call and its first batch.
+        """Returns the data of a call and its first batch, once all processes have made the call.
 
-        It waits until all processes have made the same call with the same kind of data, and with
-        the same `arguments`. An error on one process is raised on all.
+        They must have the same kind of data and `arguments`; an error on one is raised on all.
         """
         return open_stream(
             call,

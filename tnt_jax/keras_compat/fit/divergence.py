@@ -1,8 +1,7 @@
 """Checks that all ranks hold the same training state, at the start of training and every epoch.
 
-Each rank has a copy of weights and optimizer state, and the copies are never exchanged. If one
-becomes different, by a callback on one process or by faulty memory, every later result is wrong
-without a word.
+Copies are never exchanged: if a callback on one process, or faulty memory, changes one of them,
+every later result is wrong without a word.
 """
 
 import json

@@ -259,10 +259,7 @@ class FitLoop:
     def _train_epoch(
         self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
     ) -> dict[str, float] | None:
-        """Runs the steps of an epoch, from `start` on if it is given.
-
-        Returns its logs, or None if the data has ended.
-        """
+        """Runs an epoch, from `start` on; returns its logs, or None if the data has ended."""
         phases.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
@@ -322,10 +319,7 @@ class FitLoop:
         *,
         available: int | None,
     ) -> None:
-        """Runs the first steps one by one and chooses the number of steps of a program.
-
-        The number is the same on every process.
-        """
+        """Runs the first steps one by one, and chooses how many a program has on all processes."""
         steps.run(islice(batches, _WARM_STEPS))
         first = steps.index
         start = time.perf_counter()
@@ -394,10 +388,7 @@ class _EpochSteps:
             raise Preempted
 
     def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
-        """Yields items, counts their steps, and adds up the time in which devices waited for data.
-
-        The latter from the first step on.
-        """
+        """Yields and counts steps, and adds up how long devices waited after the first."""
         items = iter(groups)
         while True:
             start = time.perf_counter()

@@ -167,10 +167,7 @@ class PhaseHooks:
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
-        """Records whether the next step has to be compiled first.
-
-        Its kind is added to the known kinds.
-        """
+        """Records whether the next step has to be compiled first, and its kind as known."""
         kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
         if kind in known:
             self._progress.is_compiling = False

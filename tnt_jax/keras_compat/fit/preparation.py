@@ -120,8 +120,7 @@ class Preparation:
     ) -> None:
         """Chooses the step by whether rows depend on one another, if the program says so.
 
-        Called before `compile_ahead`, once for training and once for evaluation; `check_rows` runs
-        the program where that does not suffice.
+        Called before `compile_ahead`; `check_rows` runs the program where that does not suffice.
         """
         compilation, core = self._core.require_compiled(), self._core
         if train in compilation.traced_rows or not core.splits_rows:
@@ -214,8 +213,7 @@ class Preparation:
     def compile_evaluation_ahead(self, source: Source) -> None:
         """Begins to compile the evaluation of validation data, beside the first steps of training.
 
-        Called after `compile_ahead` and `check_validation`, for a model that has not been trained
-        since `compile`. Data that is not in memory must say what its batches are like.
+        Called after `compile_ahead` and `check_validation`. Data must be in memory or announced.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         if trainer.steps.fused is None or compilation.compiled_kinds:
@@ -312,10 +310,7 @@ def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
 
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
-    """Returns what is wrong with this process's rows of the first batch.
-
-    Outputs for them are checked, too, if given.
-    """
+    """Returns what is wrong with this process's rows of the first batch, and outputs if given."""
     rows = (
         int(batch.mask.sum()) if batch.mask is not None else len(jax.tree.leaves(batch.inputs)[0])
     )

@@ -115,8 +115,7 @@ def _ray_report(callbacks: Any) -> RayReport | None:
 def with_backup(callbacks: Any, directory: Path | None) -> Any:
     """Returns callbacks with one that saves to a directory and resumes from there.
 
-    It saves every minute, or as often as `TNT_CHECKPOINT_EVERY` says. In a process that Ray has
-    started, one that reports to Ray follows it, unless the user has passed one.
+    In a process that Ray has started one that reports to Ray follows, unless the user passed one.
     """
     added: list[Any] = []
     report, storage = _ray_report(callbacks), ray_storage()
@@ -449,8 +448,8 @@ class Resumption:
 def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
     """Yields the points at which the `fit` within the block may end.
 
-    If a callback can save the state, signals to this process are requests from here on, and stay
-    so if that callback keeps what it has saved when training is over.
+    If a callback can save the state, signals are requests from here on, and stay so if it keeps
+    what it has saved when training is over.
     """
     if role() is not None:
         # Ray trains in a thread, which gets no signals, and ends its processes by itself.

@@ -101,13 +101,7 @@ class SingleBatches:
 
     @phases.called("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
-        """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
-
-        Every process gets all rows.
-
-        Args:
-            x: Inputs as in `train_on_batch`.
-        """
+        """Returns all outputs `[rows, ...]` for one batch as NumPy arrays, on every process."""
         first = self._single(x, None, None, is_inputs=True)
         self._shared.builder.build_for(to_batch(first))
         self._shared.preparation.check_outputs(to_batch(first))
@@ -115,13 +109,7 @@ class SingleBatches:
             return self._core.trainer.predict(feed, _NoHooks())
 
     def __call__(self, inputs: Any, training: bool | None = False) -> Any:
-        """Returns the outputs `[rows, ...]` for one batch as JAX arrays.
-
-        Every process gets all rows.
-
-        Args:
-            inputs: Inputs as in `train_on_batch`.
-            training: Must be False: layers behave as in evaluation.
+        """Returns all outputs `[rows, ...]` for one batch as JAX arrays, on every process.
 
         Raises:
             TypeError: If the inputs are traced, as in a function under `jax.jit` or `jax.grad`.
@@ -145,10 +133,7 @@ class SingleBatches:
         self._shared.progress.epoch_sums = None
 
     def get_metrics_result(self) -> dict[str, float]:
-        """Returns loss and metrics of the last epoch, evaluation or single batch.
-
-        Empty before the first and after `compile`.
-        """
+        """Returns loss and metrics of the last epoch, evaluation or batch since `compile`."""
         sums = self._shared.progress.epoch_sums
         return {} if sums is None or self._core.functions is None else self._core.logs(sums)
 

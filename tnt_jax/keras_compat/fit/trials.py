@@ -77,8 +77,7 @@ class PlanLoop(FitLoop):
 def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
     """Returns the data of a `fit` with the global batch for a number of ranks.
 
-    The lowest number of ranks has the script's own batch. With strong scaling all others have it,
-    too; with weak scaling it is multiplied.
+    That is the script's own; with weak scaling it is that of the lowest number, and multiplied.
     """
     factor = Fraction(num_ranks, settings.scale_from)
     return _multiplied(data, factor) if settings.scale_weak else _kept(data, factor)

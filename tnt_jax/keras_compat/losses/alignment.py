@@ -1,7 +1,4 @@
-"""Losses on whole rows: connectionist temporal classification (CTC), and circle loss.
-
-Circle loss compares rows with each other.
-"""
+"""Losses on whole rows, connectionist temporal classification (CTC), or on pairs of rows."""
 
 from __future__ import annotations
 
@@ -93,10 +90,7 @@ def _logsumexp_where(where: jax.Array, terms: jax.Array) -> jax.Array:
 
 
 class CTC(LossFunctionWrapper):
-    """Connectionist temporal classification loss; see `losses.ctc`.
-
-    The labels are [batch, length], the logits [batch, time, classes].
-    """
+    """Connectionist temporal classification loss; see `losses.ctc`."""
 
     def __init__(
         self,
@@ -110,8 +104,7 @@ class CTC(LossFunctionWrapper):
 class Circle(LossFunctionWrapper):
     """Circle loss of labels [batch] and unit embeddings [batch, features]; see `losses.circle`.
 
-    It compares every row with every other, so it can be called on whole batches; training refuses
-    it.
+    It compares every row with every other, so training refuses it.
     """
 
     def __init__(
@@ -141,11 +134,7 @@ class Circle(LossFunctionWrapper):
         return self.call(y_true, y_pred) > 0
 
     def terms(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error: this loss cannot be used in training.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises a ValueError: this loss cannot be used in training."""
         raise ValueError(
             f"The loss {self.name!r} compares every row with every other, so it is not a sum over "
             "parts of a batch. Use a loss that has one value per row."

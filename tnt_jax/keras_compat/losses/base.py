@@ -140,10 +140,7 @@ class Loss(Recorded):
         return self._dtype
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal loss.
-
-        They include `dtype`, which Keras omits, unless it is float32.
-        """
+        """Returns the arguments of an equal loss, unlike Keras with a `dtype` but float32."""
         config = config_of(self, "name", "reduction", "dtype")
         return {
             name: value for name, value in config.items() if (name, value) != ("dtype", "float32")
@@ -164,10 +161,7 @@ class Loss(Recorded):
         )
 
     def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
-        """Returns which values count, as booleans shaped like the result of `call`.
-
-        The result is None if all values count.
-        """
+        """Returns which values count, as booleans shaped like those of `call`; None for all."""
         return None
 
     def __call__(

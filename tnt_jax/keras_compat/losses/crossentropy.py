@@ -1,7 +1,6 @@
 """Cross-entropies, in Keras's conventions: probabilities unless `from_logits=True`.
 
-Probabilities are normalised along the classes and clipped to [1e-7, 1 - 1e-7] before the logarithm,
-as in Keras.
+As in Keras, they are normalised along the classes, and clipped to [1e-7, 1 - 1e-7] in logarithms.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from tnt_jax.train.steps.row_weights import match_ranks
 
 
 def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the cross-entropy of probabilities that fits the shapes.
-
-    It is chosen as for Keras's string `"crossentropy"`.
-    """
+    """Returns the cross-entropy of probabilities by the shapes, as for Keras's `"crossentropy"`."""
     y_true, y_pred = match_ranks(jnp.asarray(y_true), jnp.asarray(y_pred))
     functions = {
         "binary": binary_crossentropy,
@@ -32,10 +28,7 @@ def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 
 
 def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> str:
-    """Returns `"binary"`, `"class_index"` or `"distribution"`.
-
-    `"binary"` is for one output, `"class_index"` for labels without a class dimension.
-    """
+    """Returns `"binary"` (one output), `"class_index"` (no class dimension) or `"distribution"`."""
     if y_pred_shape[-1] == 1:
         return "binary"
     has_no_classes = len(y_true_shape) < len(y_pred_shape) or y_true_shape[-1] == 1
@@ -270,10 +263,7 @@ def _same_shape(y_true: ArrayLike, y_pred: ArrayLike) -> tuple[jax.Array, jax.Ar
 def _distributions(
     y_true: ArrayLike, y_pred: ArrayLike, smoothing: float, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns smoothed target distributions and outputs of one shape.
-
-    As in Keras, distributions over a single class cause a warning.
-    """
+    """Returns smoothed distributions and outputs of one shape; as Keras, warns of one class."""
     if isinstance(axis, bool):
         raise ValueError(f"axis must be of type int, got {axis}.")
     y_true, y_pred = _same_shape(y_true, y_pred)

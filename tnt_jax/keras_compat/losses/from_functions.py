@@ -1,7 +1,4 @@
-"""Losses made from functions with another argument order than Keras's.
-
-These are the functions of Optax, and custom functions like them.
-"""
+"""Losses made from functions with another argument order than Keras's, such as those of Optax."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ class OptaxLoss(LossFunctionWrapper):
 
 
 def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
-    """Returns the loss of an Optax function, or None for other functions.
-
-    The function may be wrapped in `functools.partial`.
-    """
+    """Returns the loss of an Optax function, also within `functools.partial`; None for others."""
     original = _original(function)
     if str(getattr(original, "__module__", "")).split(".")[0] != "optax":
         return None
@@ -154,10 +148,7 @@ def _is_reversed(function: Callable[..., Any]) -> bool:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Returns the names of the open positional arguments.
-
-    Arguments after the second that have defaults are left out.
-    """
+    """Returns the names of the first two positional arguments, and of others without defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (

@@ -110,10 +110,7 @@ def _by_name(name: str) -> Loss:
 
 
 def _from_keras(loss: Any) -> Loss:
-    """Returns the tnt_jax loss of the same class and settings, if there is one.
-
-    It has checks that Keras's loss lacks.
-    """
+    """Returns the tnt_jax loss of the same class and settings, if any: it has more checks."""
     cls = _CLASSES.get(type(loss).__name__)
     if cls is None or not type(loss).__module__.startswith("keras."):
         return KerasLoss(loss)
@@ -121,10 +118,7 @@ def _from_keras(loss: Any) -> Loss:
 
 
 def _from_function(function: Callable[..., Any]) -> Loss:
-    """Returns a loss around a function.
-
-    A function of Keras or tnt_jax becomes the loss of its name, which has its checks.
-    """
+    """Returns a loss around a function; one of Keras or tnt_jax becomes the loss of its name."""
     name = getattr(function, "__name__", "")
     module = str(getattr(function, "__module__", ""))
     is_known = function in _FUNCTIONS or module.startswith("keras.")

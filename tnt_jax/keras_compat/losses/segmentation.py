@@ -51,10 +51,7 @@ def _as_tuple(axis: Axis) -> int | tuple[int, ...] | None:
 
 
 class Dice(LossFunctionWrapper):
-    """Dice loss, which measures how little masks overlap; see `losses.dice`.
-
-    Training needs `axis`.
-    """
+    """Dice loss: how little masks overlap; see `losses.dice`. Training needs `axis`."""
 
     targets = "like_outputs"
 
@@ -70,10 +67,7 @@ class Dice(LossFunctionWrapper):
 
 
 class Tversky(LossFunctionWrapper):
-    """Tversky loss: Dice loss with weights for both kinds of error; see `losses.tversky`.
-
-    Training needs `axis`.
-    """
+    """`Dice` with weights for both kinds of error; see `losses.tversky`. Training needs `axis`."""
 
     targets = "like_outputs"
 

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from tnt_jax import _jax
 from tnt_jax.keras_compat.configuration import Recorded, config_of
 from tnt_jax.keras_compat.keras_objects import snake_case
-from tnt_jax.keras_compat.losses import (
+from tnt_jax.keras_compat.losses import (  # noqa: F401 (public names of `metrics`)
     binary_crossentropy,
     binary_focal_crossentropy,
     categorical_crossentropy,
@@ -45,25 +45,6 @@ from tnt_jax.keras_compat.losses import (
 )
 from tnt_jax.keras_compat.losses.base import compute_dtype
 from tnt_jax.train.loops.context import current_step, weight_of_real_rows
-
-__all__ = [
-    "binary_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_crossentropy",
-    "categorical_focal_crossentropy",
-    "categorical_hinge",
-    "hinge",
-    "huber",
-    "kl_divergence",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "poisson",
-    "sparse_categorical_crossentropy",
-    "squared_hinge",
-]
 
 
 class Variable:
@@ -381,10 +362,7 @@ class Metric(Recorded):
     def stateless_update_state(
         self, metric_variables: Sequence[Any], *args: Any, **kwargs: Any
     ) -> list[jax.Array]:
-        """Returns the values of the variables after `update_state(*args, **kwargs)`.
-
-        It starts from the given values and changes no state.
-        """
+        """Returns the variables that `update_state` makes of the given ones; changes no state."""
         with self._holding(metric_variables):
             self.update_state(*args, **kwargs)
             return [variable.value for variable in self.variables]
@@ -419,10 +397,7 @@ class Metric(Recorded):
             setattr(self, name, self._sums[name])
 
     def sums(self, like: Any) -> Any:
-        """Returns the arrays of the metric's state for a distributed step.
-
-        Before the first update they are zeros like `like`.
-        """
+        """Returns the arrays of the state for a distributed step; at first zeros like `like`."""
         if self._sums is None:
             self._add(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like))
         return jax.tree.map(lambda variable: variable.stored, self._sums)

@@ -1,9 +1,6 @@
-"""Metrics on decisions at thresholds: precision, recall, the four counts, constrained rates.
+"""Precision, recall, AUC, counts and constrained rates of decisions at thresholds.
 
-Counts of right and wrong decisions at thresholds, for precision, recall and AUC.
-
-The counts at each threshold are summed, so results are exact for any split of the data; a mean of
-the parts' precisions would not be.
+Counts at each threshold are summed, so results are exact for any split of the data.
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ NOTHING = (
 def aligned(
     y_true: Any, y_pred: Any, weight: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns targets as 0 or 1, outputs and weights, all with the outputs' shape.
-
-    Rows with weight 0 hold zeros.
-    """
+    """Returns targets as 0 or 1, outputs (0 if weighted 0) and weights, of the outputs' shape."""
     y_pred, y_true = match_ranks(at_least_float32(y_pred), jnp.asarray(y_true))
     weight = (
         jnp.ones(y_pred.shape[:1], y_pred.dtype)
@@ -52,11 +46,10 @@ def aligned(
 def counts_at(
     thresholds: Sequence[float], y_true: jax.Array, y_pred: jax.Array, weight: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the four weighted counts at each threshold [thresholds].
+    """Returns the four weighted counts at each threshold [thresholds] for flat decisions [n].
 
-    The arguments are flat arrays of decisions [n]. Evenly spaced thresholds are counted in one
-    pass, as a histogram that is summed from above; as in Keras, an output on a threshold thus falls
-    on the same side.
+    Evenly spaced thresholds are counted in one pass, as a histogram that is summed from above; as
+    in Keras, an output on a threshold thus falls on the same side.
     """
     positive = y_true * weight
     negative = (1 - y_true) * weight
@@ -190,10 +183,7 @@ class AUC(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts at each threshold, [thresholds] or [thresholds, labels].
-
-        See `ThresholdCounts`.
-        """
+        """Returns the weighted counts at each threshold, [thresholds] or [thresholds, labels]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         pred = jax.nn.sigmoid(pred) if self.from_logits else pred
         if self.multi_label and pred.ndim != 2:
@@ -221,10 +211,7 @@ class AUC(Metric):
         return self._of_labels(areas)
 
     def interpolate_pr_auc(self) -> jax.Array:
-        """Returns the area under the precision-recall curve of the state.
-
-        True positives are interpolated between thresholds.
-        """
+        """Returns the area under the precision-recall curve, with interpolated true positives."""
         return self._of_labels(_pr_area(jax.tree.map(lambda variable: variable.value, self._sums)))
 
     def _of_labels(self, areas: jax.Array) -> jax.Array:

@@ -108,10 +108,7 @@ class FBetaScore(Metric):
 
 
 class F1Score(FBetaScore):
-    """Harmonic mean of precision and recall; see `FBetaScore`.
-
-    Targets and outputs are [rows, classes].
-    """
+    """Harmonic mean of precision and recall, of [rows, classes]; see `FBetaScore`."""
 
     def __init__(
         self,

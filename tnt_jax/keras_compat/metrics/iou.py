@@ -111,10 +111,7 @@ class IoU(Metric):
     def update_state(
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
     ) -> None:
-        """Adds rows to the state; see `increments`.
-
-        Warns if a dtype of integers truncates weights.
-        """
+        """Adds rows to the state; warns if a dtype of integers truncates weights."""
         is_floating = sample_weight is not None and jnp.issubdtype(
             jnp.asarray(sample_weight).dtype, jnp.floating
         )
@@ -166,20 +163,14 @@ class BinaryIoU(IoU):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted confusion matrix [labelled class, predicted class].
-
-        See `IoU.increments`.
-        """
+        """Returns the weighted confusion matrix [labelled class, predicted class]."""
         return super().increments(
             y_true, jnp.asarray(y_pred, jnp.float32) >= self.threshold, weight
         )
 
 
 class MeanIoU(IoU):
-    """Mean over classes of true positives / (labelled or predicted); absent classes do not count.
-
-    See `IoU`.
-    """
+    """`IoU` of all classes that occur."""
 
     def __init__(
         self,
@@ -222,10 +213,7 @@ class OneHotIoU(IoU):
 
 
 class OneHotMeanIoU(MeanIoU):
-    """`MeanIoU` of one-hot targets.
-
-    Outputs have one value per class unless `sparse_y_pred`.
-    """
+    """`MeanIoU` of one-hot targets, and of one value per class unless `sparse_y_pred`."""
 
     def __init__(
         self,

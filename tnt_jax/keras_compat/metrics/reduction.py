@@ -28,10 +28,7 @@ class Mean(Metric):
     def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted sum of values [rows, ...] and the sum of the weights.
-
-        A scalar is one row.
-        """
+        """Returns the weighted sum of values [rows, ...] or a scalar, and that of the weights."""
         return mean_sums(jnp.atleast_1d(in_dtype(values, self.dtype)), weight)
 
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
@@ -125,8 +122,7 @@ class MeanMetricWrapper(Metric):
     def without_ignored(self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None) -> Any:
         """Returns the user's weights, with 0 for values that the loss ignores.
 
-        As in Keras, values of an ignored class count as 0 without weights, and not at all with
-        weights.
+        As in Keras, these count as 0 without weights, and not at all with weights.
         """
         if sample_weight is None or self.loss is None:
             return sample_weight
@@ -156,10 +152,7 @@ def mean_sums(values: jax.Array, weight: ArrayLike | None) -> dict[str, jax.Arra
 
 
 def sum_of(values: jax.Array) -> jax.Array:
-    """Returns the sum of all values in at least float32; integers remain integers.
-
-    Half precision is too coarse for sums.
-    """
+    """Returns the sum in integers or at least float32: half precision is too coarse for sums."""
     is_integer = jnp.issubdtype(values.dtype, jnp.integer)
     return jnp.sum(
         values, dtype=values.dtype if is_integer else jnp.promote_types(values.dtype, jnp.float32)
@@ -169,10 +162,9 @@ def sum_of(values: jax.Array) -> jax.Array:
 def align(
     values: jax.Array, weight: ArrayLike | None, reduce: Callable[..., jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns values and weights of one shape.
+    """Returns values and weights of one shape, where a scalar weight applies to all rows.
 
-    `reduce` removes the dimensions that the weights do not have. A scalar weight applies to all
-    rows.
+    `reduce` removes the dimensions that the weights do not have.
     """
     if weight is None:
         return values, None
@@ -192,10 +184,7 @@ def align(
 
 
 def and_valid(weight: ArrayLike | None, valid: ArrayLike | None) -> Any:
-    """Returns weights that are 0 for invalid values.
-
-    Weights of rows apply to all values of a row.
-    """
+    """Returns weights, of values or of rows, that are 0 for invalid values."""
     if valid is None:
         return weight
     valid = jnp.asarray(valid).astype(jnp.float32)

@@ -1,10 +1,6 @@
-"""Metrics with a state of their own as sums: their updates add up, or they are refused.
+"""Metrics with a state of their own, like Keras's, as sums if their updates add up.
 
-These are Keras's metrics and those written like them.
-
-Such a metric may do anything with its state. Ranks can work on parts of the data only if updates
-add up, so the updates are first tested on random rows: whole and in two parts, from two states, and
-with rows of weight 0.
+That is tested on random rows: whole and in two parts, from two states, and with weights of 0.
 """
 
 from __future__ import annotations
@@ -23,10 +19,7 @@ _PROBE_ROWS = 6
 
 
 def keeps_own_state(metric: Metric) -> bool:
-    """Returns whether a tnt_jax metric is written like Keras's.
-
-    Its class then overrides `update_state` or `result`, and not the methods that they call.
-    """
+    """Returns whether a metric is like Keras's, and overrides `update_state` or `result` alone."""
     return any(_defines_first(type(metric), stateful, sums) for stateful, sums in _PAIRS)
 
 

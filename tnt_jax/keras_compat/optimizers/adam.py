@@ -66,10 +66,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay, by default 0.004.
-
-    Loshchilov and Hutter 2019, arXiv:1711.05101.
-    """
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     def __init__(
         self,

@@ -151,10 +151,7 @@ class Optimizer(Recorded):
         self._undecayed: tuple[str, ...] = ()
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal optimizer, as plain values.
-
-        Weights excluded from weight decay are not among them.
-        """
+        """Returns the arguments of an equal optimizer as plain values, without excluded weights."""
         shared = {name: getattr(self, name) for name in Options.__annotations__ if name != "decay"}
         own = [
             name
@@ -240,10 +237,7 @@ class Optimizer(Recorded):
         return any(re.search(pattern, text) for pattern in self._undecayed for text in texts)
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns the Optax transformation.
-
-        Its state holds the rate as `hyperparams["learning_rate"]`, a float32 scalar.
-        """
+        """Returns the Optax transformation, whose state has `hyperparams["learning_rate"]`."""
 
         def at_rate(learning_rate: jax.Array) -> optax.GradientTransformation:
             def update(
@@ -263,10 +257,7 @@ class Optimizer(Recorded):
         )
 
     def rate_at(self, step: Any) -> Any:
-        """Returns the learning rate of the step after `step` steps.
-
-        As in Keras, a schedule counts all steps, with or without accumulation.
-        """
+        """Returns the learning rate after `step` steps, which accumulate or not, as in Keras."""
         rate = self.learning_rate
         if not callable(rate):
             return rate
@@ -341,10 +332,7 @@ class Optimizer(Recorded):
         }
 
     def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
-        """Returns updates and averaged weights.
-
-        Where the average overwrites the weights, the updates lead to the average.
-        """
+        """Returns updates and averaged weights, to which updates lead where they overwrite."""
         if not self.use_ema:
             return updates, None
         momentum = jnp.where(state.count == 0, 0.0, self.ema_momentum)
@@ -380,10 +368,7 @@ def _pattern(variable: Any) -> str:
 
 
 def _takes_step(schedule: Callable[..., Any]) -> bool:
-    """Returns whether a schedule takes the step.
-
-    Keras also allows schedules without arguments.
-    """
+    """Returns whether a schedule takes the step; Keras also allows schedules without arguments."""
     try:
         inspect.signature(schedule).bind(0)
     except TypeError:
@@ -403,10 +388,7 @@ def clip_norm(grad: jax.Array, bound: float) -> jax.Array:
 
 
 def clip_global_norm(grads: list[jax.Array], bound: float) -> list[jax.Array]:
-    """Returns all gradients scaled by one factor, to a joint norm of at most `bound`.
-
-    They are NaN if the norm is not finite.
-    """
+    """Returns gradients scaled to a joint norm of at most `bound`; NaN if it is not finite."""
     norm = jnp.sqrt(sum((jnp.sum(jnp.square(grad)) for grad in grads), start=jnp.zeros(())))
     # norm - norm is 0, or NaN for an infinite norm, as in Keras: a factor of 0 must not hide an
     # overflow.
@@ -415,10 +397,7 @@ def clip_global_norm(grads: list[jax.Array], bound: float) -> list[jax.Array]:
 
 
 def read_learning_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the learning rate in a state, or None if it holds none.
-
-    It is the rate of the last update or, before the first update, of the next.
-    """
+    """Returns a state's rate, of the last update or else of the next; None if it holds none."""
     injected = _injected(opt_state)
     return injected[0].hyperparams["learning_rate"] if injected else None
 

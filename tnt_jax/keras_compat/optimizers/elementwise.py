@@ -1,7 +1,4 @@
-"""Optimizers with elementwise update rules, with the rules and defaults of Keras 3.
-
-Optax has rules with most of these names; if they differ, the docstring says how.
-"""
+"""Keras 3's elementwise optimizers; docstrings say how rules of Optax of these names differ."""
 
 from __future__ import annotations
 
@@ -113,10 +110,7 @@ class RMSprop(Optimizer):
 
 
 class Adadelta(Optimizer):
-    """Steps in units of past steps: d = -rms(past d) / rms(g) * g, w += rate * d.
-
-    Zeiler 2012, arXiv:1212.5701.
-    """
+    """d = -rms(past d) / rms(g) * g, w += rate * d (Zeiler 2012, arXiv:1212.5701)."""
 
     def __init__(
         self,
@@ -153,10 +147,7 @@ class Adadelta(Optimizer):
 
 
 class Adagrad(Optimizer):
-    """Divides by all past gradients: a += g^2, w -= rate * g / sqrt(a + epsilon).
-
-    Duchi et al. 2011.
-    """
+    """a += g^2, w -= rate * g / sqrt(a + epsilon) (Duchi et al. 2011)."""
 
     def __init__(
         self,
@@ -187,10 +178,7 @@ class Adagrad(Optimizer):
 
 
 class Lion(Optimizer):
-    """Steps by a sign: w -= rate * sign(beta_1 * m + (1 - beta_1) * g).
-
-    Chen et al. 2023, arXiv:2302.06675, algorithm 2.
-    """
+    """w -= rate * sign(beta_1 * m + (1 - beta_1) * g) (Chen et al. 2023, arXiv:2302.06675)."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Keras optimizers as Optax transformations.
-
-Their own update rule runs on their own variables, as a pytree.
-"""
+"""Keras optimizers as Optax transformations: their own rule, on their own variables as a pytree."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ class KerasOptimizerState(NamedTuple):
 class KerasOptimizer(Optimizer):
     """A `keras.optimizers.Optimizer`, rebuilt from its configuration.
 
-    The given object does not change. If it already has variables, such as momenta after
-    `keras_model.fit`, training starts from them.
+    Training starts from the variables that it may have already; the given object does not change.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -61,10 +57,7 @@ class KerasOptimizer(Optimizer):
         self.loss_scale_factor = optimizer.loss_scale_factor
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns a transformation that applies the Keras optimizer.
-
-        Its state is a `KerasOptimizerState`, within a `LossScaleState` if the loss is scaled.
-        """
+        """Returns a transformation with a `KerasOptimizerState`, maybe in a `LossScaleState`."""
         return self.transformation_for(dict)
 
     def transformation_for(
@@ -81,10 +74,7 @@ class KerasOptimizer(Optimizer):
 
 
 class _Rule:
-    """The two functions of a transformation, around a Keras optimizer.
-
-    The optimizer is built when the parameters are known.
-    """
+    """The functions of a transformation; its optimizer is built when parameters are known."""
 
     def __init__(
         self, optimizer: Any, learning_rate: Any, variables: Callable[[], Mapping[str, Any]]
@@ -196,10 +186,7 @@ def _schedule_of(optimizer: Any) -> Any:
 
 
 def _rebuilt(optimizer: Any, **changes: Any) -> Any:
-    """Returns a copy of a Keras optimizer, not built, without accumulation and loss scaling.
-
-    The training step does both.
-    """
+    """Returns a copy of a Keras optimizer, not built; the step accumulates and scales losses."""
     # Ranks accumulate by themselves and exchange gradients once per update.
     changes |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
     changes.setdefault(
@@ -232,10 +219,7 @@ def _rebuilt(optimizer: Any, **changes: Any) -> Any:
 
 
 def _counting_steps(schedule: Any, num_steps: int) -> Any:
-    """Returns a schedule by updates for one by steps, of which `num_steps` make an update.
-
-    Keras's schedules count steps.
-    """
+    """Returns a schedule by updates for Keras's by steps, of which `num_steps` make an update."""
     keras = require_jax_backend()
 
     class CountingSteps(keras.optimizers.schedules.LearningRateSchedule):
@@ -263,10 +247,7 @@ def _first_values(given: Any, built: Any) -> list[Any]:
 
 
 def _variables_like(params: Any) -> dict[str, Any]:
-    """Returns Keras variables like the parameters, including their paths.
-
-    Some rules depend on the path, or start from the values.
-    """
+    """Returns Keras variables with the parameters' paths and values: some rules need them."""
     keras = require_jax_backend()
     variables = {}
     for entries, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

@@ -20,10 +20,7 @@ from tnt_jax.keras_compat.optimizers.base import (
 
 
 class Lamb(Optimizer):
-    """Adam's step scaled to the norm of each weight array.
-
-    You et al. 2020, arXiv:1904.00962, algorithm 2.
-    """
+    """Adam's step scaled to each array's norm (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
 
     def __init__(
         self,

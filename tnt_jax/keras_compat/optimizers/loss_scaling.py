@@ -69,10 +69,7 @@ class LossScaleOptimizer(Optimizer):
         self.gradient_accumulation_steps = inner_optimizer.gradient_accumulation_steps
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal optimizer, as plain values.
-
-        They include those of the inner optimizer.
-        """
+        """Returns the arguments, and those of the inner optimizer, as plain values."""
         return {
             "name": self.name,
             "initial_scale": self.initial_scale,
@@ -95,17 +92,11 @@ class LossScaleOptimizer(Optimizer):
         return self.inner_optimizer._undecayed
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns a transformation of scaled gradients.
-
-        Its state is a `tnt_jax.train.finite.LossScaleState`.
-        """
+        """Returns a transformation of scaled gradients; its state is a `LossScaleState`."""
         return self.scaled(self.inner_optimizer.transformation())
 
     def scaled(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns a transformation of scaled gradients around one of the unscaled gradients.
-
-        The latter replaces the inner optimizer.
-        """
+        """Returns a transformation of scaled gradients around one of the unscaled gradients."""
         return with_dynamic_scale(
             inner, initial_scale=self.initial_scale, growth_steps=self.dynamic_growth_steps
         )

@@ -1,8 +1,7 @@
 """Descriptions of modules, losses, metrics and optimizers as JSON.
 
-A description names classes and functions and holds their arguments. Objects in `known_names` have
-their public name, such as `flax.linen:Dense`; a class or function of the user has its own, such as
-`my_package.nets:Net`. `rebuild` creates the objects again.
+They name classes and functions, such as `flax.linen:Dense` or `my_package.nets:Net`, and hold
+their arguments. `rebuild` creates the objects again.
 """
 
 import dataclasses
@@ -25,10 +24,7 @@ class NotDescribable(ValueError):
 
 
 def describe(value: Any, *, where: str = "module") -> Any:
-    """Returns JSON for a Linen module, for an object of this library, or for plain values.
-
-    Objects are described by the arguments of their constructors.
-    """
+    """Returns JSON for plain values, and for objects the arguments of their constructors."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

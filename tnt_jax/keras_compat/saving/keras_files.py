@@ -1,7 +1,4 @@
-"""Files in Keras's own layouts for wrapped Keras models.
-
-The optimizer state is added where Keras does not look.
-"""
+"""Files in Keras's layouts, with the optimizer state where Keras does not look."""
 
 import copy
 import json
@@ -87,10 +84,7 @@ def write(
 
 
 def _legacy(compile_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns arguments of `compile` as Keras's legacy files hold them.
-
-    None, with a line in the log, if its reader of such files does not know the optimizer.
-    """
+    """Returns `compile_config` as Keras's legacy files hold it; None, logged, if they cannot."""
     import jax
     import keras
 

@@ -102,10 +102,7 @@ _SCHEDULES = (
 # Both caches depend on nothing but what is installed.
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """Returns the classes and functions that a description may name, by `module:name`.
-
-    An object may have several names.
-    """
+    """Returns what a description may name, by `module:name`; an object may have several names."""
     import builtins
 
     import flax.linen

@@ -1,12 +1,8 @@
 """Arrays by path in one file, `.weights.h5` (HDF5) or safetensors, written atomically.
 
-Checksums of single files, so that a damaged file is an error rather than other weights.
-
-Archives (`.keras`) have a checksum of each member by themselves. An HDF5 file gets one after the
-end that its head states. HDF5 ignores what is there, and removes it when a program changes the
-file. Nothing else may be there, so a checksum that was overwritten is noticed. Those of safetensors
-are in its metadata. Files without checksums, such as those of other programs,
-are loaded as they are.
+Checksums make a damaged file an error rather than other weights. Archives (`.keras`) have their
+own. An HDF5 file gets one after the end that its head states: HDF5 ignores what is there, and
+removes it when a program changes the file. Files without checksums are loaded as they are.
 """
 
 import json
@@ -134,10 +130,7 @@ def read_h5_notes(path: Path) -> str:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays to a safetensors file; their names are the paths with dots for slashes.
-
-    The metadata hold a checksum of each.
-    """
+    """Writes arrays by dotted path to a safetensors file, with checksums in its metadata."""
     from safetensors.numpy import save_file
 
     tensors = {name.replace("/", "."): np.array(leaf, order="C") for name, leaf in arrays.items()}

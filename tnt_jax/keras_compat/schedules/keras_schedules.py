@@ -1,7 +1,4 @@
-"""Learning-rate schedules with Keras's names, arguments and values.
-
-A schedule maps a step to a rate.
-"""
+"""Keras's learning-rate schedules, from a step to a rate: its names, arguments and values."""
 
 from __future__ import annotations
 

@@ -62,10 +62,7 @@ def refusing_inputs(name: str, inputs: Any, known: Sequence[str]) -> Iterator[No
 
 
 def input_problem(module: Any, inputs: Any) -> str | None:
-    """Returns what is wrong with the number of inputs, or None if the signature does not tell.
-
-    The text has both numbers.
-    """
+    """Returns what is wrong with the number of inputs, or None if the signature does not tell."""
     if isinstance(inputs, Mapping):
         return None
     if is_keras(module):
@@ -85,10 +82,7 @@ def input_problem(module: Any, inputs: Any) -> str | None:
 
 
 def signature_tells(module: Any, inputs: Any) -> bool:
-    """Returns whether the signature says that the module takes inputs of this structure.
-
-    A tuple, for instance, may be a single argument.
-    """
+    """Returns whether the signature takes such inputs; a tuple, say, may be one argument."""
     if not isinstance(inputs, (tuple, list, Mapping)) or is_keras(module):
         return True
     style = CallStyle.of(module.__call__)
@@ -137,10 +131,7 @@ def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
 
 
 def _keras_inputs(module: Any) -> tuple[str, ...] | None:
-    """Returns the names of the inputs of a functional or Sequential model, otherwise None.
-
-    The call of other models accepts any number.
-    """
+    """Returns the names of a functional or Sequential model's inputs; None for any number."""
     inputs = getattr(module, "inputs", None) if module.built else None
     return tuple(x.name for x in inputs) if inputs else None
 
@@ -165,10 +156,7 @@ class Builder:
         self._core.trainer.require_state()  # Errors of the program that makes variables come here.
 
     def problem_of_inputs(self, inputs: Any) -> ValueError | None:
-        """Returns what is wrong with the structure of inputs, or None.
-
-        If the signature does not tell, the model is built for the inputs as a test.
-        """
+        """Returns what is wrong with inputs; if the signature does not tell, the model is built."""
         module = self._core.module
         structure = jax.tree.structure(inputs)
         if (problem := input_problem(module, inputs)) is not None:

@@ -70,10 +70,7 @@ class ModelOptions:
         )
 
     def saved(self) -> dict[str, Any]:
-        """Returns the arguments for a saved or cloned model.
-
-        They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
-        """
+        """Returns the arguments of a saved or cloned model, without the machine's, as `mesh`."""
         return self._named(
             "seed",
             "precision",
@@ -181,10 +178,7 @@ class Core:
         return steps.rank_slice.num_ranks > 1 or self.options.pipeline is not None
 
     def choose_step_of_rows(self) -> None:
-        """Computes whole global batches if rows were found to depend on one another.
-
-        Otherwise each rank computes its part.
-        """
+        """Computes whole batches if rows were found to depend on one another, otherwise parts."""
         trainer, compilation = self.trainer, self.compilation
         of_steps = None if compilation is None else compilation.dependence
         dependence = of_steps or self.dependence_of_outputs
@@ -274,10 +268,7 @@ class Core:
 
     @property
     def functions(self) -> Compiled | CompiledObjective | None:
-        """Losses and metrics for the model's outputs.
-
-        None before `compile` and the first batch after it.
-        """
+        """Losses and metrics for the outputs; None before the first batch after `compile`."""
         return None if self.compilation is None else self.compilation.functions
 
     @property
@@ -326,9 +317,8 @@ class Core:
     def fitting(self) -> Iterator[None]:
         """Surrounds training: stores the variables in the wrapped object when it ends.
 
-        It does so also after an exception or a keyboard interrupt. After an exception in a job of
-        several processes nothing is stored: the others may wait for this process, which is about to
-        end.
+        Also after an exception, but not in a job of several processes: the others may wait for this
+        one, which is about to end.
         """
         self.is_fitting = True
         try:
@@ -365,10 +355,7 @@ class Core:
             self.adapter.write_back(self.trainer.variables())
 
     def read_assigned(self) -> None:
-        """Reads what a callback has assigned to variables of the wrapped object.
-
-        Every process must have assigned the same.
-        """
+        """Reads what a callback has assigned to the wrapped object, alike on all processes."""
         state = self.trainer.state if self.is_fitting else None
         if state is None or not self.adapter.has_assigned():
             return
@@ -379,9 +366,8 @@ class Core:
     def take_over_changes(self, inputs: Any) -> bool:
         """Reads the variables of the wrapped object again if the user has changed them.
 
-        On every process the variables of the master count. The optimizer keeps its state, unless
-        other variables or layers than before are trained: then the result is True, and steps are
-        compiled anew.
+        On every process those of the master count. Returns whether others than before are trained:
+        the optimizer then starts afresh, and steps are compiled anew.
         """
         trainer, adapter = self.trainer, self.adapter
         if not adapter.holds_variables or trainer.owner is not None:

@@ -39,10 +39,7 @@ class ModelState:
         return self.require_built()
 
     def gathered(self) -> TrainState:
-        """Returns the whole training state, with no array spread over processes.
-
-        All processes must call it.
-        """
+        """Returns the whole training state, on each of the processes, which call it together."""
         return jax.tree.map(self._core.trainer.gather, self.state)
 
     def settle(self) -> None:
@@ -111,10 +108,7 @@ class ModelState:
         self._core.trainer.build_from(Variables(params, model_state))
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replaces all parts of the training state that `arrays` holds, by path.
-
-        Before `build` this happens as soon as the model is built.
-        """
+        """Replaces the parts of the state that `arrays` holds, as soon as the model is built."""
         if not self.built:
             self._waiting = arrays
             return

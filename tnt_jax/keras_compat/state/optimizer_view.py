@@ -77,10 +77,7 @@ class StateVariable:
         return np.dtype(self.value.dtype)
 
     def numpy(self) -> np.ndarray:
-        """Returns a copy.
-
-        All processes must call it for an array that is sharded over several processes.
-        """
+        """Returns a copy; all processes must call it for an array that is sharded over several."""
         check_can_read(self.value)
         return np.array(self._trainer.gather(self.value))
 
@@ -126,10 +123,7 @@ def state_variables(
     trainable: bool = False,
     after: Callable[[], None] | None = None,
 ) -> list[StateVariable]:
-    """Returns the arrays of one part of a trainer's state, in the order of its leaves.
-
-    The arguments are those of `StateVariable`.
-    """
+    """Returns a part of the trainer's state as `StateVariable`s, in the order of its leaves."""
     assert trainer.state is not None
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -142,10 +136,7 @@ def state_variables(
 
 
 class Rate(float):
-    """A learning rate that can be set like a Keras variable.
-
-    For example `optimizer.learning_rate.assign(0.1)`.
-    """
+    """A learning rate that can be set like a Keras variable: `learning_rate.assign(0.1)`."""
 
     _set: Callable[[Any], None]
 
@@ -237,11 +228,7 @@ class OptimizerView:
 
     @property
     def inner_optimizer(self) -> "OptimizerView":
-        """The optimizer inside a `LossScaleOptimizer`.
-
-        Raises:
-            AttributeError: If the optimizer is another one.
-        """
+        """The optimizer inside a `LossScaleOptimizer`; others have no such attribute."""
         return OptimizerView(self._optimizer.inner_optimizer, self._trainer, self._start)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -252,20 +239,13 @@ class OptimizerView:
 
     @property
     def iterations(self) -> int:
-        """Number of updates so far.
-
-        With gradient accumulation, several steps make one update. Reading it waits for the running
-        step.
-        """
+        """Number of updates so far; reading it waits for the running step."""
         steps_of_update = self._optimizer.gradient_accumulation_steps or 1
         return 0 if self._trainer.state is None else int(self._state().step) // steps_of_update
 
     @property
     def variables(self) -> list[StateVariable]:
-        """The step count and the arrays of the optimizer, in the order of its state.
-
-        Empty before the model is built.
-        """
+        """The step count and the optimizer's arrays in the state's order; none before `build`."""
         if self._trainer.state is None:
             return []
         step = self._variables(
