@@ -15,8 +15,6 @@ Names are looked up in the public names of losses, metrics, optimizers and sched
 because a configuration names it, and only the constructors of these objects run.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -3,8 +3,6 @@
 Keras is optional, and imported only to look up a name that tnt_jax does not have.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Losses on whole rows, connectionist temporal classification (CTC), or on pairs of rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -5,8 +5,6 @@ sums over its rows, so a batch can be split exactly: each rank returns its two s
 the step divides the totals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 They run on the host, on concrete arrays; inside a compiled step nothing can be checked.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 As in Keras, they are normalised along the classes, and clipped to [1e-7, 1 - 1e-7] in logarithms.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import jax

@@ -1,7 +1,5 @@
 """The cross-entropy losses as classes, for probabilities and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Losses made from functions with another argument order than Keras's, such as those of Optax."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

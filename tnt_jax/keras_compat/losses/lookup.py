@@ -1,7 +1,5 @@
 """Finds the `Loss` for a user's argument."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload

@@ -5,8 +5,6 @@ Targets are -1 and 1, or 0 and 1. Keras decides which from the whole batch; here
 that), and does not depend on how a batch is split.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ The functions reduce the last dimension; a last dimension of size one is added t
 either argument to match.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

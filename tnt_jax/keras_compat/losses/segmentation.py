@@ -5,8 +5,6 @@ the first, such as `axis=(1, 2, 3)` for images. With `axis=None`, the default, a
 value for the whole batch, as in Keras, and training refuses the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

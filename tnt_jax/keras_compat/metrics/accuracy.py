@@ -1,7 +1,5 @@
 """Accuracies: functions that return 0 or 1 for each prediction [rows, ...], and their means."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -10,8 +10,6 @@ subclass may implement those two instead, with variables from `add_variable`, as
 accepts it only if its updates add up (`metrics.stateful`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Counts at each threshold are summed, so results are exact for any split of the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """F scores: the weighted harmonic mean of precision and recall, from counts per class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

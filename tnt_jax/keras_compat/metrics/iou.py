@@ -1,7 +1,5 @@
 """Intersection over union of predicted and labelled classes, from confusion matrices."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

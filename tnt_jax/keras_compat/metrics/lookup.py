@@ -1,7 +1,5 @@
 """Finds the `Metric` for a user's argument, and checks it on the first batch."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Metrics that are the mean of a loss over rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Means and sums of values over rows, and means of functions of targets and outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of real numbers that are not the mean of a loss: RMSE, R2 score and correlations."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -3,8 +3,6 @@
 That is tested on random rows: whole and in two parts, from two states, and with weights of 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

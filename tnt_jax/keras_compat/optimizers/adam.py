@@ -4,8 +4,6 @@ Rules and defaults are those of Keras 3. If Optax has another rule of the same n
 says how it differs.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

@@ -1,7 +1,5 @@
 """Optimizers that use sums or averages over all gradients, with Keras 3's rules and defaults."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

@@ -5,8 +5,6 @@ A rule is written for one array (`init_leaf`, `update_leaf`), so that it reads l
 weights, apply the rule, average the weights.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Keras 3's elementwise optimizers; docstrings say how rules of Optax of these names differ."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

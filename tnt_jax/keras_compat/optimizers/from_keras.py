@@ -1,7 +1,5 @@
 """Keras optimizers as Optax transformations: their own rule, on their own variables as a pytree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple

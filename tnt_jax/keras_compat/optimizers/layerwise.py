@@ -1,7 +1,5 @@
 """Optimizers whose rule uses a whole weight array: norm, rows and columns, or singular values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Unpack

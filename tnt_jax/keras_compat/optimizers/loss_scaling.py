@@ -1,7 +1,5 @@
 """An optimizer wrapper that scales the loss, for training in float16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import optax

@@ -1,7 +1,5 @@
 """Keras's learning-rate schedules, from a step to a rate: its names, arguments and values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning rates for large batches: how they grow with the batch, and how training warms up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import jax
