@@ -53,16 +53,10 @@ def snake_case(name: str) -> str:
     ).lower()
 
 
-_ABSTRACT = (
-    "Loss",
-    "LossFunctionWrapper",
-    "Metric",
-    "MeanMetricWrapper",
-    "Optimizer",
-    "LossScaleOptimizer",
-    "MultiOptimizer",
-    "OptimizerMap",
-)
+_ABSTRACT = """
+    Loss LossFunctionWrapper Metric MeanMetricWrapper Optimizer LossScaleOptimizer MultiOptimizer
+    OptimizerMap
+""".split()
 
 
 def is_keras(value: Any, kind: str) -> bool:

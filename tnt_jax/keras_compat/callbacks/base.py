@@ -13,7 +13,7 @@ wrappers change that:
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,26 +28,14 @@ from tnt_jax.distributed.liveness.rendezvous import acting_alone
 Scope = Literal["all_processes", "main_process", "per_process"]
 
 # Callbacks that control training or return its result; every process must make their decisions.
-DECIDING = (
-    "EarlyStopping",
-    "LearningRateScheduler",
-    "ReduceLROnPlateau",
-    "LearningRateWarmup",
-    "TerminateOnNaN",
-    "SwapEMAWeights",
-    "OptunaPruning",
-    "BackupAndRestore",
-    "RayReport",
-    "History",
-)
+DECIDING = """
+    EarlyStopping LearningRateScheduler ReduceLROnPlateau LearningRateWarmup TerminateOnNaN
+    SwapEMAWeights OptunaPruning BackupAndRestore RayReport History
+""".split()
 # Keras's own callbacks that write files or send data.
-_KERAS_WRITERS = (
-    "ModelCheckpoint",
-    "CSVLogger",
-    "TensorBoard",
-    "BackupAndRestore",
-    "RemoteMonitor",
-)
+_KERAS_WRITERS = """
+    ModelCheckpoint CSVLogger TensorBoard BackupAndRestore RemoteMonitor
+""".split()
 _REJECTED = {
     "BaseLogger": "It averages logs by itself, but logs are averages over all ranks already: "
     "leave it out.",
@@ -224,7 +212,7 @@ def _is_of_keras(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
 
 
-def first_base(callback: Any, names: tuple[str, ...]) -> str | None:
+def first_base(callback: Any, names: Sequence[str]) -> str | None:
     """Returns the first of the names that a class of a callback has, or None."""
     return next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
 

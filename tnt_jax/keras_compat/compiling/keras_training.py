@@ -1,6 +1,6 @@
 """Training of Keras models: overridden methods, constraints on variables, scaled losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,17 +13,10 @@ from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.saving import keras_files
 
 # Methods by which a Keras model changes fit and evaluate, and those for predict.
-_OF_TRAINING = (
-    "train_step",
-    "test_step",
-    "compute_loss",
-    "compute_metrics",
-    "get_metrics_result",
-    "compute_loss_and_updates",
-    "stateless_compute_loss",
-    "make_train_function",
-    "make_test_function",
-)
+_OF_TRAINING = """
+    train_step test_step compute_loss compute_metrics get_metrics_result compute_loss_and_updates
+    stateless_compute_loss make_train_function make_test_function
+""".split()
 _OF_PREDICTION = ("predict_step", "make_predict_function")
 
 
@@ -131,7 +124,7 @@ def _check_start(params: Any, constraints: Mapping[str, Callable]) -> None:
         )
 
 
-def _overridden(module: Any, names: tuple[str, ...]) -> list[str]:
+def _overridden(module: Any, names: Sequence[str]) -> list[str]:
     if not keras_files.is_keras(module):
         return []
     import keras

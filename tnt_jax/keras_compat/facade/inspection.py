@@ -174,15 +174,8 @@ class Inspection:
         """The arrays among `weights` that gradients do not train."""
         return [variable for variable in self.weights if not variable.trainable]
 
-    @property
-    def trainable_variables(self) -> list[StateVariable]:
-        """The same as `trainable_weights`."""
-        return self.trainable_weights
-
-    @property
-    def non_trainable_variables(self) -> list[StateVariable]:
-        """The same as `non_trainable_weights`."""
-        return self.non_trainable_weights
+    trainable_variables = trainable_weights
+    non_trainable_variables = non_trainable_weights
 
     @property
     def trainable(self) -> bool:

@@ -34,14 +34,10 @@ from tnt_jax.train.state_arrays import state_arrays
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tnt-jax")
 # Settings of JAX that change programs or their results.
-_JAX_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_disable_jit",
-    "jax_debug_nans",
-    "jax_numpy_dtype_promotion",
-)
+_JAX_SETTINGS = """
+    jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_disable_jit jax_debug_nans
+    jax_numpy_dtype_promotion
+""".split()
 _ADVICE = (
     "Run the same script with the same arguments, files and packages on every process, and choose "
     "nothing by rank but what one process alone prints or writes."

@@ -35,17 +35,9 @@ _OUTPUTS = """
     logits predictions log_predictions predictor_outputs scores preds pred y_pred y_hat outputs
     output prediction predicted probs probabilities
 """.split()
-_TARGETS = (
-    "labels",
-    "targets",
-    "log_targets",
-    "label",
-    "target",
-    "y_true",
-    "y",
-    "truth",
-    "ground_truth",
-)
+_TARGETS = """
+    labels targets log_targets label target y_true y truth ground_truth
+""".split()
 # The kind of targets of Optax's losses; see `Loss.targets`.
 _KINDS = {
     "softmax_cross_entropy": "distribution",

@@ -19,9 +19,8 @@ from tnt_jax.train.steps.row_weights import match_ranks
 TRUE_POSITIVES, FALSE_POSITIVES = "true_positives", "false_positives"
 TRUE_NEGATIVES, FALSE_NEGATIVES = "true_negatives", "false_negatives"
 ALL_COUNTS = (TRUE_POSITIVES, FALSE_POSITIVES, TRUE_NEGATIVES, FALSE_NEGATIVES)
-NOTHING = (
-    -1e10
-)  # Keras's threshold below all outputs, and its value for outputs that are not among the `top_k`.
+# Keras's threshold below all outputs, and its value for outputs that are not among the `top_k`.
+NOTHING = -1e10
 
 
 def aligned(
@@ -103,7 +102,6 @@ class AUC(Metric):
         summation_method: Height between two points: `"interpolation"` (their mean; for PR the
             interpolation of true positives of Davis and Goadrich 2006), `"minoring"` (the lower) or
             `"majoring"` (the higher).
-        name: Name of the metric.
         dtype: See `Metric`; as in Keras, counts are always float32.
         thresholds: Thresholds between 0 and 1 instead of `num_thresholds`; 0 and 1 are added.
         multi_label: Whether the result is the mean over the areas of the outputs [rows, labels].
@@ -281,7 +279,6 @@ class ThresholdCounts(Metric):
     An output above a threshold is a positive decision.
 
     Args:
-        name: Name of the metric.
         thresholds: One or several numbers in [0, 1], by default 0.5; for several, the result has
             one entry each.
         top_k: Only the `top_k` largest outputs of a row can be positive; without thresholds all of
@@ -343,50 +340,42 @@ class ThresholdCounts(Metric):
         return values[0] if len(self.thresholds) == 1 else values
 
 
-class Precision(ThresholdCounts):
+class _Share(ThresholdCounts):
+    _counts: tuple[str, str]
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            name,
+            thresholds=thresholds,
+            top_k=top_k,
+            class_id=class_id,
+            counts=self._counts,
+            dtype=dtype,
+        )
+
+    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+        """Returns the share, one for each threshold if there are several."""
+        part, rest = (sums[name] for name in self._counts)
+        return self._result(divide_no_nan(part, part + rest))
+
+
+class Precision(_Share):
     """True positives / positive decisions; 0 if there are none."""
 
-    def __init__(
-        self,
-        thresholds: float | Sequence[float] | None = None,
-        top_k: int | None = None,
-        class_id: int | None = None,
-        name: str | None = None,
-        dtype: Any = None,
-    ) -> None:
-        counts = (TRUE_POSITIVES, FALSE_POSITIVES)
-        super().__init__(
-            name, thresholds=thresholds, top_k=top_k, class_id=class_id, counts=counts, dtype=dtype
-        )
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns the precision, one for each threshold if there are several."""
-        return self._result(
-            divide_no_nan(sums[TRUE_POSITIVES], sums[TRUE_POSITIVES] + sums[FALSE_POSITIVES])
-        )
+    _counts = (TRUE_POSITIVES, FALSE_POSITIVES)
 
 
-class Recall(ThresholdCounts):
+class Recall(_Share):
     """True positives / positive targets; 0 if there are none."""
 
-    def __init__(
-        self,
-        thresholds: float | Sequence[float] | None = None,
-        top_k: int | None = None,
-        class_id: int | None = None,
-        name: str | None = None,
-        dtype: Any = None,
-    ) -> None:
-        counts = (TRUE_POSITIVES, FALSE_NEGATIVES)
-        super().__init__(
-            name, thresholds=thresholds, top_k=top_k, class_id=class_id, counts=counts, dtype=dtype
-        )
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns the recall, one for each threshold if there are several."""
-        return self._result(
-            divide_no_nan(sums[TRUE_POSITIVES], sums[TRUE_POSITIVES] + sums[FALSE_NEGATIVES])
-        )
+    _counts = (TRUE_POSITIVES, FALSE_NEGATIVES)
 
 
 class _Count(ThresholdCounts):

@@ -22,8 +22,6 @@ class FBetaScore(Metric):
         beta: Weight of recall, positive.
         threshold: Outputs above it are positive, in (0, 1]; with None, the largest output of a row
             is.
-        name: Name of the metric.
-        dtype: See `Metric`.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class IoU(Metric):
     Args:
         num_classes: Number of classes. Labels and predictions outside [0, num_classes) are ignored.
         target_class_ids: The classes of the mean.
-        name: Name of the metric.
         dtype: Dtype of the confusion matrix. By default its integers are int32, as in Keras, so
             that counts stay exact beyond 2^24; fractions of weights, which Keras truncates, are
             added in float32. `"int"` truncates them, with a warning.
@@ -144,7 +143,6 @@ class BinaryIoU(IoU):
     Args:
         target_class_ids: `(0,)`, `(1,)` or both.
         threshold: Outputs of at least this value are class 1.
-        name: Name of the metric.
         dtype: See `IoU`.
     """
 

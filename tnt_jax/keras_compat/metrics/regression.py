@@ -43,8 +43,6 @@ class R2Score(Metric):
         num_regressors: Number of independent regressors of the adjusted score; 0 for the plain one.
             The adjusted score counts every value as a sample, as in Keras, but leaves out rows with
             weight 0.
-        name: Name of the metric.
-        dtype: See `Metric`.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ says how it differs.
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import (
     LearningRate,
@@ -40,20 +40,14 @@ class Adam(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon, self.amsgrad = beta_1, beta_2, epsilon, amsgrad
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns both moments, and the largest second one for `amsgrad`."""
         names = ["momentum", "velocity", *(["velocity_hat"] if self.amsgrad else [])]
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         velocity = moments["velocity"]
@@ -108,19 +102,13 @@ class Adamax(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the first moment and the norm."""
         return {"momentum": jnp.zeros_like(param), "norm": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"] + (1 - self.beta_1) * (grad - slots["momentum"])
         norm = jnp.maximum(self.beta_2 * slots["norm"], jnp.abs(grad))
@@ -147,7 +135,7 @@ class Nadam(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns both moments."""
         return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
 
@@ -155,22 +143,16 @@ class Nadam(Optimizer):
         """Returns the empty product of the u."""
         return {"u_product": jnp.ones(())}
 
-    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+    def update_shared(self, shared: Slots, step: Array) -> Slots:
         """Returns the product of the u up to `step`."""
         return {"u_product": shared["u_product"] * self._u(step)}
 
-    def _u(self, step: jax.Array) -> jax.Array:
+    def _u(self, step: Array) -> Array:
         return self.beta_1 * (1 - 0.5 * 0.96**step)
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         product = shared["u_product"]
@@ -182,7 +164,7 @@ class Nadam(Optimizer):
         return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
 
 
-def update_moments(grad: jax.Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:
+def update_moments(grad: Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:
     """Returns the running means of the gradient and of its square after one more gradient."""
     momentum, velocity = slots["momentum"], slots["velocity"]
     return {

@@ -2,8 +2,8 @@
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, Slots
 
@@ -49,7 +49,7 @@ class Ftrl(Optimizer):
             "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
         )
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value, and the linear term."""
         return {
             "accumulator": jnp.full_like(param, self.initial_accumulator_value),
@@ -57,14 +57,8 @@ class Ftrl(Optimizer):
         }
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         power = -self.learning_rate_power
         before = slots["accumulator"]
@@ -108,19 +102,13 @@ class ScheduleFreeAdamW(Optimizer):
         self.epsilon = epsilon
         self.warmup_steps = warmup_steps
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns z, which begins at the weights, and the second moment."""
         return {"momentum": jnp.array(param), "velocity": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if self.warmup_steps > 0:
             rate = rate * jnp.minimum(step / self.warmup_steps, 1)

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from tnt_jax.keras_compat import keras_objects
 from tnt_jax.keras_compat.configuration import Recorded, config_of, plain
 from tnt_jax.train.finite import with_fixed_scale
 
-Slots = dict[str, jax.Array]
-LearningRate = float | Callable[[jax.Array], jax.Array]
+Slots = dict[str, Array]
+LearningRate = float | Callable[[Array], Array]
 
 
 class OptionsButDecay(TypedDict, total=False):
@@ -55,7 +56,7 @@ class OptimizerState(NamedTuple):
         average: Averaged weights like the parameters; None without `use_ema`.
     """
 
-    count: jax.Array
+    count: Array
     slots: Any
     shared: Slots
     average: Any
@@ -179,7 +180,7 @@ class Optimizer(Recorded):
         """
         self._undecayed = (*map(_pattern, var_list or ()), *(var_names or ()))
 
-    def clip(self, grads: list[jax.Array]) -> list[jax.Array]:
+    def clip(self, grads: list[Array]) -> list[Array]:
         """Returns the clipped gradients; a bound that is not positive clips nothing."""
         if self.clipnorm is not None and self.clipnorm > 0:
             return [clip_norm(grad, self.clipnorm) for grad in grads]
@@ -189,19 +190,13 @@ class Optimizer(Recorded):
             return clip_global_norm(grads, self.global_clipnorm)
         return grads
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the arrays that the rule keeps for one parameter, by name."""
         return {}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule to one parameter.
 
         Args:
@@ -221,11 +216,11 @@ class Optimizer(Recorded):
         """Returns the scalars that the rule keeps for all parameters, by name."""
         return {}
 
-    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+    def update_shared(self, shared: Slots, step: Array) -> Slots:
         """Returns the scalars for update number `step`, from 1."""
         return shared
 
-    def decay_of(self, param: jax.Array, path: str) -> float:
+    def decay_of(self, param: Array, path: str) -> float:
         """Returns the weight decay of one parameter, 0 for an excluded one."""
         return 0.0 if self.weight_decay is None or self.is_exempt(path) else self.weight_decay
 
@@ -237,7 +232,7 @@ class Optimizer(Recorded):
     def transformation(self) -> optax.GradientTransformation:
         """Returns the Optax transformation, whose state has `hyperparams["learning_rate"]`."""
 
-        def at_rate(learning_rate: jax.Array) -> optax.GradientTransformation:
+        def at_rate(learning_rate: Array) -> optax.GradientTransformation:
             def update(
                 grads: Any, state: OptimizerState, params: Any = None
             ) -> tuple[Any, OptimizerState]:
@@ -261,7 +256,7 @@ class Optimizer(Recorded):
             return rate
         return rate(step) if _takes_step(rate) else rate()  # pyright: ignore[reportCallIssue]
 
-    def _rate_of_update(self, count: jax.Array) -> Any:
+    def _rate_of_update(self, count: Array) -> Any:
         num_steps = self.gradient_accumulation_steps or 1
         return self.rate_at(count * num_steps + num_steps - 1)
 
@@ -285,7 +280,7 @@ class Optimizer(Recorded):
         return OptimizerState(jnp.zeros((), jnp.int32), slots, self.init_shared(), average)
 
     def _update(
-        self, grads: Any, state: OptimizerState, params: Any, rate: jax.Array
+        self, grads: Any, state: OptimizerState, params: Any, rate: Array
     ) -> tuple[Any, OptimizerState]:
         if params is None:
             raise ValueError(
@@ -310,14 +305,14 @@ class Optimizer(Recorded):
 
     def _update_one(
         self,
-        grad: jax.Array,
-        param: jax.Array,
+        grad: Array,
+        param: Array,
         slots: Slots,
         path: str,
-        rate: jax.Array,
-        step: jax.Array,
+        rate: Array,
+        step: Array,
         shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+    ) -> tuple[Array, Slots]:
         # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
         wide = jnp.promote_types(param.dtype, jnp.float32)
         decay = self.decay_of(param, path) * rate * param.astype(wide)
@@ -338,7 +333,7 @@ class Optimizer(Recorded):
         # the weights.
         kept = momentum ** ((self.gradient_accumulation_steps or 1) - 1)
 
-        def mean(average: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        def mean(average: Array, old: Array, new: Array) -> Array:
             return (momentum * (kept * average + (1 - kept) * old) + (1 - momentum) * new).astype(
                 new.dtype
             )
@@ -380,12 +375,12 @@ def _path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def clip_norm(grad: jax.Array, bound: float) -> jax.Array:
+def clip_norm(grad: Array, bound: float) -> Array:
     """Returns the gradient scaled down to a norm of at most `bound`."""
     return grad * bound / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(grad))), bound)
 
 
-def clip_global_norm(grads: list[jax.Array], bound: float) -> list[jax.Array]:
+def clip_global_norm(grads: list[Array], bound: float) -> list[Array]:
     """Returns gradients scaled to a joint norm of at most `bound`; NaN if it is not finite."""
     norm = jnp.sqrt(sum((jnp.sum(jnp.square(grad)) for grad in grads), start=jnp.zeros(())))
     # norm - norm is 0, or NaN for an infinite norm, as in Keras: a factor of 0 must not hide an
@@ -394,7 +389,7 @@ def clip_global_norm(grads: list[jax.Array], bound: float) -> list[jax.Array]:
     return [(grad * scale).astype(grad.dtype) for grad in grads]
 
 
-def read_learning_rate(opt_state: Any) -> jax.Array | None:
+def read_learning_rate(opt_state: Any) -> Array | None:
     """Returns a state's rate, of the last update or else of the next; None if it holds none."""
     injected = _injected(opt_state)
     return injected[0].hyperparams["learning_rate"] if injected else None
@@ -444,7 +439,7 @@ def _like(old: Any, value: Any) -> Any:
     # Each process creates its own copies: device_put to several processes would communicate.
     return (
         jax.make_array_from_callback((), old.sharding, lambda _: value)
-        if isinstance(old, jax.Array)
+        if isinstance(old, Array)
         else value
     )
 

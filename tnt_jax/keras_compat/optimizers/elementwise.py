@@ -2,8 +2,8 @@
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import (
     LearningRate,
@@ -33,19 +33,13 @@ class SGD(Optimizer):
             raise ValueError(f"momentum must be in [0, 1], got {momentum}.")
         self.momentum, self.nesterov = momentum, nesterov
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the momentum, if there is any."""
         return {"momentum": jnp.zeros_like(param)} if self.momentum else {}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if not slots:
             return -rate * grad, slots
@@ -76,7 +70,7 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, centered
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the running square and, if needed, the momentum and the running gradient."""
         names = [
             "velocity",
@@ -86,14 +80,8 @@ class RMSprop(Optimizer):
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho = self.rho
         slots = dict(slots)
@@ -120,7 +108,7 @@ class Adadelta(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho, self.epsilon = rho, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the running squares of gradients and of steps."""
         return {
             "accumulated_grad": jnp.zeros_like(param),
@@ -128,14 +116,8 @@ class Adadelta(Optimizer):
         }
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho, epsilon = self.rho, self.epsilon
         squares = rho * slots["accumulated_grad"] + (1 - rho) * jnp.square(grad)
@@ -157,19 +139,13 @@ class Adagrad(Optimizer):
         super().__init__(learning_rate, **options)
         self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value."""
         return {"accumulator": jnp.full_like(param, self.initial_accumulator_value)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         accumulator = slots["accumulator"] + jnp.square(grad)
         return -rate * grad / jnp.sqrt(accumulator + self.epsilon), {"accumulator": accumulator}
@@ -192,19 +168,13 @@ class Lion(Optimizer):
             )
         self.beta_1, self.beta_2 = beta_1, beta_2
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the momentum."""
         return {"momentum": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"]
         update = -rate * jnp.sign(self.beta_1 * momentum + (1 - self.beta_1) * grad)

@@ -37,7 +37,6 @@ class LossScaleOptimizer(Optimizer):
         inner_optimizer: Optimizer of the unscaled gradients; its learning rate is that of this one.
         initial_scale: Initial scale; the changing scale is part of the optimizer state.
         dynamic_growth_steps: Finite steps after which the scale is doubled.
-        name: Name of the optimizer.
         **kwargs: Options of other optimizers with values that have no effect, as in Keras. Pass
             options to `inner_optimizer`.
 

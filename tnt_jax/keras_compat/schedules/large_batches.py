@@ -55,7 +55,6 @@ class GradualWarmup(LearningRateSchedule):
             beginning of training; the warm-up ends at its rate of step `warmup_steps`.
         warmup_steps: Length of the warm-up, in updates; 0 for none.
         initial_learning_rate: The rate at step 0.
-        name: Name of the schedule.
 
     Raises:
         ValueError: If `warmup_steps` is negative.
@@ -102,7 +101,6 @@ class WarmupSteps(LearningRateSchedule):
         warmup_epochs: Length of the warm-up.
         boundaries: Epochs at which the rate changes, rising.
         multipliers: Factors of `peak`, one more than boundaries.
-        name: Name of the schedule.
 
     Raises:
         ValueError: If there is not one multiplier more than boundaries, or the boundaries do not
@@ -150,7 +148,6 @@ class InverseSquareRoot(LearningRateSchedule):
         factor: 1 in the paper.
         width: Width of the model.
         warmup_steps: Updates until the rate is highest.
-        name: Name of the schedule.
     """
 
     def __init__(

@@ -167,7 +167,6 @@ class OptimizerView:
         start: Ensures that the trainer's state belongs to this optimizer.
 
     Attributes:
-        name: Name of the optimizer.
         use_ema: Whether it keeps averaged weights.
     """
 
