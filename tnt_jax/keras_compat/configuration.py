@@ -130,11 +130,9 @@ def deserialize(config: Any, room: str, custom_objects: Mapping[str, Any] | None
         return _find(config["config"], room, custom_objects)
     cls = _find(config["class_name"], room, custom_objects)
     # A function may have the form of a class without settings, as Keras allows.
-    return (
-        cls.from_config(resolved(config.get("config") or {}, room, custom_objects))
-        if isinstance(cls, type)
-        else cls
-    )
+    if isinstance(cls, type):
+        return cls.from_config(resolved(config.get("config") or {}, room, custom_objects))
+    return cls
 
 
 def resolved(value: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:

@@ -171,11 +171,9 @@ class Monitor:
             return True
         if math.isnan(than):
             return not math.isnan(value)
-        return (
-            value - self._min_delta > than
-            if self._mode == "max"
-            else value + self._min_delta < than
-        )
+        if self._mode == "max":
+            return value - self._min_delta > than
+        return value + self._min_delta < than
 
 
 def direction(log: str, model: Any) -> Mode:

@@ -157,11 +157,9 @@ class CSVLogger(Callback):
 
     def state(self) -> dict[str, Any]:
         """Returns the file, and how far it is written."""
-        return (
-            {}
-            if self._file is None
-            else {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
-        )
+        if self._file is None:
+            return {}
+        return {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on with the rows that the interrupted run had written.
@@ -214,11 +212,9 @@ class CSVLogger(Callback):
 def _columns(logs: Mapping[str, float]) -> list[str]:
     names = sorted(logs)
     # The first epoch may come without validation.
-    return (
-        names
-        if any(name.startswith("val_") for name in names)
-        else [*names, *(f"val_{name}" for name in names)]
-    )
+    if any(name.startswith("val_") for name in names):
+        return names
+    return [*names, *(f"val_{name}" for name in names)]
 
 
 # Size of one plot, in inches.

@@ -264,11 +264,9 @@ class Inspection:
     def metrics_names(self) -> list[str]:
         """Names of the logs in the order of `evaluate`; empty before data is known."""
         functions = self._core.functions
-        return (
-            []
-            if functions is None
-            else functions.metrics_names() + list(self._core.adapter.held_metrics())
-        )
+        if functions is None:
+            return []
+        return functions.metrics_names() + list(self._core.adapter.held_metrics())
 
     @property
     def metrics_by_log(self) -> dict[str, Any]:

@@ -71,11 +71,9 @@ def standardized(y_true: Any, y_pred: Any, dtype: str = "float32") -> tuple[Any,
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return in_dtype(leaf, dtype)
-        return (
-            leaf.astype(jnp.promote_types(leaf.dtype, jnp.int32))
-            if leaf.dtype.itemsize < 4
-            else leaf
-        )
+        if leaf.dtype.itemsize < 4:
+            return leaf.astype(jnp.promote_types(leaf.dtype, jnp.int32))
+        return leaf
 
     return (
         jax.tree.map(target, y_true, is_leaf=_is_array_as_list),

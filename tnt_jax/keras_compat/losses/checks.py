@@ -87,11 +87,9 @@ def _range_problem(outputs: np.ndarray) -> str:
 def _sum_problem(outputs: np.ndarray, axis: int) -> str:
     sums = outputs.sum(axis=axis)
     wrong = np.argwhere(np.abs(sums - 1) > _SUM_TOLERANCE)  # A NaN sum compares false.
-    return (
-        f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes"
-        if wrong.size
-        else ""
-    )
+    if wrong.size:
+        return f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes"
+    return ""
 
 
 def _logits_loss(loss: Loss, is_independent: bool) -> str:

@@ -457,8 +457,6 @@ def _initial(initializer: Any, shape: tuple[int, ...], dtype: Any) -> Any:
                 f"initializer must be 'zeros', 'ones', an array or a callable, got {initializer!r}."
             )
         return known[initializer](shape, dtype)
-    return (
-        initializer(shape, dtype=dtype)
-        if callable(initializer)
-        else jnp.broadcast_to(jnp.asarray(initializer), shape)
-    )
+    if callable(initializer):
+        return initializer(shape, dtype=dtype)
+    return jnp.broadcast_to(jnp.asarray(initializer), shape)

@@ -142,11 +142,9 @@ def get(
     if identifier is None:
         return None
     if isinstance(identifier, Metric):
-        return (
-            StatefulMetric(identifier, *_tuples(y_true_shape, y_pred_shape))
-            if keeps_own_state(identifier)
-            else identifier
-        )
+        if keeps_own_state(identifier):
+            return StatefulMetric(identifier, *_tuples(y_true_shape, y_pred_shape))
+        return identifier
     if isinstance(identifier, Mapping):
         return get(deserialize(identifier), y_true_shape, y_pred_shape, loss=loss)
     if isinstance(identifier, str):

@@ -243,11 +243,9 @@ class Optimizer(Recorded):
         injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore
         rate = self._rate_of_update if callable(self.learning_rate) else self.learning_rate
         transformation: Any = injected(learning_rate=rate)
-        return (
-            transformation
-            if self.loss_scale_factor is None
-            else with_fixed_scale(transformation, self.loss_scale_factor)
-        )
+        if self.loss_scale_factor is None:
+            return transformation
+        return with_fixed_scale(transformation, self.loss_scale_factor)
 
     def rate_at(self, step: Any) -> Any:
         """Returns the learning rate after `step` steps, which accumulate or not, as in Keras."""
@@ -437,11 +435,9 @@ def _like(old: Any, value: Any) -> Any:
     """Returns a number as an array with the dtype and, on devices, the sharding of another."""
     value = np.asarray(value, old.dtype)
     # Each process creates its own copies: device_put to several processes would communicate.
-    return (
-        jax.make_array_from_callback((), old.sharding, lambda _: value)
-        if isinstance(old, Array)
-        else value
-    )
+    if isinstance(old, Array):
+        return jax.make_array_from_callback((), old.sharding, lambda _: value)
+    return value
 
 
 def _is_injected(node: Any) -> bool:

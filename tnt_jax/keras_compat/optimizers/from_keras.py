@@ -64,11 +64,9 @@ class KerasOptimizer(Optimizer):
         """Returns a transformation like `transformation`, for the parameters of a Keras model."""
         rule = _Rule(self.keras_optimizer, self.learning_rate, variables)
         transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore
-        return (
-            transformation
-            if self.loss_scale_factor is None
-            else with_fixed_scale(transformation, self.loss_scale_factor)
-        )
+        if self.loss_scale_factor is None:
+            return transformation
+        return with_fixed_scale(transformation, self.loss_scale_factor)
 
 
 class _Rule:

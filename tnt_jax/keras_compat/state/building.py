@@ -123,11 +123,9 @@ def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
         num_given if style.is_variadic else len(style.positional)
     ):
         return None
-    return (
-        style.positional[: style.num_required]
-        if num_given < style.num_required
-        else style.positional
-    )
+    if num_given < style.num_required:
+        return style.positional[: style.num_required]
+    return style.positional
 
 
 def _keras_inputs(module: Any) -> tuple[str, ...] | None:

@@ -62,11 +62,9 @@ class ModelState:
     def optimizer(self) -> OptimizerView | None:
         """The optimizer, or None before `compile`."""
         compilation = self._core.compilation
-        return (
-            None
-            if compilation is None
-            else OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
-        )
+        if compilation is None:
+            return None
+        return OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
 
     def get_weights(self) -> list[np.ndarray]:
         """See `Model.get_weights`."""
@@ -97,11 +95,9 @@ class ModelState:
         leaves, structure = jax.tree.flatten((state.params, state.model_state))
         numbers = structure.unflatten([np.int64(index) for index in range(len(leaves))])
         exported = self._core.adapter.export(Variables(*numbers))
-        return (
-            [int(number) for number in exported]
-            if isinstance(exported, list)
-            else list(range(len(leaves)))
-        )
+        if isinstance(exported, list):
+            return [int(number) for number in exported]
+        return list(range(len(leaves)))
 
     def build_from(self, params: Any, model_state: Any) -> None:
         """Creates the state of a Flax module from host arrays in the form of a checkpoint."""

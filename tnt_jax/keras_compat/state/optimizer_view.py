@@ -259,11 +259,9 @@ class OptimizerView:
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the optimizer, with its current learning rate."""
         config = self.given.get_config()
-        return (
-            config
-            if callable(self._optimizer.learning_rate)
-            else config | {"learning_rate": float(self.learning_rate)}
-        )
+        if callable(self._optimizer.learning_rate):
+            return config
+        return config | {"learning_rate": float(self.learning_rate)}
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the optimizer passed to `compile`, such as `beta_1`."""
