@@ -53,13 +53,7 @@ class SwapEMAWeights(Callback):
         """Swaps the averages out."""
         self._put_average(False)
 
-    def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Swaps the averages in."""
-        self._put_average(True)
-
-    def on_predict_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Swaps the averages out."""
-        self._put_average(False)
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
 
     def _put_average(self, wanted: bool) -> None:
         if self._average_is_in_model != wanted:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.streams import read_in_lockstep
 from tnt_jax.distributed import goodput
 from tnt_jax.distributed.host import collectives
@@ -80,23 +80,16 @@ def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> Data
     That is the script's own; with weak scaling it is that of the lowest number, and multiplied.
     """
     factor = Fraction(num_ranks, settings.scale_from)
-    return _multiplied(data, factor) if settings.scale_weak else _kept(data, factor)
-
-
-def check_filled(source: Source, first: HostBatch) -> None:
-    """Raises a ValueError if the data has too few rows for one batch of weak scaling."""
-    size = source.global_batch_size
-    if size is not None and first.num_rows < size:
-        raise ValueError(
-            f"The data has {first.num_rows} rows, fewer than one global batch ({size}) of this "
-            "number of ranks. Measure on fewer ranks or with --strong, or give the script more "
-            "data."
-        )
-
-
-def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
     if factor == 1:
         return data
+    if settings.scale_weak:
+        # The rows of a rank, and the batches of a process, stay the same by themselves.
+        if not data.distribute or data.micro_batch_size is not None:
+            return data
+        from tnt_jax.data.dispatch import with_larger_batches
+
+        x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
+        return replace(data, x=x, batch_size=batch_size)
     if not data.distribute:
         raise ValueError(
             "tnt_distribute_dataset=False gives each process batches of its own, so that the "
@@ -114,16 +107,6 @@ def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
     return replace(data, micro_batch_size=int(micro))
 
 
-def _multiplied(data: DataArguments, factor: Fraction) -> DataArguments:
-    # The rows of a rank, and the batches of a process, stay the same by themselves.
-    if factor == 1 or not data.distribute or data.micro_batch_size is not None:
-        return data
-    from tnt_jax.data.dispatch import with_larger_batches
-
-    x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
-    return replace(data, x=x, batch_size=batch_size)
-
-
 class ScaleLoop(FitLoop):
     """Times the steps of a `fit`, without callbacks and validation."""
 
@@ -137,8 +120,14 @@ class ScaleLoop(FitLoop):
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of this number of ranks."""
         plan = super().prepare(_scaled(self._core, data), arguments)
-        if self._core.trainer.runtime.settings.scale_weak:
-            check_filled(plan.stream.source, plan.first)
+        size, num_rows = plan.stream.source.global_batch_size, plan.first.num_rows
+        is_weak = self._core.trainer.runtime.settings.scale_weak
+        if is_weak and size is not None and num_rows < size:
+            raise ValueError(
+                f"The data has {num_rows} rows, fewer than one global batch ({size}) of this "
+                "number of ranks. Measure on fewer ranks or with --strong, or give the script more "
+                "data."
+            )
         return plan
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
@@ -157,6 +146,7 @@ class ScaleLoop(FitLoop):
             steps=steps,
         )
         params = jax.tree.leaves(trainer.require_state().params)
+        compile_s = goodput.account().report()["compiling_s"]
         memory, memory_of = _peak_memory()
         measured = {
             "ranks": trainer.runtime.num_ranks,
@@ -169,7 +159,7 @@ class ScaleLoop(FitLoop):
             "shares": dict(
                 zip(("compute", "communication", "data", "host"), times.shares, strict=True)
             ),
-            "compile_s": float(collectives.all_gather(_compile_s()).max()),
+            "compile_s": float(collectives.all_gather(np.array(compile_s)).max()),
             "memory_bytes": int(collectives.all_gather(np.array(memory, np.float64)).max()),
             "memory_of": memory_of,
             "gradient_bytes": sum(x.nbytes for x in params),
@@ -210,10 +200,6 @@ def full_batches(plan: Plan) -> Iterator[HostBatch]:
                 f"The data of fit has ended after {epoch} epoch(s), before all steps were timed: a "
                 "generator is read once. Pass data that can be read again, or name fewer --steps."
             )
-
-
-def _compile_s() -> np.ndarray:
-    return np.array(goodput.account().report()["compiling_s"])
 
 
 def _peak_memory() -> tuple[int, str]:
