@@ -87,11 +87,7 @@ class Inspection:
     _shared: Shared
 
     def summary(self) -> None:
-        """Prints a table of all arrays with shapes, counts and bytes, on the master.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Prints a table of all arrays with shapes, counts and bytes, on the master."""
         variables = self._built_variables()
         if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
             print(summary_table(self._core.adapter.name, *variables), flush=True)
@@ -102,9 +98,6 @@ class Inspection:
 
         This is a dict for `module.apply` for Linen, a state for `nnx.update` for NNX, and a list as
         from `get_weights` for Keras.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         return self._core.adapter.export(self._built_variables())
 
@@ -136,9 +129,6 @@ class Inspection:
         """All arrays in the order of `get_weights`, as Keras-style variables.
 
         They show the current values of the model, and can be assigned.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         state = self._shared.state.require_built()
         params = state_variables(
@@ -216,11 +206,7 @@ class Inspection:
         return {name: plain(value) for name, value in given.items()}
 
     def count_params(self) -> int:
-        """Returns the number of values in all arrays.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns the number of values in all arrays."""
         return sum(math.prod(variable.shape) for variable in self.weights)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
@@ -250,11 +236,7 @@ class Inspection:
         )
 
     def weights_by_path(self) -> dict[str, np.ndarray]:
-        """Returns copies of the trained arrays by path, such as `Dense_0/kernel`.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns copies of the trained arrays by path, such as `Dense_0/kernel`."""
         leaves = jax.tree_util.tree_leaves_with_path(self._built_variables().params)
         return {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
@@ -321,9 +303,6 @@ class Inspection:
         With `reproducible=True` a step has several programs, each after a comment with its name.
         The text is StableHLO or, if `optimized`, the HLO that the devices run, with the reductions
         that XLA made of the gradients' buckets. The other arguments are those of `fit`.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
         """
         batch = self._first_batch(x, y, batch_size)
         lowered = self._core.trainer.lower_train_step(batch)
@@ -336,9 +315,6 @@ class Inspection:
 
         They are those that the step asks for, and what the compiler made of them. Print the result
         for a summary. The arguments are those of `fit`.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
         """
         described = describe(self._core.trainer, self._first_batch(x, y, batch_size))
         return described._replace(reason=self._core.require_compiled().dependence)

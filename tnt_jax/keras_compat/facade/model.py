@@ -80,10 +80,8 @@ class Model(SingleBatches, Inspection):
         pipeline: Equal blocks that are divided over the axis `stage`.
         remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
 
-    Attributes:
-        training_state: What changes the whole state, for `load_model`.
-        resumption: Where a callback says that an interrupted `fit` goes on.
-        saver: What writes files, for callbacks in the background, too.
+    What needs variables, or losses and metrics, raises a RuntimeError before there are any, or
+    before `compile`.
 
     Raises:
         TypeError: If `module` is of no known kind.
@@ -250,7 +248,6 @@ class Model(SingleBatches, Inspection):
             tnt_distribute_validation_dataset: The same for validation.
 
         Raises:
-            RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
         directory = choose_directory(resume, callbacks)
@@ -300,7 +297,6 @@ class Model(SingleBatches, Inspection):
         batches, all by default; the other arguments are those of `fit`.
 
         Raises:
-            RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
         data = DataArguments(
@@ -433,7 +429,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileExistsError: If the path exists and `overwrite` is False.
-            RuntimeError: If the model has no variables yet.
             ValueError: If the path has an unsupported file extension, such as `.npz`.
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
@@ -455,7 +450,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileExistsError: If the path exists and `overwrite` is False.
-            RuntimeError: If the model has no variables yet.
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
 
@@ -475,7 +469,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileNotFoundError: If a process does not see the path.
-            RuntimeError: If the model has no variables yet.
             ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
                 another shape or dtype; the message names them.
         """
@@ -488,11 +481,7 @@ class Model(SingleBatches, Inspection):
 
     @property
     def state(self) -> TrainState:
-        """The whole training state, on the devices.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """The whole training state, on the devices."""
         return self.training_state.state
 
     def set_state(self, state: TrainState) -> None:
@@ -511,9 +500,6 @@ class Model(SingleBatches, Inspection):
         """Returns copies of all arrays.
 
         A Keras model has Keras's order; otherwise parameters precede model state.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         return self.training_state.get_weights()
 
@@ -527,7 +513,6 @@ class Model(SingleBatches, Inspection):
             weights: Arrays as `get_weights` returns them.
 
         Raises:
-            RuntimeError: If the model has no variables yet.
             ValueError: If the number of arrays or a shape differs.
         """
         self.training_state.set_weights(weights)

@@ -26,15 +26,6 @@ class StateVariable:
 
     It shows the current value of the array.
 
-    Args:
-        trainer: The trainer whose state holds it.
-        get: Maps the state to the pytree that holds it.
-        put: Maps the state and another such pytree to the state with that pytree.
-        index: Index of the array among the leaves.
-        path: Path of the array.
-        trainable: Whether training changes it by gradients.
-        after: Called after an assignment.
-
     Attributes:
         path: Path of the array, such as `Dense_0/kernel`.
         name: Last part of the path.
@@ -160,11 +151,6 @@ class Rate(float):
 
 class OptimizerView:
     """The optimizer of a compiled model, with the Keras attributes that callbacks use.
-
-    Args:
-        optimizer: The optimizer passed to `compile`.
-        trainer: The trainer whose state holds its values.
-        start: Ensures that the trainer's state belongs to this optimizer.
 
     Attributes:
         use_ema: Whether it keeps averaged weights.
