@@ -159,16 +159,12 @@ class CallbackScope:
     def entered(self) -> Iterator[None]:
         """Sets the scope and the silence while the callback runs."""
         token = _scope.set(self.scope)
-        is_alone = self.scope == "main_process"
         try:
-            with (
-                acting_alone(type(self.callback).__name__)
-                if is_alone
-                else contextlib.nullcontext(),
-                contextlib.redirect_stdout(io.StringIO())
-                if self.is_silent
-                else contextlib.nullcontext(),
-            ):
+            with contextlib.ExitStack() as stack:
+                if self.scope == "main_process":
+                    stack.enter_context(acting_alone(type(self.callback).__name__))
+                if self.is_silent:
+                    stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 yield
         finally:
             _scope.reset(token)
@@ -194,22 +190,13 @@ def callback_scope(
     return CallbackScope(callback, "all_processes", runs=True, is_silent=not prints)
 
 
-def is_keras_writer(callback: Any) -> bool:
+def is_keras_writer(callback: Any, names: Sequence[str] = _KERAS_WRITERS) -> bool:
     """Returns whether a callback is a Keras callback that writes files, or a subclass of one."""
     return any(
-        cls.__name__ in _KERAS_WRITERS and _is_of_keras(cls) for cls in type(callback).__mro__
+        cls.__name__ in names
+        and cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
+        for cls in type(callback).__mro__
     )
-
-
-def is_keras_backup(callback: Any) -> bool:
-    """Returns whether a callback is Keras's `BackupAndRestore`, or a subclass of it."""
-    return any(
-        cls.__name__ == "BackupAndRestore" and _is_of_keras(cls) for cls in type(callback).__mro__
-    )
-
-
-def _is_of_keras(cls: type) -> bool:
-    return cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
 
 
 def first_base(callback: Any, names: Sequence[str]) -> str | None:

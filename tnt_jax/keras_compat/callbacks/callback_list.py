@@ -23,7 +23,6 @@ from tnt_jax.keras_compat.callbacks.base import (
     callback_scope,
     controls_training,
     first_base,
-    is_keras_backup,
     is_keras_writer,
     is_wrapped,
 )
@@ -228,7 +227,9 @@ class CallbackList:
         args = tuple(dict(arg) if isinstance(arg, Mapping) else arg for arg in args)
         for scoped in self._scoped:
             restores = (
-                hook == "on_train_begin" and not self._is_alone and is_keras_backup(scoped.callback)
+                hook == "on_train_begin"
+                and not self._is_alone
+                and is_keras_writer(scoped.callback, ["BackupAndRestore"])
             )
             # On the master alone: it changes the master's model, possibly from a local disk, and
             # the others follow below.

@@ -313,7 +313,7 @@ class Compiled:
     def _by_output(self, outputs: Any, batch: Batch) -> list[tuple[OutputSpec, Any, Any, Any]]:
         weights = (
             self._layout.data(batch.weight, self._needs_target, "sample weight")
-            if _is_per_output(batch.weight)
+            if isinstance(batch.weight, (Mapping, tuple, list))
             else [batch.weight] * len(self._layout.keys)
         )
         true, pred = self._targets(batch.targets), self._layout.outputs(outputs)
@@ -328,10 +328,6 @@ class Compiled:
 
     def _trained(self) -> list[OutputSpec]:
         return [spec for spec in self.specs if spec.loss is not None]
-
-
-def _is_per_output(weight: Any) -> bool:
-    return isinstance(weight, (Mapping, tuple, list))
 
 
 def _masked_weight(weight: Any, mask: Any) -> Any:

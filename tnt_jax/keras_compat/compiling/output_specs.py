@@ -150,19 +150,18 @@ def make_output_specs(
 ) -> list[OutputSpec]:
     """Returns what is asked of an output, an entry for each of several losses, which add up."""
     loss, weight, *given = arguments
-    asked = [listed for listed in (_listed(loss), *map(_listed, given)) if listed]
-    if asked and true is None:
+    if jax.tree.leaves((loss, given)) and true is None:
         raise ValueError(
             f"The output {layout.keys[index]!r} has a loss or a metric, but the data has no target "
             "for it. Pass one, or None as its loss."
         )
-    resolved = [losses.get(item) for item in _listed(loss)] or [None]
+    resolved = [losses.get(item) for item in jax.tree.leaves(loss)] or [None]
     weights = list(weight) if isinstance(weight, (tuple, list)) else [weight] * len(resolved)
 
     def resolve(items: Any) -> tuple[Metric, ...]:
         return tuple(
             metrics.get(item, np.shape(true), np.shape(pred), loss=resolved[0])
-            for item in _listed(items)
+            for item in jax.tree.leaves(items)
         )
 
     plain, weighted = map(resolve, given)
@@ -173,11 +172,6 @@ def make_output_specs(
         name = layout.names[index]
         specs.append(OutputSpec(index, name, part, factor, *of_first, np.shape(pred)))
     return specs
-
-
-def _listed(value: Any) -> list[Any]:
-    """Returns one value, a nested list of them, or None, as a list."""
-    return jax.tree.leaves(value)
 
 
 def _is_none(value: Any) -> bool:

@@ -22,6 +22,7 @@ from tnt_jax.distributed.stopping import preemption
 from tnt_jax.distributed.stopping.preemption import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList, RayReport
+from tnt_jax.keras_compat.callbacks.base import first_base
 from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
 from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
@@ -135,7 +136,7 @@ def with_backup(callbacks: Any, directory: Path | None) -> Any:
 
 
 def _is_backup(callback: Any) -> bool:
-    return any(cls.__name__ == "BackupAndRestore" for cls in type(callback).__mro__)
+    return first_base(callback, ["BackupAndRestore"]) is not None
 
 
 def _script_name() -> str:

@@ -78,14 +78,9 @@ def serialize(loss: Any) -> dict[str, Any]:
 
 
 def deserialize(name: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the loss or the function that a configuration describes.
+    """Returns the loss or function that `serialize`, or Keras's own, wrote, or that has a name.
 
-    Args:
-        name: What `serialize` or `keras.losses.serialize` wrote, or a name.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If it names something unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(name, "losses", custom_objects)
 

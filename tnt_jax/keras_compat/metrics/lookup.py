@@ -171,14 +171,9 @@ def serialize(metric: Any) -> dict[str, Any]:
 
 
 def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the metric or the function that a configuration describes.
+    """Returns the metric or function that `serialize`, or Keras's own, wrote, or that has a name.
 
-    Args:
-        config: What `serialize` or `keras.metrics.serialize` wrote, or a name.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If it names something unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(config, "metrics", custom_objects)
 

@@ -103,14 +103,9 @@ def serialize(optimizer: Optimizer) -> dict[str, Any]:
 def deserialize(
     config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
 ) -> Optimizer:
-    """Returns the optimizer that `serialize`, or Keras's own, wrote.
+    """Returns the optimizer that `serialize`, or Keras's own, wrote; its class may be in any case.
 
-    Args:
-        config: What it returned; names of classes may be in any case.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If a name is unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     by_lower_name = {name.lower(): name for name in _CLASSES}
     name = str(config["class_name"])

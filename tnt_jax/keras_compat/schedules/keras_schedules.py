@@ -269,12 +269,7 @@ def serialize(learning_rate_schedule: LearningRateSchedule) -> dict[str, Any]:
 def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
     """Returns the schedule that `serialize`, or Keras's own, wrote.
 
-    Args:
-        config: What it returned.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If a name is unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(config, "schedules", custom_objects)
 

@@ -28,15 +28,8 @@ def scale_linearly(learning_rate: float, *, batch_size: int, base_batch_size: in
 def scale_by_square_root(learning_rate: float, *, batch_size: int, base_batch_size: int) -> float:
     """Returns the rate for a global batch, in proportion to the square root of its size.
 
-    This keeps the variance of an update (Krizhevsky 2014, arXiv:1404.5997, section 5).
-
-    Args:
-        learning_rate: A good rate for `base_batch_size`.
-        batch_size: Rows of the global batch.
-        base_batch_size: Rows of the batch for which the rate was found.
-
-    Raises:
-        ValueError: If a size is below 1.
+    This keeps the variance of an update (Krizhevsky 2014, arXiv:1404.5997, section 5). Arguments
+    and errors are those of `scale_linearly`.
     """
     return learning_rate * _ratio(batch_size, base_batch_size) ** 0.5
 

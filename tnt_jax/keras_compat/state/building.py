@@ -1,7 +1,6 @@
 """Creates a model's variables for its inputs, and checks that it can be called with them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,14 +16,6 @@ from tnt_jax.train.trainer import trace_outputs
 
 # The number of characters that an error quotes of another.
 _QUOTED = 400
-
-
-def check_batch(batch: Batch) -> None:
-    """Checks that the arrays of a batch hold numbers; see `check_arguments`."""
-    # Named as arguments, though they may come from a dataset.
-    for name, value in (("x", batch.inputs), ("y", batch.targets), ("sample_weight", batch.weight)):
-        for leaf in jax.tree.leaves(value):
-            check_numbers(name, leaf)
 
 
 def kinds(tree: Any) -> Any:
@@ -45,28 +36,14 @@ def shapes(tree: Any) -> str:
     )
 
 
-@contextmanager
-def refusing_inputs(name: str, inputs: Any, known: Sequence[str]) -> Iterator[None]:
-    """Turns errors of a model's forward pass into a `ValueError` about inputs of other shapes."""
-    try:
-        yield
-    except CallError:
-        raise
-    except Exception as error:  # Any error of a module; the message quotes it.
-        reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
-        raise ValueError(
-            f"The model {name!r} cannot be called with inputs {shapes(inputs)}; before, they were "
-            f"{known[0]}. Pass inputs of the shape for which its variables were created. It says: "
-            f"{reason}"
-        ) from None
-
-
 def input_problem(module: Any, inputs: Any) -> str | None:
     """Returns what is wrong with the number of inputs, or None if the signature does not tell."""
     if isinstance(inputs, Mapping):
         return None
     if is_keras(module):
-        names = _keras_inputs(module)
+        # The call of models that are neither functional nor Sequential accepts any number.
+        tensors = getattr(module, "inputs", None) if module.built else None
+        names = tuple(x.name for x in tensors) if tensors else None
         num_given = len(jax.tree.leaves(inputs))
     else:
         num_given = len(inputs) if isinstance(inputs, (tuple, list)) else 1
@@ -128,12 +105,6 @@ def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
     return style.positional
 
 
-def _keras_inputs(module: Any) -> tuple[str, ...] | None:
-    """Returns the names of a functional or Sequential model's inputs; None for any number."""
-    inputs = getattr(module, "inputs", None) if module.built else None
-    return tuple(x.name for x in inputs) if inputs else None
-
-
 class Builder:
     """Creates the variables of a model for its inputs, and explains invalid inputs."""
 
@@ -177,7 +148,11 @@ class Builder:
 
     def build_for(self, batch: Batch) -> None:
         """Creates missing variables, and applies changes that the user made to the object."""
-        check_batch(batch)
+        # Named as arguments, though they may come from a dataset.
+        given = {"x": batch.inputs, "y": batch.targets, "sample_weight": batch.weight}
+        for name, value in given.items():
+            for leaf in jax.tree.leaves(value):
+                check_numbers(name, leaf)
         trainer = self._core.trainer
         was_built = trainer.is_built
         if (problem := self.problem_of_inputs(batch.inputs)) is not None:
@@ -192,9 +167,18 @@ class Builder:
 
     def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:
         """Traces the model with inputs of new shapes, without computing anything."""
-        kind = kinds(batch.inputs)
-        known = self._known_inputs
+        kind, known = kinds(batch.inputs), self._known_inputs
         if was_built and self._core.calls_model and known and kind not in known:
-            with refusing_inputs(self._core.adapter.name, batch.inputs, list(known.values())):
+            try:
                 trace_outputs(self._core.trainer, batch)
+            except CallError:
+                raise
+            except Exception as error:  # Any error of a module; the message quotes it.
+                reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
+                raise ValueError(
+                    f"The model {self._core.adapter.name!r} cannot be called with inputs "
+                    f"{shapes(batch.inputs)}; before, they were {next(iter(known.values()))}. Pass "
+                    "inputs of the shape for which its variables were created. It says: "
+                    f"{reason}"
+                ) from None
         known[kind] = shapes(batch.inputs)
