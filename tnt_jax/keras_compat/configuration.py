@@ -1,7 +1,5 @@
 """Keras-style configurations: constructor arguments as plain values that JSON can represent.
 
-Objects are made from them again.
-
 ```python
 # {"delta": 1.0, "reduction": "sum", "name": "huber_loss", "dtype": None}
 config = config_of(loss, "name")
@@ -10,9 +8,8 @@ written = serialize(loss)
 loss = deserialize(written, "losses")           # also results of keras.losses.serialize
 ```
 
-Names are looked up in the public names of losses, metrics, optimizers and schedules, in
-`custom_objects`, and among the objects that the user registered with Keras. Nothing is imported
-because a configuration names it, and only the constructors of these objects run.
+Names are looked up in public names, in `custom_objects`, and among what the user registered with
+Keras. Nothing is imported because a configuration names it, and only constructors run.
 """
 
 import importlib
@@ -67,12 +64,8 @@ def plain(value: Any) -> Any:
 def serialize(value: Any) -> dict[str, Any]:
     """Returns a loss, metric, optimizer, schedule or function as Keras's `serialize` functions do.
 
-    Returns:
-        A dict of `module`, `class_name`, `config` and `registered_name`; for a function
-        `class_name` is `"function"` and `config` its name.
-
-    Raises:
-        TypeError: If it is neither a function nor an object with a `get_config`.
+    Of a function, `class_name` is `"function"` and `config` its name. What has no `get_config` is a
+    TypeError.
     """
     if isinstance(value, FunctionType):
         name = value.__name__
@@ -101,20 +94,10 @@ def serialize(value: Any) -> dict[str, Any]:
 
 
 def deserialize(config: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the object that `serialize`, or a `serialize` function of Keras, wrote.
+    """Returns the object, or for a function or a mere name the function or class, that Keras wrote.
 
-    Args:
-        config: A name, or a dict with `class_name` and `config`; None gives None.
-        room: `"losses"`, `"metrics"`, `"optimizers"` or `"schedules"`: where names belong whose
-            module is not one of them.
-        custom_objects: Classes and functions of the user by name.
-
-    Returns:
-        An object for a class with a configuration, otherwise the class or function of that name.
-
-    Raises:
-        ValueError: If the name is unknown.
-        TypeError: If `config` is something else.
+    Names whose module is not a room belong to `room`. An unknown name is a ValueError, and what is
+    no configuration a TypeError; None gives None.
     """
     if config is None:
         return None
@@ -188,11 +171,7 @@ def _root(module: str) -> str:
 
 
 class Recorded:
-    """Base class of objects that can be recreated from their constructor's arguments.
-
-    Attributes:
-        given_arguments: Positional and keyword arguments of the constructor.
-    """
+    """Base class of objects that can be recreated from their constructor's arguments."""
 
     given_arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -210,12 +189,9 @@ class Recorded:
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> Self:
-        """Returns the object that a configuration describes, including those of Keras.
+        """Returns the object that a configuration describes, also one of Keras.
 
-        Args:
-            config: What `get_config` returned.
-            custom_objects: Classes and functions of the user by name, for what the configuration
-                names.
+        Names in it are also those of the user's `custom_objects`.
         """
         return cls(**resolved(dict(config), _room(cls), custom_objects))
 

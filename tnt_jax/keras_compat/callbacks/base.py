@@ -1,6 +1,4 @@
-"""The base class of callbacks, and their hooks.
-
-The processes on which a callback runs, and on which it may print and write files.
+"""The base class of callbacks, and the processes on which they run, print and write files.
 
 Every callback runs on every process with the same numbers, so that decisions agree. Only the master
 shows what a callback prints, and the callbacks of tnt_jax write files on the master only. Two
@@ -78,11 +76,7 @@ class OnMaster(_Wrapper):
 
 
 class OnAllRanks(_Wrapper):
-    """Lets a callback print and write files on every process; give each process its own path.
-
-    Args:
-        callback: Any callback.
-    """
+    """Lets a callback print and write files on every process; give each process its own path."""
 
 
 def is_wrapped(callback: Any) -> bool:

@@ -18,17 +18,9 @@ from tnt_jax.log import logger
 
 
 class LambdaCallback(Callback):
-    """Calls a function for each given hook, on every process.
+    """Calls a function for each given hook, with the hook's arguments, on every process.
 
-    Args:
-        on_epoch_begin: `f(epoch, logs)`.
-        on_epoch_end: `f(epoch, logs)`.
-        on_train_begin: `f(logs)`.
-        on_train_end: `f(logs)`.
-        on_train_batch_begin: `f(batch, logs)`.
-        on_train_batch_end: `f(batch, logs)`.
-        hooks: Functions by the name of another hook, with the hook's arguments: `on_test_end=lambda
-            logs: ...`.
+    For instance `on_epoch_end=lambda epoch, logs: ...`.
 
     Raises:
         TypeError: If a hook is unknown; the message lists the hooks.

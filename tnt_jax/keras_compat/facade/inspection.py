@@ -210,15 +210,7 @@ class Inspection:
         return sum(math.prod(variable.shape) for variable in self.weights)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """Returns one of `layers`.
-
-        Args:
-            name: Name of the layer.
-            index: Or its index in `layers`.
-
-        Raises:
-            ValueError: If there is no such layer, or not exactly one argument was given.
-        """
+        """Returns the layer of a name or an index; a ValueError names those there are."""
         if (name is None) == (index is None):
             raise ValueError(
                 f"get_layer takes a name or an index, but got name={name!r} and index={index!r}."

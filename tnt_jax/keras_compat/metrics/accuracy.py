@@ -31,14 +31,9 @@ def categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 
 
 def sparse_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns where the largest output is the labelled one.
+    """Returns where the largest output [rows, ..., classes] is the labelled one, as 0 or 1.
 
-    Args:
-        y_true: Labels [rows, ...] or [rows, ..., 1].
-        y_pred: Outputs [rows, ..., classes].
-
-    Returns:
-        0 or 1, float32 [rows, ...].
+    Labels are [rows, ...] or [rows, ..., 1]; the result is float32 [rows, ...].
     """
     y_pred = jnp.asarray(y_pred)
     y_true = _without_class_dim(jnp.asarray(y_true), y_pred)

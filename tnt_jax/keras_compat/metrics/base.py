@@ -46,16 +46,7 @@ from tnt_jax.train.loops.context import current_step, weight_of_real_rows
 
 
 class Variable:
-    """An array that can be replaced by another of its shape; arithmetic on it returns arrays.
-
-    Args:
-        value: The first value.
-        name: Name of the variable.
-        dtype: Dtype of all its values, that of `value` by default.
-
-    Attributes:
-        name: Name of the variable.
-    """
+    """An array that can be replaced by another of its shape; arithmetic on it returns arrays."""
 
     def __init__(self, value: Any, *, name: str | None = None, dtype: Any = None) -> None:
         # A NumPy array remains one until it is read: creating a metric must not open a device.

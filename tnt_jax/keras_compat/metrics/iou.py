@@ -64,13 +64,7 @@ class IoU(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted confusion matrix [labelled class, predicted class].
-
-        Args:
-            y_true: Labels [rows, ...], or one value per class.
-            y_pred: Predicted classes [rows, ...], or one value per class.
-            weight: A scalar, weights [rows], or one per label.
-        """
+        """Returns the weighted confusion matrix [labelled class, predicted class]."""
         labels = self._class_numbers(y_true, self.sparse_y_true)
         predictions = self._class_numbers(y_pred, self.sparse_y_pred)
         shape = labels.shape

@@ -179,15 +179,9 @@ def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) ->
 
 
 def check_outputs(metric: Metric, outputs: Any) -> None:
-    """Checks that a metric of probabilities gets them; see `losses.check_outputs`.
+    """Raises a ValueError if a metric of probabilities gets others; see `losses.check_outputs`.
 
-    Args:
-        metric: The metric.
-        outputs: Concrete outputs of the model for the first batch [batch, ...].
-
-    Raises:
-        ValueError: If the metric averages a loss that expects probabilities and the outputs are not
-            probabilities.
+    Outputs are those of the model for the first batch [batch, ...].
     """
     loss = getattr(metric, "loss", None)
     if loss is not None:

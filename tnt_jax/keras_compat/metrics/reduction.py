@@ -69,10 +69,8 @@ class Sum(Metric):
 class MeanMetricWrapper(Metric):
     """Mean over rows of a function `fn(y_true, y_pred, **kwargs) -> values [rows, ...]`.
 
-    Dimensions after the first are averaged within a row, as in Keras.
-
-    Attributes:
-        loss: The loss whose values are averaged, or None.
+    Dimensions after the first are averaged within a row, as in Keras. `loss` is that whose values
+    are averaged, or None.
     """
 
     def __init__(

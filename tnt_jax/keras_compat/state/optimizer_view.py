@@ -24,12 +24,8 @@ _NO_RATE = (
 class StateVariable:
     """One array of the training state, read and assigned like a Keras variable.
 
-    It shows the current value of the array.
-
-    Attributes:
-        path: Path of the array, such as `Dense_0/kernel`.
-        name: Last part of the path.
-        trainable: Whether training changes it by gradients.
+    It shows the current value. Its `path` is such as `Dense_0/kernel`, and `name` the last part;
+    gradients change it if it is `trainable`.
     """
 
     def __init__(
@@ -77,11 +73,7 @@ class StateVariable:
         return np.array(self.numpy(), dtype)
 
     def assign(self, value: Any) -> None:
-        """Replaces the array on every process; all must call it with the same value.
-
-        Raises:
-            ValueError: If the shape differs.
-        """
+        """Replaces the array by one of its shape; all processes must call it alike."""
         check_changes_model(f"Assigning {self.path or 'an array'}")
         leaves, structure = self._leaves()
         old = leaves[self._index]
