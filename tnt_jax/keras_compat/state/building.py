@@ -47,7 +47,13 @@ def input_problem(module: Any, inputs: Any) -> str | None:
         num_given = len(jax.tree.leaves(inputs))
     else:
         num_given = len(inputs) if isinstance(inputs, (tuple, list)) else 1
-        names = _flax_inputs(module, num_given)
+        style = CallStyle.of(module.__call__)
+        names = style.positional
+        most = num_given if style.is_variadic else len(names)
+        if not style.unpack or style.num_required <= num_given <= most:
+            return None
+        if num_given < style.num_required:
+            names = names[: style.num_required]
     if names is None or num_given == len(names):
         return None
     example = f"(({', '.join(names)}), targets)" if len(names) > 1 else "(inputs, targets)"
@@ -91,18 +97,6 @@ def unusable_inputs(module: Any, inputs: Any, error: Exception) -> str:
         "Let each element be (inputs, targets), with the inputs as the module takes them; a "
         "dataset of dicts needs a map such as lambda element: (element['image'], element['label'])."
     )
-
-
-def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
-    """Returns the names of the expected arguments; None if the number fits or is not fixed."""
-    style = CallStyle.of(module.__call__)
-    if not style.unpack or style.num_required <= num_given <= (
-        num_given if style.is_variadic else len(style.positional)
-    ):
-        return None
-    if num_given < style.num_required:
-        return style.positional[: style.num_required]
-    return style.positional
 
 
 class Builder:
