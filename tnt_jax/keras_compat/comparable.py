@@ -126,7 +126,9 @@ def _parts(value: Any) -> tuple[list[CodeType], list[Any]]:
     """Returns the code of a function or class, and the functions and classes that it names."""
     if isinstance(value, type):
         members = [inspect.unwrap(getattr(x, "__func__", x)) for x in vars(value).values()]
-        functions = [x for x in members if isinstance(x, FunctionType) and _has_source(x)]
+        # Those that the user wrote, rather than `dataclass`, have a file.
+        functions = [x for x in members if isinstance(x, FunctionType)]
+        functions = [x for x in functions if not x.__code__.co_filename.startswith("<")]
         used = [base for base in value.__bases__ if base is not object]
     else:
         functions, used = [inspect.unwrap(value)], []
@@ -134,11 +136,6 @@ def _parts(value: Any) -> tuple[list[CodeType], list[Any]]:
         named = (function.__globals__.get(name) for name in _names(function.__code__))
         used += [x for x in named if isinstance(x, (FunctionType, type))]
     return [function.__code__ for function in functions], used
-
-
-def _has_source(function: FunctionType) -> bool:
-    """Returns whether the user wrote a method, rather than `dataclass`."""
-    return not function.__code__.co_filename.startswith("<")
 
 
 def _names(code: CodeType) -> list[str]:

@@ -86,11 +86,7 @@ class ModelCheckpoint(Callback):
         return self.filepath.endswith(_FILES)
 
     def set_model(self, model: Any) -> None:
-        """Receives the model, whose metrics determine the direction of improvement.
-
-        Raises:
-            ValueError: If the path has a file extension that this model does not support.
-        """
+        """Receives the model; a ValueError if it does not support the path's file extension."""
         super().set_model(model)
         is_file_name(Path(self.filepath), of_keras=keras_files.is_keras(model.module))
         if self.save_best_only:
@@ -105,11 +101,7 @@ class ModelCheckpoint(Callback):
         self.best = state["best"]
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Checks that the model can be saved.
-
-        Raises:
-            OSError: On all processes, if nothing can be written where the path leads to.
-        """
+        """Raises an OSError on all processes if nothing can be written where the path leads to."""
         # All processes write a directory, and the master alone a file.
         saves = self.writes or (self.scope == "all_processes" and not self.is_file)
         error = problem_of_folder(self._folder()) if saves else None

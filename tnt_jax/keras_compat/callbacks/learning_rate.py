@@ -86,11 +86,7 @@ class LearningRateScheduler(Callback):
         self._epoch, self._before = state["epoch"], state["before"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Sets the rate of the epoch.
-
-        Raises:
-            TypeError: If the schedule does not return a number.
-        """
+        """Sets the rate of the epoch; a TypeError if the schedule returns no number."""
         # A run that resumes within an epoch begins this epoch again.
         before = self._before if epoch == self._epoch else float(self.model.optimizer.learning_rate)
         self._epoch, self._before = epoch, before
@@ -254,11 +250,7 @@ class LearningRateWarmup(Callback):
         self._epoch = self._num_steps = 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Counts the steps of the warm-up.
-
-        Raises:
-            ValueError: If the number of steps of an epoch is unknown.
-        """
+        """Counts the steps of the warm-up; a ValueError if those of an epoch are unknown."""
         if not self.params["steps"]:
             raise ValueError(
                 "LearningRateWarmup needs to know the steps of an epoch: pass steps_per_epoch to "

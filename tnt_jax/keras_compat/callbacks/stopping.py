@@ -28,11 +28,7 @@ class TerminateOnNaN(Callback):
         self.raise_error = raise_error
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Checks the loss.
-
-        Raises:
-            RuntimeError: If the loss is not finite and `raise_error` is set.
-        """
+        """Checks the loss; a RuntimeError if it is not finite and `raise_error` is set."""
         loss = (logs or {}).get("loss")
         if loss is None or math.isfinite(loss):
             return

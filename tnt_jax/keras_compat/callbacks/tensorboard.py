@@ -363,13 +363,9 @@ class TensorBoard(Callback):
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Writes the results of an evaluation against the steps of training."""
+        step = self.model.optimizer.iterations
         for name, value in (logs or {}).items():
-            self._write(
-                "validation",
-                f"evaluation_{name}_vs_iterations",
-                value,
-                self.model.optimizer.iterations,
-            )
+            self._write("validation", f"evaluation_{name}_vs_iterations", value, step)
         if not self._is_training:
             self._close()
 

@@ -157,11 +157,7 @@ class OptunaPruning(Callback):
         self._watch = Monitor(monitor)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Reports the log.
-
-        Raises:
-            optuna.TrialPruned: On every process, if Optuna prunes the trial.
-        """
+        """Reports the log; raises `optuna.TrialPruned` on all processes if Optuna prunes."""
         if (epoch + 1) % self.interval:
             return
         value = self._watch.value(logs, who="OptunaPruning")

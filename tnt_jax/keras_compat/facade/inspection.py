@@ -266,17 +266,9 @@ class Inspection:
     def plot_history(
         self, path: str | os.PathLike[str], history: Mapping[str, list[float]] | None = None
     ) -> None:
-        """Draws the curves of the logs to a file, on the master.
+        """Draws the curves of logs, by default of the last `fit`, to a file, on the master.
 
-        The file extension determines the format, for instance `.png`.
-
-        Args:
-            path: File to write.
-            history: Values of each log by epoch; those of the last `fit` by default.
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed.
-            RuntimeError: If there is nothing to draw.
+        The file extension, for instance `.png`, determines the format. Needs matplotlib.
         """
         values = history
         epochs = None

@@ -374,13 +374,7 @@ class Model(SingleBatches, Inspection):
         return self.saver.get_config()
 
     def to_json(self) -> str:
-        """Returns a description of the wrapped module as JSON.
-
-        `tnt_jax.models.model_from_json` reads it.
-
-        Raises:
-            ValueError: If the module cannot be described.
-        """
+        """Returns `get_config` as JSON, which `tnt_jax.models.model_from_json` reads."""
         return json.dumps(self.get_config())
 
     def compile_from_config(

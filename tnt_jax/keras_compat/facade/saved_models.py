@@ -103,14 +103,9 @@ def load_model(
 
 
 def clone_model(model: Any) -> Model:
-    """Returns a model with the same module and fresh weights, not compiled.
+    """Returns a model with the same module, or Keras model, and fresh weights, not compiled.
 
-    Args:
-        model: A `tnt_jax.Model` or a Keras model. An NNX module cannot be initialized again: its
-            clone keeps the weights.
-
-    Raises:
-        ValueError: If `model` is neither.
+    An NNX module cannot be initialized again: its clone keeps the weights.
     """
     if not isinstance(model, Model) and not keras_files.is_keras(model):
         raise ValueError(

@@ -96,9 +96,8 @@ class Saver:
         ):
             if skip_mismatch:
                 self._core.write_back()
-            self._state.set_weights(
-                keras_files.read_weights(self._core.module, path, skip_mismatch=skip_mismatch)
-            )
+            self._core.module.load_weights(path, skip_mismatch=skip_mismatch)
+            self._state.set_weights(self._core.module.get_weights())
             arrays = keras_files.read_extra(path)
         else:
             arrays = self._read(path)

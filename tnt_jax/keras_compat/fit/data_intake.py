@@ -33,13 +33,6 @@ def to_batch(item: HostBatch, weighting: Weighting | None = None) -> Batch:
     return Batch(inputs, targets, weight, item.mask)
 
 
-def few_rows(arrays: Any, num_rows: int) -> Any:
-    """Returns zeros `[num_rows, ...]` for a pytree of arrays `[examples, ...]`."""
-    return jax.tree.map(
-        lambda x: np.zeros((num_rows, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), arrays
-    )
-
-
 def require_targets(batch: Batch) -> None:
     """Raises a ValueError, with a way out that fits the data, if a batch has no targets."""
     if batch.targets is not None:
@@ -285,6 +278,9 @@ class DataIntake:
             return False
         if not data.predicts:
             return self._core.compilation is not None and self._core.calls_model
-        few = few_rows(data.x, self._core.trainer.rank_slice.local_ranks)
+        num = self._core.trainer.rank_slice.local_ranks
+        few = jax.tree.map(
+            lambda x: np.zeros((num, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), data.x
+        )
         problem_of = self._builder.problem_of_inputs
         return problem_of(few) is not None and problem_of(few[0]) is None

@@ -54,19 +54,12 @@ class SingleBatches:
     ) -> float | list[float] | dict[str, float]:
         """Runs one training step, and writes the variables back as `fit` does when it ends.
 
-        Args:
-            x: Inputs `[rows, ...]`: an array, or a list or dict of them.
-            y: Targets `[rows, ...]`.
-            sample_weight: Weights `[rows]`.
-            class_weight: Weight of each class index, multiplied into the sample weights.
-            return_dict: Whether to return a dict by name instead of a list in the order of
-                `metrics_names`.
-
-        Returns:
-            Loss and metrics of this batch, in the form of `evaluate`.
+        Inputs, an array or a list or dict of them, and targets are `[rows, ...]`, weights `[rows]`;
+        `class_weight` is multiplied into these. The result is loss and metrics of this batch, as of
+        `evaluate`.
 
         Raises:
-            RuntimeError: If the model was not compiled, or is a view.
+            RuntimeError: If the model is a view.
             ValueError: If data and arguments contradict one another.
         """
         self._core.require_trainable()
@@ -85,12 +78,7 @@ class SingleBatches:
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
-        """Evaluates one batch; arguments and result are those of `train_on_batch`.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
-            ValueError: If data and arguments contradict one another.
-        """
+        """Evaluates one batch; arguments, result and errors are those of `train_on_batch`."""
         self._core.require_compiled()
         first = self._single(x, y, sample_weight)
         self._shared.preparation.prepare(first)

@@ -11,14 +11,11 @@ from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
 
 
 def ctc(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the connectionist temporal classification loss of every row (Graves et al. 2006).
+    """Returns the connectionist temporal classification loss [batch] (Graves et al. 2006).
 
     Args:
         y_true: Labels [batch, length]; 0 is the blank and pads.
         y_pred: Logits [batch, time, classes].
-
-    Returns:
-        Values [batch].
     """
     y_true, y_pred = jnp.asarray(y_true), jnp.asarray(y_pred)
     if y_true.ndim != 2:
@@ -51,7 +48,7 @@ def circle(
     gamma: float = 80,
     margin: float = 0.4,
 ) -> jax.Array:
-    """Returns the circle loss of every row against all rows (Sun et al. 2020, arXiv:2002.10857).
+    """Returns the circle loss [batch] against all rows (Sun et al. 2020, arXiv:2002.10857).
 
     Args:
         y_true: Labels [batch].
@@ -61,9 +58,6 @@ def circle(
         remove_diagonal: Whether to exclude a row as a positive example of itself.
         gamma: Scale of the similarities.
         margin: Margin between similarities.
-
-    Returns:
-        Values [batch].
     """
     y_pred = jnp.asarray(y_pred)
     labels = jnp.asarray(y_true).astype(jnp.int32).reshape(-1, 1)

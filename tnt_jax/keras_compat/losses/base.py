@@ -143,15 +143,7 @@ class Loss(Recorded):
         }
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Returns the loss of every row.
-
-        Args:
-            y_true: Targets [batch, ...].
-            y_pred: Outputs of the model [batch, ...], at least float32.
-
-        Returns:
-            Values [batch, ...].
-        """
+        """Returns the loss [batch, ...] of every row, for targets and outputs [batch, ...]."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement call(y_true, y_pred) -> values [batch, ...]."
         )
@@ -165,15 +157,9 @@ class Loss(Recorded):
     ) -> jax.Array:
         """Returns the reduced loss of one whole batch, as Keras does.
 
-        Args:
-            y_true: Targets [batch, ...].
-            y_pred: Outputs of the model [batch, ...]; values that a Keras mask on them excludes do
-                not count.
-            sample_weight: A scalar, or weights [batch], [batch, 1] or shaped like the values.
-
-        Returns:
-            A scalar; the weighted values [batch, ...] if `reduction` is None or, as in Keras, if
-            there are none.
+        Values that a Keras mask on `y_pred` excludes do not count. `sample_weight` is a scalar, or
+        weights [batch], [batch, 1] or shaped like the values. If `reduction` is None or, as in
+        Keras, if there are no values, the result is the weighted values [batch, ...].
         """
         given = mask_of_outputs(y_pred)
         y_true, y_pred = standardized(y_true, y_pred, self.dtype)

@@ -40,7 +40,7 @@ def sparse_categorical_crossentropy(
     ignore_class: int | None = None,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -log p(label) for integer labels.
+    """Returns -log p(label) [batch, ...] for integer labels.
 
     A label outside [0, classes) has loss 0, as in Keras on JAX; `losses.check_labels` finds such
     labels.
@@ -51,9 +51,6 @@ def sparse_categorical_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         ignore_class: Label whose loss is 0, for instance -1 or 255 for "unknown".
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_pred = jnp.asarray(y_pred)
     labels = class_labels(jnp.asarray(y_true), y_pred, axis)
@@ -81,7 +78,7 @@ def categorical_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -sum(y_true * log p) along the classes.
+    """Returns -sum(y_true * log p) along the classes [batch, ...].
 
     Args:
         y_true: Target distribution [batch, ..., classes].
@@ -90,9 +87,6 @@ def categorical_crossentropy(
         label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
             targets (Szegedy et al. 2016, arXiv:1512.00567, section 7).
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     if from_logits:
@@ -107,7 +101,7 @@ def binary_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)).
+    """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)) [batch, ...].
 
     Args:
         y_true: Targets in [0, 1], [batch, ..., outputs].
@@ -115,9 +109,6 @@ def binary_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
         axis: Dimension of the mean.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _same_shape(y_true, y_pred)
     y_true = _smoothed_binary(y_true, label_smoothing)
@@ -136,7 +127,7 @@ def binary_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns the mean over `axis` of (1 - p_t)^gamma times the binary cross-entropy.
+    """Returns the mean over `axis` of (1 - p_t)^gamma * binary cross-entropy [batch, ...].
 
     Lin et al. 2017, arXiv:1708.02002.
 
@@ -149,9 +140,6 @@ def binary_focal_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
         axis: Dimension of the mean.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _same_shape(y_true, y_pred)
     y_true = _smoothed_binary(y_true, label_smoothing)
@@ -172,7 +160,7 @@ def categorical_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes.
+    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes [batch, ...].
 
     Lin et al. 2017, arXiv:1708.02002.
 
@@ -185,9 +173,6 @@ def categorical_focal_crossentropy(
         label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
             targets.
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     p = normalized(jax.nn.softmax(y_pred, axis=axis) if from_logits else y_pred, axis)
@@ -215,9 +200,6 @@ def categorical_generalized_cross_entropy(
         y_pred: Probabilities [batch, ..., classes].
         q: In (0, 1): near 0 the loss is like the cross-entropy, near 1 like the mean absolute
             error.
-
-    Returns:
-        Values [batch, ...].
     """
     y_pred = jnp.asarray(y_pred)
     labels = class_labels(jnp.asarray(y_true), y_pred, -1)

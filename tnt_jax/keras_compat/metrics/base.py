@@ -78,11 +78,7 @@ class Variable:
         return self._value.dtype.name
 
     def assign(self, value: Any) -> jax.Array:
-        """Replaces the array by one that broadcasts to its shape, and returns it.
-
-        Raises:
-            ValueError: If the shape does not fit.
-        """
+        """Replaces the array by one that broadcasts to its shape, and returns it."""
         if isinstance(value, Tracer) and current_step() is not None:
             raise TypeError(
                 f"Variable {self.name!r} of a metric was assigned inside a distributed step. A "
@@ -232,16 +228,10 @@ class Metric(Recorded):
         return self._dtype
 
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Any:
-        """Returns the contribution of these rows to the sums.
+        """Returns the contribution of these rows to the sums, a pytree of one form for any number.
 
-        Args:
-            y_true: Targets [rows, ...].
-            y_pred: Outputs of the model [rows, ...].
-            weight: Weight of each row [rows], or of each value. A row with weight 0 adds nothing,
-                whatever its contents.
-
-        Returns:
-            A pytree of arrays with the same structure and shapes for any number of rows.
+        Targets and outputs are [rows, ...], weights [rows] or one per value. A row with weight 0
+        adds nothing, whatever its contents.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement increments(y_true, y_pred, weight) -> sums."
@@ -256,18 +246,14 @@ class Metric(Recorded):
     ) -> None:
         """Adds rows to the state; inside a distributed step, the real rows of all ranks.
 
-        Args:
-            y_true: Targets [rows, ...].
-            y_pred: Outputs of the model [rows, ...].
-            sample_weight: A scalar, or weights [rows], or one per value.
+        Targets and outputs are [rows, ...], weights a scalar, [rows], or one per value.
         """
         self._add(self.increments(y_true, y_pred, weight_of_real_rows(sample_weight)))
 
     def result(self) -> jax.Array:
         """Returns the metric of all rows since `reset_state`; 0 if there were none.
 
-        Raises:
-            RuntimeError: Inside a distributed step, which adds to the state when it has run.
+        Inside a distributed step, which adds to the state when it has run, it is a RuntimeError.
         """
         self._require_outside("result")
         if self._sums is None:
@@ -275,11 +261,7 @@ class Metric(Recorded):
         return self.compute(jax.tree.map(lambda variable: variable.value, self._sums))
 
     def reset_state(self) -> None:
-        """Clears the state.
-
-        Raises:
-            RuntimeError: Inside a distributed step.
-        """
+        """Clears the state; a RuntimeError inside a distributed step."""
         self._require_outside("reset_state")
         for variable in self.variables:
             variable.assign(0)

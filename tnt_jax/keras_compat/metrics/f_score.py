@@ -58,11 +58,7 @@ class FBetaScore(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts [classes], or their sums for `"micro"`.
-
-        Raises:
-            ValueError: If targets or outputs are not [rows, classes].
-        """
+        """Returns the weighted counts [classes], or their sums for `"micro"`."""
         y_true, y_pred = in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype)
         if y_true.ndim != 2 or y_pred.ndim != 2:
             raise ValueError(

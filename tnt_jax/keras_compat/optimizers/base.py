@@ -259,11 +259,7 @@ class Optimizer(Recorded):
         return self.rate_at(count * num_steps + num_steps - 1)
 
     def averaged_params(self, opt_state: Any) -> Any:
-        """Returns the averaged weights in a state of the transformation.
-
-        Raises:
-            ValueError: If the optimizer keeps no average.
-        """
+        """Returns the averaged weights in a state; a ValueError if the optimizer keeps none."""
         if not self.use_ema:
             raise ValueError(
                 f"The optimizer {self.name!r} keeps no averaged weights: create it with "
@@ -394,13 +390,7 @@ def read_learning_rate(opt_state: Any) -> Array | None:
 
 
 def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
-    """Returns the state with another learning rate, without retracing.
-
-    The dtype and the placement of the rate are kept.
-
-    Args:
-        opt_state: State of the transformation of an optimizer.
-        learning_rate: The rate, a number or scalar.
+    """Returns the state with another learning rate, in its dtype and place, without retracing.
 
     Raises:
         TypeError: If a schedule sets the rate.

@@ -92,11 +92,7 @@ def required(identifier: Any) -> Optimizer:
 
 
 def serialize(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns an optimizer as plain values that JSON can hold, in Keras's form.
-
-    Raises:
-        TypeError: If it is an Optax transformation, which does not know its arguments.
-    """
+    """Returns an optimizer in Keras's form, as JSON values; a TypeError for one of Optax."""
     return configuration.serialize(optimizer)
 
 

@@ -54,7 +54,7 @@ def _describe_object(value: Any, where: str) -> Any:
         return {"linen": [_name(type(value), where), _describe_fields(value, where), value.name]}
     if isinstance(value, type) and issubclass(value, np.generic):
         return {"dtype": np.dtype(value).name}
-    if _root(type(value)) == "keras" and hasattr(value, "get_config"):
+    if type(value).__module__.split(".")[0] == "keras" and hasattr(value, "get_config"):
         return {"keras": keras_descriptions.describe(value)}
     if isinstance(value, Recorded):
         args, kwargs = value.given_arguments
@@ -113,7 +113,3 @@ def is_linen(value: Any) -> bool:
     """Returns whether a value is a Linen module, without importing Linen."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(value, linen.Module)
-
-
-def _root(cls: type) -> str:
-    return cls.__module__.split(".")[0]

@@ -141,12 +141,6 @@ def holds_keras_model(path: Path) -> bool:
         return _KERAS_CONFIG in file.namelist()
 
 
-def read_weights(model: Any, path: Path, *, skip_mismatch: bool) -> list[np.ndarray]:
-    """Returns the weights in a file for a Keras model, and also loads them into the model."""
-    model.load_weights(path, skip_mismatch=skip_mismatch)
-    return model.get_weights()
-
-
 def read_extra(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays that `write` added to a file; none for files of Keras."""
     if path.suffix == ".json" or path.is_dir():

@@ -258,11 +258,7 @@ class OptimizerView:
         return getattr(self._optimizer, "keras_optimizer", self._optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the learning rate.
-
-        Raises:
-            AttributeError: For any other setting: it is part of the compiled step.
-        """
+        """Sets the learning rate; an AttributeError for all that is part of the compiled step."""
         if not name.startswith("_") and name not in ("learning_rate", "name", "use_ema"):
             raise AttributeError(
                 f"{name} is part of the compiled step: call compile() with an optimizer that has "
@@ -271,11 +267,7 @@ class OptimizerView:
         object.__setattr__(self, name, value)
 
     def swap_average(self) -> None:
-        """Swaps the weights and their averages.
-
-        Raises:
-            ValueError: If the optimizer keeps no averages.
-        """
+        """Swaps the weights and their averages; a ValueError if the optimizer keeps none."""
         state = self._state()
         average = self._average()
         opt_state = optax.tree.set(state.opt_state, average=state.params)
