@@ -316,7 +316,8 @@ class BackupAndRestore(Callback):
         if self._times.is_due_after_batch(batch):
             self._save()
         elif self._checks is not None and self._checks.is_due_after_batch(batch):
-            self._check()
+            # Raises on all processes if the backup that was started last could not be written.
+            self._checks = None if self._checkpoints.check() else self._checks
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Backs up after the epoch, if `save_freq` is `"epoch"` or the watched log has improved."""
@@ -360,11 +361,6 @@ class BackupAndRestore(Callback):
         if self.newest is None or not self._checkpoints.last_is_written:
             return None
         return self._checkpoints.folder_name(self.newest)
-
-    def _check(self) -> None:
-        """Raises on all processes if the backup that was started last could not be written."""
-        if self._checkpoints.check():
-            self._checks = None
 
     def _open(self) -> Checkpoints:
         return Checkpoints(

@@ -135,9 +135,5 @@ def _overridden(module: Any, names: Sequence[str]) -> list[str]:
         name
         for name in known
         if getattr(type(module), name) is not getattr(keras.Model, name)
-        or name in _set_by_user(module)
+        or callable(vars(module).get(name))
     ]
-
-
-def _set_by_user(module: Any) -> set[str]:
-    return {name for name, value in vars(module).items() if callable(value)}

@@ -71,14 +71,10 @@ def circle(
     positive = -gamma * jnp.maximum(margin + distances, 0) * (margin - distances)
     negative = gamma * jnp.maximum(1 + margin - distances, 0) * (1 - margin - distances)
     sums = [
-        _logsumexp_where(where, terms)
+        jax.nn.logsumexp(jnp.where(where, terms, -jnp.inf), axis=1)
         for where, terms in ((is_positive, positive), (~is_same, negative))
     ]
     return jax.nn.softplus(sums[0] + sums[1])
-
-
-def _logsumexp_where(where: jax.Array, terms: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(jnp.where(where, terms, -jnp.inf), axis=1)
 
 
 class CTC(LossFunctionWrapper):

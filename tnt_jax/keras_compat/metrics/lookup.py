@@ -89,7 +89,7 @@ def get(
         return None
     if isinstance(identifier, Metric):
         if keeps_own_state(identifier):
-            return StatefulMetric(identifier, *_tuples(y_true_shape, y_pred_shape))
+            return StatefulMetric(identifier, tuple(y_true_shape), tuple(y_pred_shape))
         return identifier
     if isinstance(identifier, Mapping):
         return get(deserialize(identifier), y_true_shape, y_pred_shape, loss=loss)
@@ -150,10 +150,6 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
             span,
             f"{type(metric).__name__}({argument}=0.0)",
         )
-
-
-def _tuples(*shapes: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape) for shape in shapes)
 
 
 def _by_name(

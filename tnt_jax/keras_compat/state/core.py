@@ -125,9 +125,13 @@ class Core:
                 job = replace(job, mesh=self._sharding.mesh.build(job.mesh))
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
-            self._trainer = Trainer(
-                self.adapter, job, self._choose_steps(job), seed=self.options.seed
-            )
+            steps: Steps
+            if self.options.reproducible:
+                ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
+                steps = reproducible.ReproducibleSteps(ranks)
+            else:
+                steps = self._steps_of(job, whole=False)
+            self._trainer = Trainer(self.adapter, job, steps, seed=self.options.seed)
         return self._trainer
 
     def view(self, owner: Trainer) -> None:
@@ -411,13 +415,6 @@ class Core:
         if pipeline is None or remat == "none":
             return None
         return sharded.policy_of(remat, pipeline.path)
-
-    def _choose_steps(self, job: runtime.Runtime) -> Steps:
-        """Returns the `Steps` that compile the model for the devices of the job."""
-        if self.options.reproducible:
-            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
-            return reproducible.ReproducibleSteps(ranks)
-        return self._steps_of(job, whole=False)
 
     def _steps_of(
         self, job: runtime.Runtime, *, whole: bool
