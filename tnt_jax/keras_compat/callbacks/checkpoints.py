@@ -18,9 +18,7 @@ _FILES = (".weights.h5", ".h5", ".keras", ".safetensors")
 
 
 class ModelCheckpoint(Callback):
-    """Saves the model after epochs or batches, as Keras's callback does.
-
-    It saves always, or only if a log has improved.
+    """Saves the model after epochs or batches, or if a log has improved, as Keras's callback does.
 
     A path without one of the extensions `.weights.h5`, `.safetensors` and `.keras` is a
     directory. All processes write it together while training continues, and an earlier one stays

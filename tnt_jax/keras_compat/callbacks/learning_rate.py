@@ -10,9 +10,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
 class SwapEMAWeights(Callback):
-    """Swaps the averaged weights of an optimizer with `use_ema=True` in for evaluations.
-
-    It works as Keras's callback.
+    """Swaps an optimizer's averaged weights (`use_ema=True`) in for evaluations, as in Keras.
 
     Args:
         swap_on_epoch: Whether the averages are also in the model at the end of each epoch, for

@@ -11,9 +11,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
 class TerminateOnNaN(Callback):
-    """Ends training after the first step whose loss is NaN or infinite.
-
-    All ranks stop at the same step.
+    """Ends training on all ranks after the first step whose loss is NaN or infinite.
 
     It reads the loss of every step, so the host waits for each one, and sees it when the weights
     have changed already. `compile(on_nan="raise")` ends training before, without waiting.

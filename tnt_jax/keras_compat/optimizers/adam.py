@@ -19,9 +19,7 @@ from tnt_jax.keras_compat.optimizers.base import (
 
 
 class Adam(Optimizer):
-    """Adam in the form before section 2.1 with "epsilon hat".
-
-    Kingma and Ba 2015, arXiv:1412.6980.
+    """Adam with "epsilon hat" (Kingma and Ba 2015, arXiv:1412.6980, before section 2.1).
 
     m += (1 - beta_1) * (g - m), v += (1 - beta_2) * (g^2 - v), w -= rate * sqrt(1 - beta_2^t) /
     (1 - beta_1^t) * m / (sqrt(v) + epsilon); with `amsgrad`, the largest v so far replaces v (Reddi
@@ -84,11 +82,10 @@ class AdamW(Adam):
 
 
 class Adamax(Optimizer):
-    """Adam with the infinity norm.
+    """Adam with the infinity norm (Kingma and Ba 2015, arXiv:1412.6980, algorithm 2).
 
-    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|).
-
-    Kingma and Ba 2015, arXiv:1412.6980, algorithm 2. Optax adds epsilon to |g| instead of u.
+    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|). Optax adds epsilon to
+    |g| instead of u.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Option
 class Ftrl(Optimizer):
     """Follow the regularized leader.
 
-    McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1.
-
+    McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1:
     n += g^2, z += g + 2 * shrinkage * w - (n^-p - n_before^-p) / rate * w, with p =
     `learning_rate_power`; w = (clip(z, -l1, l1) - z) / (n^-p / rate + 2 * l2 + beta / rate). Optax
     has no such rule.
@@ -80,8 +79,7 @@ class Ftrl(Optimizer):
 class ScheduleFreeAdamW(Optimizer):
     """Adam that averages its weights instead of decaying its learning rate.
 
-    Defazio et al. 2024, arXiv:2405.15682, algorithm 1.
-
+    Defazio et al. 2024, arXiv:2405.15682, algorithm 1:
     z -= rate * g / (sqrt(v / (1 - beta_2^t)) + epsilon), x += (z - x) / t, w = (1 - beta_1) * z +
     beta_1 * x; the rate rises linearly over the first `warmup_steps` updates. As in Keras, the
     model is evaluated at w, and all steps have the same weight in x.

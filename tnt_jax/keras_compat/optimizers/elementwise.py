@@ -17,7 +17,6 @@ class SGD(Optimizer):
     """Gradient descent: m = momentum * m - rate * g, w += m.
 
     With Nesterov, w += momentum * m - rate * g.
-
     Optax multiplies by the rate after the momentum, which differs if the rate changes.
     """
 
@@ -53,7 +52,6 @@ class RMSprop(Optimizer):
     """Divides by a running root mean square of the gradients.
 
     v = rho * v + (1 - rho) * g^2, w -= rate * g / sqrt(v + epsilon).
-
     With `centered`, v - mean(g)^2 replaces v; with momentum, m = momentum * m + rate * g / sqrt(v +
     epsilon), w -= m (Hinton, Neural Networks for Machine Learning, lecture 6).
     """

@@ -57,8 +57,7 @@ class Lamb(Optimizer):
 class Adafactor(Optimizer):
     """Adam with the second moment of a matrix stored as row and column means.
 
-    Shazeer and Stern 2018, arXiv:1804.04235.
-
+    It is that of Shazeer and Stern 2018, arXiv:1804.04235.
     The rate is at most 1 / sqrt(step) and is scaled by the root mean square of the weights, at
     least `epsilon_2`. As in Keras, that bound holds for any `relative_step`.
     """
