@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan, carry_out_split
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan, carry_out_split
 
 
 def arguments(**changes):

@@ -87,9 +87,7 @@ def our_parameters(kind, name):
     parameters = list(inspect.signature(init).parameters.values())[1:]
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD and str(parameter.annotation).startswith(
-            "Unpack"
-        ):
+        if typing.get_origin(parameter.annotation) is typing.Unpack:
             hint = typing.get_type_hints(init, include_extras=True)[parameter.name]
             named |= set(typing.get_type_hints(typing.get_args(hint)[0]))
     return named, [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

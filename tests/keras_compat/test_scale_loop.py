@@ -13,8 +13,8 @@ from tnt_jax.data.dispatch import with_larger_batches
 from tnt_jax.data.indexed.random_access import RandomAccess
 from tnt_jax.data.recipes.token_batches import TokenBatches
 from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.trials.scale_loop import scale_batch
-from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
+from tnt_jax.keras_compat.fit.trials import scale_batch
+from tnt_jax.keras_compat.fit.tune_script import TrialsDone
 from tnt_jax.launch.scale.runs import MARK, read_line
 from tnt_jax.settings import Settings
 

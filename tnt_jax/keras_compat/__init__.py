@@ -1,7 +1,4 @@
-"""The Keras-style API: a thin layer over the trainer.
-
-Everything below works without it.
-"""
+"""The Keras-style API: a thin layer over the trainer, which works without it."""
 
 import lazy_loader
 

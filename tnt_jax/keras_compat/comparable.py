@@ -1,7 +1,6 @@
 """Settings as plain values that two processes can compare, whatever objects they consist of.
 
-Unlike a description for a file, which must recreate an object, this one always exists: what has no
-configuration is named by its class or its code.
+What has no configuration, and could not be recreated, is named by its class or its code.
 """
 
 import dataclasses
@@ -26,12 +25,7 @@ _OF_FLAX = ("parent", "name")
 
 
 def comparable(value: Any) -> Any:
-    """Returns a value as numbers, strings, lists and dicts that are equal for equal settings.
-
-    Args:
-        value: Any object. Arrays become a checksum, functions the checksum of their code, objects
-            the arguments of their constructors as far as they tell them.
-    """
+    """Returns a value as numbers, strings, lists and dicts that are equal for equal settings."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -54,12 +48,7 @@ def comparable(value: Any) -> Any:
 
 
 def flat(name: str, value: Any) -> dict[str, str]:
-    """Returns the parts of a comparable value by name, such as `optimizer.learning_rate`.
-
-    Args:
-        name: Name of the whole.
-        value: Result of `comparable`.
-    """
+    """Returns the parts of a comparable value by name, such as `optimizer.learning_rate`."""
     if isinstance(value, dict) and value:
         parts = {f"{name}.{key}": item for key, item in value.items()}
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
@@ -98,10 +87,9 @@ def _object(value: Any) -> Any:
 
 
 def _function(function: FunctionType) -> Any:
-    """Returns the name and the code of a function, and the plain values that it closes over.
+    """Returns the name and the code of a function, and what it closes over: plain values.
 
-    Of a function of Optax it returns all that it closes over. Other objects that functions of the
-    user's close over may well be different on each process.
+    Of a function of Optax that is all; of the user's, other objects may differ on each process.
     """
     named = f"{_name(function)} (code {_checksum(function):08x})"
     held = dict(
@@ -138,7 +126,9 @@ def _parts(value: Any) -> tuple[list[CodeType], list[Any]]:
     """Returns the code of a function or class, and the functions and classes that it names."""
     if isinstance(value, type):
         members = [inspect.unwrap(getattr(x, "__func__", x)) for x in vars(value).values()]
-        functions = [x for x in members if isinstance(x, FunctionType) and _has_source(x)]
+        # Those that the user wrote, rather than `dataclass`, have a file.
+        functions = [x for x in members if isinstance(x, FunctionType)]
+        functions = [x for x in functions if not x.__code__.co_filename.startswith("<")]
         used = [base for base in value.__bases__ if base is not object]
     else:
         functions, used = [inspect.unwrap(value)], []
@@ -146,11 +136,6 @@ def _parts(value: Any) -> tuple[list[CodeType], list[Any]]:
         named = (function.__globals__.get(name) for name in _names(function.__code__))
         used += [x for x in named if isinstance(x, (FunctionType, type))]
     return [function.__code__ for function in functions], used
-
-
-def _has_source(function: FunctionType) -> bool:
-    """Returns whether the user wrote a method, rather than `dataclass`."""
-    return not function.__code__.co_filename.startswith("<")
 
 
 def _names(code: CodeType) -> list[str]:

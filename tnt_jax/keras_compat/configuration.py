@@ -1,7 +1,5 @@
 """Keras-style configurations: constructor arguments as plain values that JSON can represent.
 
-Objects are made from them again.
-
 ```python
 # {"delta": 1.0, "reduction": "sum", "name": "huber_loss", "dtype": None}
 config = config_of(loss, "name")
@@ -10,12 +8,9 @@ written = serialize(loss)
 loss = deserialize(written, "losses")           # also results of keras.losses.serialize
 ```
 
-Names are looked up in the public names of losses, metrics, optimizers and schedules, in
-`custom_objects`, and among the objects that the user registered with Keras. Nothing is imported
-because a configuration names it, and only the constructors of these objects run.
+Names are looked up in public names, in `custom_objects`, and among what the user registered with
+Keras. Nothing is imported because a configuration names it, and only constructors run.
 """
-
-from __future__ import annotations
 
 import importlib
 import inspect
@@ -32,15 +27,7 @@ _ROOMS = ("losses", "metrics", "optimizers", "schedules")
 def config_of(made: Any, *current: str) -> dict[str, Any]:
     """Returns the constructor arguments of a `Recorded` object by name, including defaults.
 
-    They are plain values.
-
-    Args:
-        made: The object.
-        *current: Names of attributes whose current value replaces the argument of that name.
-
-    Raises:
-        TypeError: If an argument was passed by position to `*args`, which has no names, or has no
-            plain form.
+    They are plain values. Attributes named by `current` replace the arguments of their names.
     """
     args, kwargs = made.given_arguments
     bound = inspect.signature(type(made).__init__).bind(made, *args, **kwargs)
@@ -60,13 +47,7 @@ def config_of(made: Any, *current: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value in a form that JSON can represent.
-
-    Objects with a `get_config` and functions become names, arrays become lists.
-
-    Raises:
-        TypeError: If there is no plain form.
-    """
+    """Returns what JSON can represent: functions and objects become names, arrays lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
@@ -83,12 +64,8 @@ def plain(value: Any) -> Any:
 def serialize(value: Any) -> dict[str, Any]:
     """Returns a loss, metric, optimizer, schedule or function as Keras's `serialize` functions do.
 
-    Returns:
-        A dict of `module`, `class_name`, `config` and `registered_name`; for a function
-        `class_name` is `"function"` and `config` its name.
-
-    Raises:
-        TypeError: If it is neither a function nor an object with a `get_config`.
+    Of a function, `class_name` is `"function"` and `config` its name. What has no `get_config` is a
+    TypeError.
     """
     if isinstance(value, FunctionType):
         name = value.__name__
@@ -117,20 +94,10 @@ def serialize(value: Any) -> dict[str, Any]:
 
 
 def deserialize(config: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the object that `serialize`, or a `serialize` function of Keras, wrote.
+    """Returns the object, or for a function or a mere name the function or class, that Keras wrote.
 
-    Args:
-        config: A name, or a dict with `class_name` and `config`; None gives None.
-        room: `"losses"`, `"metrics"`, `"optimizers"` or `"schedules"`: where names belong whose
-            module is not one of them.
-        custom_objects: Classes and functions of the user by name.
-
-    Returns:
-        An object for a class with a configuration, otherwise the class or function of that name.
-
-    Raises:
-        ValueError: If the name is unknown.
-        TypeError: If `config` is something else.
+    Names whose module is not a room belong to `room`. An unknown name is a ValueError, and what is
+    no configuration a TypeError; None gives None.
     """
     if config is None:
         return None
@@ -146,11 +113,9 @@ def deserialize(config: Any, room: str, custom_objects: Mapping[str, Any] | None
         return _find(config["config"], room, custom_objects)
     cls = _find(config["class_name"], room, custom_objects)
     # A function may have the form of a class without settings, as Keras allows.
-    return (
-        cls.from_config(resolved(config.get("config") or {}, room, custom_objects))
-        if isinstance(cls, type)
-        else cls
-    )
+    if isinstance(cls, type):
+        return cls.from_config(resolved(config.get("config") or {}, room, custom_objects))
+    return cls
 
 
 def resolved(value: Any, room: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
@@ -189,10 +154,7 @@ def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any
 
 
 def registered_with_keras() -> dict[str, Any]:
-    """Returns what the user registered with Keras, by name.
-
-    That is, by `keras.saving.register_keras_serializable` or in a scope.
-    """
+    """Returns what the user registered with Keras, or in a scope of it, by name."""
     if "keras" not in sys.modules:
         return {}
     registered = sys.modules["keras"].saving.get_custom_objects()
@@ -209,11 +171,7 @@ def _root(module: str) -> str:
 
 
 class Recorded:
-    """Base class of objects that can be recreated from their constructor's arguments.
-
-    Attributes:
-        given_arguments: Positional and keyword arguments of the constructor.
-    """
+    """Base class of objects that can be recreated from their constructor's arguments."""
 
     given_arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -231,12 +189,9 @@ class Recorded:
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> Self:
-        """Returns the object that a configuration describes, including those of Keras.
+        """Returns the object that a configuration describes, also one of Keras.
 
-        Args:
-            config: What `get_config` returned.
-            custom_objects: Classes and functions of the user by name, for what the configuration
-                names.
+        Names in it are also those of the user's `custom_objects`.
         """
         return cls(**resolved(dict(config), _room(cls), custom_objects))
 

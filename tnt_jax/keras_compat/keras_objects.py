@@ -1,14 +1,7 @@
-"""Keras objects among the arguments of a user, and names that only Keras knows.
+"""Keras objects among a user's arguments, and names in Keras's spellings, such as `mse` and `MSE`.
 
-Keras is an optional package: this module imports it only to look up a name that tnt_jax does not
-have.
-
-Names in Keras's spellings: class name, snake case, and short alias in either case.
-
-Examples are `MeanSquaredError`, `mean_squared_error`, `mse` and `MSE`.
+Keras is optional, and imported only to look up a name that tnt_jax does not have.
 """
-
-from __future__ import annotations
 
 import difflib
 import importlib
@@ -26,12 +19,7 @@ T = TypeVar("T")
 
 
 def classes_of(modules: Iterable[ModuleType], base: type[C]) -> dict[str, type[C]]:
-    """Returns the public classes by name that modules define, of those that derive from `base`.
-
-    Args:
-        modules: Where to look; what a module only imports does not count.
-        base: The base class, which is left out itself.
-    """
+    """Returns the public classes by name that modules define, of those that derive from `base`."""
     return {
         name: cls
         for module in modules
@@ -42,13 +30,7 @@ def classes_of(modules: Iterable[ModuleType], base: type[C]) -> dict[str, type[C
 
 
 def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, T]) -> T | None:
-    """Returns the entry for a name, or None.
-
-    Args:
-        name: What the user wrote.
-        classes: Entries by class name; their snake_case names are known too.
-        aliases: Entries by lower-case alias; upper case is known too.
-    """
+    """Returns the entry for a name, or None."""
     known = {**aliases, **{alias.upper(): entry for alias, entry in aliases.items()}}
     known |= {snake_case(class_name): entry for class_name, entry in classes.items()} | dict(
         classes
@@ -57,14 +39,7 @@ def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, T]) -> T | N
 
 
 def unknown(name: str, listed: Iterable[str], *, kind: str, advice: str) -> ValueError:
-    """Returns the error for an unknown name, with the known names and the nearest one.
-
-    Args:
-        name: What the user wrote.
-        listed: The known names, in any order.
-        kind: What they name.
-        advice: Text to append.
-    """
+    """Returns the error for an unknown name, with the known names and the nearest one."""
     listed = sorted(set(listed))
     nearest = difflib.get_close_matches(name.lower(), listed, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -78,25 +53,14 @@ def snake_case(name: str) -> str:
     ).lower()
 
 
-_ABSTRACT = (
-    "Loss",
-    "LossFunctionWrapper",
-    "Metric",
-    "MeanMetricWrapper",
-    "Optimizer",
-    "LossScaleOptimizer",
-    "MultiOptimizer",
-    "OptimizerMap",
-)
+_ABSTRACT = """
+    Loss LossFunctionWrapper Metric MeanMetricWrapper Optimizer LossScaleOptimizer MultiOptimizer
+    OptimizerMap
+""".split()
 
 
 def is_keras(value: Any, kind: str) -> bool:
-    """Returns whether a value is an instance of a Keras class; False if Keras was never imported.
-
-    Args:
-        value: Anything.
-        kind: Module and class in Keras, such as `"losses.Loss"`.
-    """
+    """Returns whether a value is an instance of a Keras class, such as `"losses.Loss"`."""
     if "keras" not in sys.modules:
         return False
     module, name = kind.split(".")
@@ -104,11 +68,7 @@ def is_keras(value: Any, kind: str) -> bool:
 
 
 def require_jax_backend() -> ModuleType:
-    """Returns the imported Keras.
-
-    Raises:
-        ValueError: If it uses a backend other than JAX.
-    """
+    """Returns the imported Keras."""
     keras = sys.modules["keras"]
     backend = keras.backend.backend()
     if backend != "jax":
@@ -120,10 +80,7 @@ def require_jax_backend() -> ModuleType:
 
 
 def mask_of_outputs(outputs: Any) -> Any:
-    """Returns the mask `[rows, ...]` of outputs, or None.
-
-    Layers such as `Embedding(mask_zero=True)` make such masks.
-    """
+    """Returns the mask `[rows, ...]` of outputs, as of `Embedding(mask_zero=True)`, or None."""
     if "keras" not in sys.modules:
         return None
     from keras.src.backend import (
@@ -134,14 +91,9 @@ def mask_of_outputs(outputs: Any) -> Any:
 
 
 def find_class(name: str, kind: str) -> type | None:
-    """Returns the Keras class with a name, or None.
+    """Returns the Keras class of a name, or None, as without Keras or on another backend.
 
-    It is None if Keras is missing, uses another backend, or has no such class. Keras is imported,
-    on the JAX backend unless the environment says otherwise.
-
-    Args:
-        name: As in Keras: CamelCase, or in snake_case; for optimizers also in lower case.
-        kind: `"losses"`, `"metrics"` or `"optimizers"`.
+    Keras is imported, on the JAX backend unless the environment says otherwise.
     """
     keras = _import_keras()
     if keras is None or keras.backend.backend() != "jax":

@@ -1,10 +1,4 @@
-"""Backs up training, so that an interrupted run can continue.
-
-The state of the callbacks of a run, as a backup holds it.
-
-A callback of tnt_jax says by `state` what it needs; of Keras's own callbacks the attributes are
-known that decide how training goes on.
-"""
+"""Backs up training with the state of its callbacks, so that an interrupted run can continue."""
 
 import copy
 import hashlib
@@ -114,13 +108,7 @@ def collect(callbacks: Iterable[Any]) -> tuple[States, dict[str, np.ndarray]]:
 
 
 def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Gives callbacks the state that callbacks of the same class had, in their order.
-
-    Args:
-        callbacks: The callbacks of the resumed run.
-        states: States of the interrupted run.
-        arrays: Its arrays by path.
-    """
+    """Gives callbacks the state that callbacks of the same class had, in their order."""
     found = _by_name(
         (
             name,
@@ -328,7 +316,8 @@ class BackupAndRestore(Callback):
         if self._times.is_due_after_batch(batch):
             self._save()
         elif self._checks is not None and self._checks.is_due_after_batch(batch):
-            self._check()
+            # Raises on all processes if the backup that was started last could not be written.
+            self._checks = None if self._checkpoints.check() else self._checks
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Backs up after the epoch, if `save_freq` is `"epoch"` or the watched log has improved."""
@@ -359,8 +348,7 @@ class BackupAndRestore(Callback):
     def save_now(self) -> bool:
         """Backs up between two steps, and returns whether the backup is written.
 
-        All processes call it together. If no step follows, the end of training leaves the backup as
-        it is, so that another run continues from here.
+        All processes call it. If no step follows, the end of training leaves the backup as it is.
         """
         self._save()
         self._checkpoints.wait()
@@ -368,19 +356,11 @@ class BackupAndRestore(Callback):
         return self._checkpoints.last_is_written
 
     def written(self) -> str | None:
-        """Returns the name of the last backup's folder, once it is written.
-
-        None if there is none, or if it could not be written. All processes call it together.
-        """
+        """Returns the last backup's folder, None if it was not written; all processes call it."""
         self._checkpoints.wait()
         if self.newest is None or not self._checkpoints.last_is_written:
             return None
         return self._checkpoints.folder_name(self.newest)
-
-    def _check(self) -> None:
-        """Raises on all processes if the backup that was started last could not be written."""
-        if self._checkpoints.check():
-            self._checks = None
 
     def _open(self) -> Checkpoints:
         return Checkpoints(
@@ -482,10 +462,7 @@ class BackupAndRestore(Callback):
 
 
 def _new_settings(state: Any, changes: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the settings of the optimizer within a state that replace those of a checkpoint.
-
-    All other settings are part of the compiled step.
-    """
+    """Returns the settings of the optimizer that replace a checkpoint's: no others can change."""
     return {
         path: np.asarray(leaf)
         for path, leaf in state_arrays(state).items()

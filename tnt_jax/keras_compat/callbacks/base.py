@@ -1,6 +1,4 @@
-"""The base class of callbacks, and their hooks.
-
-The processes on which a callback runs, and on which it may print and write files.
+"""The base class of callbacks, and the processes on which they run, print and write files.
 
 Every callback runs on every process with the same numbers, so that decisions agree. Only the master
 shows what a callback prints, and the callbacks of tnt_jax write files on the master only. Two
@@ -13,7 +11,7 @@ wrappers change that:
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,26 +26,14 @@ from tnt_jax.distributed.liveness.rendezvous import acting_alone
 Scope = Literal["all_processes", "main_process", "per_process"]
 
 # Callbacks that control training or return its result; every process must make their decisions.
-DECIDING = (
-    "EarlyStopping",
-    "LearningRateScheduler",
-    "ReduceLROnPlateau",
-    "LearningRateWarmup",
-    "TerminateOnNaN",
-    "SwapEMAWeights",
-    "OptunaPruning",
-    "BackupAndRestore",
-    "RayReport",
-    "History",
-)
+DECIDING = """
+    EarlyStopping LearningRateScheduler ReduceLROnPlateau LearningRateWarmup TerminateOnNaN
+    SwapEMAWeights OptunaPruning BackupAndRestore RayReport History
+""".split()
 # Keras's own callbacks that write files or send data.
-_KERAS_WRITERS = (
-    "ModelCheckpoint",
-    "CSVLogger",
-    "TensorBoard",
-    "BackupAndRestore",
-    "RemoteMonitor",
-)
+_KERAS_WRITERS = """
+    ModelCheckpoint CSVLogger TensorBoard BackupAndRestore RemoteMonitor
+""".split()
 _REJECTED = {
     "BaseLogger": "It averages logs by itself, but logs are averages over all ranks already: "
     "leave it out.",
@@ -90,11 +76,7 @@ class OnMaster(_Wrapper):
 
 
 class OnAllRanks(_Wrapper):
-    """Lets a callback print and write files on every process; give each process its own path.
-
-    Args:
-        callback: Any callback.
-    """
+    """Lets a callback print and write files on every process; give each process its own path."""
 
 
 def is_wrapped(callback: Any) -> bool:
@@ -109,21 +91,12 @@ def controls_training(callback: Any) -> bool:
 
 
 def current_scope() -> Scope:
-    """Returns the processes that take part in the running hook.
-
-    Outside hooks the result is `"all_processes"`.
-    """
+    """Returns the processes that take part in the running hook; outside hooks all of them."""
     return _scope.get()
 
 
 def check_changes_model(what: str) -> None:
-    """Raises a RuntimeError if the master alone is about to change the model.
-
-    In a job of one process this is allowed.
-
-    Args:
-        what: The action, for the message.
-    """
+    """Raises a RuntimeError if the master alone, of several processes, would change the model."""
     if current_scope() == "main_process":
         raise RuntimeError(
             f"{what} on the master alone would make its model differ from the other processes'. "
@@ -132,13 +105,7 @@ def check_changes_model(what: str) -> None:
 
 
 def check_can_read(array: jax.Array) -> None:
-    """Raises a RuntimeError if the master alone is about to read what several processes hold.
-
-    It would wait for the others.
-
-    Args:
-        array: Array of the training state.
-    """
+    """Raises a RuntimeError if the master alone would read, and wait for, what several hold."""
     is_here = array.is_fully_addressable or array.is_fully_replicated
     if not is_here and current_scope() == "main_process":
         raise RuntimeError(
@@ -161,14 +128,7 @@ def check_known(callback: Any) -> None:
 
 @dataclass(frozen=True)
 class CallbackScope:
-    """A callback, the processes on which it runs, and what it may do there.
-
-    Attributes:
-        callback: The callback itself, without a wrapper.
-        scope: The processes that take part in its actions.
-        runs: Whether its hooks run on this process.
-        is_silent: Whether its output on this process is dropped.
-    """
+    """A callback, the processes on which it runs, and what it may do there."""
 
     callback: Any
     scope: Scope
@@ -193,16 +153,12 @@ class CallbackScope:
     def entered(self) -> Iterator[None]:
         """Sets the scope and the silence while the callback runs."""
         token = _scope.set(self.scope)
-        is_alone = self.scope == "main_process"
         try:
-            with (
-                acting_alone(type(self.callback).__name__)
-                if is_alone
-                else contextlib.nullcontext(),
-                contextlib.redirect_stdout(io.StringIO())
-                if self.is_silent
-                else contextlib.nullcontext(),
-            ):
+            with contextlib.ExitStack() as stack:
+                if self.scope == "main_process":
+                    stack.enter_context(acting_alone(type(self.callback).__name__))
+                if self.is_silent:
+                    stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 yield
         finally:
             _scope.reset(token)
@@ -211,18 +167,7 @@ class CallbackScope:
 def callback_scope(
     given: Any, *, num_processes: int, is_master: bool, prints: bool
 ) -> CallbackScope:
-    """Returns the scope of a user's callback.
-
-    Args:
-        given: A callback, or one in `OnMaster` or `OnAllRanks`.
-        num_processes: Number of processes in the job.
-        is_master: Whether this process is the master.
-        prints: Whether this process shows the output of all callbacks.
-
-    Raises:
-        ValueError: If the callback cannot work here.
-        TypeError: If it is not a callback.
-    """
+    """Returns the scope of a user's callback."""
     callback = given.callback if isinstance(given, _Wrapper) else given
     if isinstance(callback, type) or not hasattr(callback, "set_model"):
         hint = f" Create one: {callback.__name__}(...)." if isinstance(callback, type) else ""
@@ -239,25 +184,16 @@ def callback_scope(
     return CallbackScope(callback, "all_processes", runs=True, is_silent=not prints)
 
 
-def is_keras_writer(callback: Any) -> bool:
+def is_keras_writer(callback: Any, names: Sequence[str] = _KERAS_WRITERS) -> bool:
     """Returns whether a callback is a Keras callback that writes files, or a subclass of one."""
     return any(
-        cls.__name__ in _KERAS_WRITERS and _is_of_keras(cls) for cls in type(callback).__mro__
+        cls.__name__ in names
+        and cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
+        for cls in type(callback).__mro__
     )
 
 
-def is_keras_backup(callback: Any) -> bool:
-    """Returns whether a callback is Keras's `BackupAndRestore`, or a subclass of it."""
-    return any(
-        cls.__name__ == "BackupAndRestore" and _is_of_keras(cls) for cls in type(callback).__mro__
-    )
-
-
-def _is_of_keras(cls: type) -> bool:
-    return cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
-
-
-def first_base(callback: Any, names: tuple[str, ...]) -> str | None:
+def first_base(callback: Any, names: Sequence[str]) -> str | None:
     """Returns the first of the names that a class of a callback has, or None."""
     return next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
 
@@ -294,10 +230,7 @@ class Callback:
 
     @property
     def writes(self) -> bool:
-        """Whether this process may write the files of this callback.
-
-        Only the master may, or in `OnAllRanks` each process.
-        """
+        """Whether this process may write: the master, or in `OnAllRanks` each process."""
         return self.scope == "per_process" or is_master_rank()
 
     def set_model(self, model: Any) -> None:
@@ -309,10 +242,7 @@ class Callback:
         self.params = params
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that an interrupted run needs to resume.
-
-        It consists of JSON values and lists of NumPy arrays by name.
-        """
+        """Returns what a resumed run needs: JSON values, and lists of NumPy arrays, by name."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

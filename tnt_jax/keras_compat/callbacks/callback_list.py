@@ -1,8 +1,6 @@
 """The callbacks of one `fit`, `evaluate` or `predict`: calls each hook in order.
 
-Checks that all processes have the same callbacks, apart from those that only the master has.
-
-A callback that some processes have and others have not would make them wait for each other forever.
+Checks first that all processes have the same: they would wait for each other forever.
 """
 
 import inspect
@@ -25,7 +23,6 @@ from tnt_jax.keras_compat.callbacks.base import (
     callback_scope,
     controls_training,
     first_base,
-    is_keras_backup,
     is_keras_writer,
     is_wrapped,
 )
@@ -46,11 +43,7 @@ _STOPPING = ("TerminateOnNaN", "LambdaCallback")
 
 
 class _OfMaster(Callback):
-    """Stands on the other processes for a callback that only the master has.
-
-    Attributes:
-        may_stop: Whether that callback may end training between two steps.
-    """
+    """Stands on the other processes for a callback that only the master has."""
 
     def __init__(self, may_stop: bool) -> None:
         super().__init__()
@@ -58,20 +51,10 @@ class _OfMaster(Callback):
 
 
 def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
-    """Returns the callbacks of a call; those that only the master has run there, as in `OnMaster`.
+    """Returns as many callbacks on every process, in the master's order, or raises on all.
 
-    Settings are compared of callbacks that control training or save together.
-
-    Args:
-        callbacks: The user's callbacks on this process.
-        call: The call, such as `Model.fit`.
-
-    Returns:
-        As many on every process, in the master's order.
-
-    Raises:
-        ValueError: On all processes, if lists differ in another way, if the master alone has a
-            callback that controls training, or if settings differ.
+    Those that only the master has run there, as in `OnMaster`. Settings are compared of callbacks
+    that control training or save together.
     """
     agreed = _agree_on_kinds(callbacks, call)
     together = [item for item in agreed if not is_keras_writer(item)]
@@ -81,11 +64,7 @@ def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
 
 
 def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, str]:
-    """Returns the settings of callbacks of tnt_jax and Keras, by name; what prints is left out.
-
-    Args:
-        callbacks: Callbacks without wrappers.
-    """
+    """Returns the settings of callbacks of tnt_jax and Keras, by name; what prints is left out."""
     told: dict[str, str] = {}
     for number, callback in enumerate(callbacks):
         settings = {name: comparable(value) for name, value in _settings(callback).items()}
@@ -160,11 +139,7 @@ def _completed(
 
 
 def may_stop_within_epoch(callbacks: Sequence[Any]) -> bool:
-    """Returns whether a callback may set `stop_training` between two steps of an epoch.
-
-    Args:
-        callbacks: Callbacks without wrappers, of the same kinds on every process.
-    """
+    """Returns whether a callback may set `stop_training` between two steps of an epoch."""
     return any(map(_may_stop, callbacks))
 
 
@@ -248,14 +223,13 @@ class CallbackList:
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls one hook, such as `on_epoch_end`, of every callback.
-
-        The callbacks share one copy of the logs and may add to it.
-        """
+        """Calls a hook of every callback, with one copy of the logs, to which they may add."""
         args = tuple(dict(arg) if isinstance(arg, Mapping) else arg for arg in args)
         for scoped in self._scoped:
             restores = (
-                hook == "on_train_begin" and not self._is_alone and is_keras_backup(scoped.callback)
+                hook == "on_train_begin"
+                and not self._is_alone
+                and is_keras_writer(scoped.callback, ["BackupAndRestore"])
             )
             # On the master alone: it changes the master's model, possibly from a local disk, and
             # the others follow below.
@@ -336,9 +310,7 @@ class CallbackList:
 
 
 def overrides(callback: Any, hook: str) -> bool:
-    """Returns whether a callback's class overrides a batch hook of its library's base class.
-
-    A class in between counts, too.
+    """Returns whether a callback's class, or one in between, overrides a hook of its library's.
 
     `on_batch_begin` and `on_batch_end` count as the hooks of training, which call them.
     """

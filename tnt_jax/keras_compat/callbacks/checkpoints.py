@@ -18,9 +18,7 @@ _FILES = (".weights.h5", ".h5", ".keras", ".safetensors")
 
 
 class ModelCheckpoint(Callback):
-    """Saves the model after epochs or batches, as Keras's callback does.
-
-    It saves always, or only if a log has improved.
+    """Saves the model after epochs or batches, or if a log has improved, as Keras's callback does.
 
     A path without one of the extensions `.weights.h5`, `.safetensors` and `.keras` is a
     directory. All processes write it together while training continues, and an earlier one stays
@@ -86,11 +84,7 @@ class ModelCheckpoint(Callback):
         return self.filepath.endswith(_FILES)
 
     def set_model(self, model: Any) -> None:
-        """Receives the model, whose metrics determine the direction of improvement.
-
-        Raises:
-            ValueError: If the path has a file extension that this model does not support.
-        """
+        """Receives the model; a ValueError if it does not support the path's file extension."""
         super().set_model(model)
         is_file_name(Path(self.filepath), of_keras=keras_files.is_keras(model.module))
         if self.save_best_only:
@@ -105,11 +99,7 @@ class ModelCheckpoint(Callback):
         self.best = state["best"]
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Checks that the model can be saved.
-
-        Raises:
-            OSError: On all processes, if nothing can be written where the path leads to.
-        """
+        """Raises an OSError on all processes if nothing can be written where the path leads to."""
         # All processes write a directory, and the master alone a file.
         saves = self.writes or (self.scope == "all_processes" and not self.is_file)
         error = problem_of_folder(self._folder()) if saves else None
@@ -199,23 +189,13 @@ class ModelCheckpoint(Callback):
 class OrbaxCheckpoint(ModelCheckpoint):
     """Saves the model to a directory of numbered checkpoints, in Orbax's layout.
 
-    The arguments are those of Keras's callback.
+    The arguments are those of Keras's callback: of the newest checkpoints `max_to_keep` stay, all
+    if it is None, and without `save_on_background` training waits until each is written; the
+    others are those of `ModelCheckpoint`.
 
     `load_weights(directory)` and `tnt_jax.models.load_model(directory)` read the newest one, on any
     number of devices. A checkpoint has the number of the last step. All processes write it
     together.
-
-    Args:
-        directory: Where to save.
-        monitor: As in `ModelCheckpoint`.
-        verbose: As in `ModelCheckpoint`.
-        save_best_only: As in `ModelCheckpoint`.
-        mode: As in `ModelCheckpoint`.
-        save_freq: As in `ModelCheckpoint`.
-        initial_value_threshold: As in `ModelCheckpoint`.
-        max_to_keep: Number of newest checkpoints to keep; all if None.
-        save_on_background: False to wait until each checkpoint is written.
-        save_weights_only: As in `ModelCheckpoint`.
 
     Raises:
         ValueError: If an argument is out of range, or the directory has the name of a file.

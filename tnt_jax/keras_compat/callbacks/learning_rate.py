@@ -10,9 +10,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
 class SwapEMAWeights(Callback):
-    """Swaps the averaged weights of an optimizer with `use_ema=True` in for evaluations.
-
-    It works as Keras's callback.
+    """Swaps an optimizer's averaged weights (`use_ema=True`) in for evaluations, as in Keras.
 
     Args:
         swap_on_epoch: Whether the averages are also in the model at the end of each epoch, for
@@ -53,13 +51,7 @@ class SwapEMAWeights(Callback):
         """Swaps the averages out."""
         self._put_average(False)
 
-    def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Swaps the averages in."""
-        self._put_average(True)
-
-    def on_predict_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Swaps the averages out."""
-        self._put_average(False)
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
 
     def _put_average(self, wanted: bool) -> None:
         if self._average_is_in_model != wanted:
@@ -92,11 +84,7 @@ class LearningRateScheduler(Callback):
         self._epoch, self._before = state["epoch"], state["before"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Sets the rate of the epoch.
-
-        Raises:
-            TypeError: If the schedule does not return a number.
-        """
+        """Sets the rate of the epoch; a TypeError if the schedule returns no number."""
         # A run that resumes within an epoch begins this epoch again.
         before = self._before if epoch == self._epoch else float(self.model.optimizer.learning_rate)
         self._epoch, self._before = epoch, before
@@ -260,11 +248,7 @@ class LearningRateWarmup(Callback):
         self._epoch = self._num_steps = 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Counts the steps of the warm-up.
-
-        Raises:
-            ValueError: If the number of steps of an epoch is unknown.
-        """
+        """Counts the steps of the warm-up; a ValueError if those of an epoch are unknown."""
         if not self.params["steps"]:
             raise ValueError(
                 "LearningRateWarmup needs to know the steps of an epoch: pass steps_per_epoch to "

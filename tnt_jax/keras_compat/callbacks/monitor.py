@@ -23,16 +23,7 @@ _LAST_PART = 0.05
 
 
 class SavingTimes:
-    """Counts batches up to the next save.
-
-    Batch numbers may jump if several steps run in one program.
-
-    Args:
-        save_freq: `"epoch"`, or the number of batches between two saves.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Counts batches, whose numbers may jump if several run in one program, up to the next save."""
 
     def __init__(self, save_freq: SaveFreq) -> None:
         if save_freq != "epoch" and (
@@ -64,16 +55,7 @@ class SavingTimes:
 class SavingSeconds:
     """Says every so many seconds that a save is due, on all processes after the same batch.
 
-    The clock is that of process 0, which the others ask in few steps: it tells them whether a save
-    is due, and after how many steps they ask again, by the time that steps have taken so far.
-
-    Args:
-        interval_s: Seconds between two saves.
-        alone: Whether this process decides by itself.
-        clock: Returns seconds.
-
-    Attributes:
-        interval_s: See above.
+    Process 0 tells the others in few steps whether it is, and after how many steps they ask again.
     """
 
     def __init__(
@@ -125,15 +107,7 @@ class SavingSeconds:
 
 
 def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | SavingSeconds:
-    """Returns what says when a save is due.
-
-    Args:
-        save_freq: `"epoch"`, a number of batches, or a time such as `"30s"`, `"5m"` or `"1h"`.
-        alone: Whether this process decides by itself.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Returns what says when a save is due: epochs, batches, or a time such as `"30s"`."""
     if not isinstance(save_freq, str):
         return SavingTimes(save_freq)
     chosen = parse_save_freq(save_freq)
@@ -151,14 +125,7 @@ _DOWN = ("error", "crossentropy", "divergence", "hinge", "poisson", "logcosh", "
 
 
 class Monitor:
-    """Monitors one log.
-
-    Args:
-        name: Name of the log, such as `val_loss`.
-        mode: Whether less (`"min"`) or more (`"max"`) is better; `"auto"` decides by the metric. As
-            in Keras, an unknown mode is `"auto"`, with a warning.
-        min_delta: Smallest change that counts as an improvement.
-    """
+    """Monitors one log."""
 
     def __init__(self, name: str, *, mode: Mode = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
@@ -172,11 +139,7 @@ class Monitor:
         self._min_delta = abs(min_delta)
 
     def resolve(self, model: Any) -> None:
-        """Decides the direction of improvement by the model's metrics.
-
-        Raises:
-            ValueError: If the mode is `"auto"` and the metric does not tell.
-        """
+        """Decides the direction of improvement by the model's metrics."""
         if self._mode == "auto":
             found = direction(self.name, model)
             if found == "auto":
@@ -188,12 +151,7 @@ class Monitor:
             self._mode = found
 
     def value(self, logs: Mapping[str, float] | None, *, who: str) -> float | None:
-        """Returns the monitored value, or None, with a warning, if the logs do not hold it.
-
-        Args:
-            logs: Logs of an epoch.
-            who: The callback that asks, for the warning.
-        """
+        """Returns the monitored value, or None, with a warning, if the logs do not hold it."""
         if logs is None or self.name not in logs:
             if is_master_rank():
                 warnings.warn(
@@ -205,32 +163,21 @@ class Monitor:
         return logs[self.name]
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Returns whether a value improves on another by more than the smallest change.
+        """Returns whether a value is better by more than the smallest change.
 
-        Any value improves on None, and any number on NaN; in Keras an initial NaN stays the best
-        value forever.
+        Any value improves on None, and unlike in Keras any number on NaN.
         """
         if than is None:
             return True
         if math.isnan(than):
             return not math.isnan(value)
-        return (
-            value - self._min_delta > than
-            if self._mode == "max"
-            else value + self._min_delta < than
-        )
+        if self._mode == "max":
+            return value - self._min_delta > than
+        return value + self._min_delta < than
 
 
 def direction(log: str, model: Any) -> Mode:
-    """Returns whether less or more of a log is better, by the class of its metric.
-
-    The result is `"auto"` if that is unknown.
-
-    Args:
-        log: Name of a log, with or without `val_`.
-        model: Model with `metrics_by_log`, its metrics by log name; for other models the name of
-            the log decides.
-    """
+    """Returns whether less or more of a log is better, by its metric; `"auto"` if nobody knows."""
     log = log.removeprefix("val_")
     metric = getattr(model, "metrics_by_log", {}).get(log)
     texts = [log] if metric is None else [*(cls.__name__ for cls in type(metric).__mro__), log]

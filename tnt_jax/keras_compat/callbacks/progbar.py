@@ -21,13 +21,7 @@ _READERS = """
 
 
 class LazyLogs(dict[str, float]):
-    """The logs of a step: a dict that computes its contents on first access.
-
-    Only then does it wait for the devices.
-
-    Args:
-        read: Computes the logs.
-    """
+    """The logs of a step: a dict that waits for the devices, and computes them, on first access."""
 
     def __init__(self, read: Callable[[], dict[str, float]]) -> None:
         # json.dumps reads the size in C before it calls a method: an empty dict would be written as
@@ -73,12 +67,7 @@ _WIDEST_BAR, _NARROWEST_BAR = 20, 3
 
 
 def new_bar(title: str, total: int | None) -> Any:
-    """Returns a bar for the screen of this process, or None if it can show none.
-
-    Args:
-        title: What stands before the bar.
-        total: Steps until the end; None if nobody knows.
-    """
+    """Returns a bar for the screen of this process, or None if it can show none."""
     if _is_notebook():
         return _notebook_bar(title, total)
     if not sys.stdout.isatty():
@@ -96,10 +85,7 @@ def new_bar(title: str, total: int | None) -> Any:
 
 
 def show_items(bar: Any, step: int, items: Sequence[str]) -> None:
-    """Draws a bar at a step, with the first items for which the terminal has room.
-
-    An item is shown as a whole or not at all: half a number would be a wrong one.
-    """
+    """Draws a bar at a step, with the first items that fit: half a number would be a wrong one."""
     bar.n = step
     shown = bar.format_dict
     if not bar.gui:
@@ -287,10 +273,7 @@ class ProgbarLogger(Callback):
         )
 
     def _rate(self, moment: float) -> float:
-        """Returns the examples per second since the first step, which includes compilation.
-
-        If there is only one step, it counts.
-        """
+        """Returns the examples per second, without the first step, which compiles, if it can."""
         rows, start = (
             (self._rows - self._first_rows, self._first_end)
             if self._steps > 1

@@ -3,32 +3,24 @@
 import csv
 import http.client
 import json
+import math
 import os
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from tnt_jax.keras_compat.callbacks.base import Callback
-from tnt_jax.keras_compat.curves import draw_curves
 from tnt_jax.log import logger
 
 
 class LambdaCallback(Callback):
-    """Calls a function for each given hook, on every process.
+    """Calls a function for each given hook, with the hook's arguments, on every process.
 
-    Args:
-        on_epoch_begin: `f(epoch, logs)`.
-        on_epoch_end: `f(epoch, logs)`.
-        on_train_begin: `f(logs)`.
-        on_train_end: `f(logs)`.
-        on_train_batch_begin: `f(batch, logs)`.
-        on_train_batch_end: `f(batch, logs)`.
-        hooks: Functions by the name of another hook, with the hook's arguments: `on_test_end=lambda
-            logs: ...`.
+    For instance `on_epoch_end=lambda epoch, logs: ...`.
 
     Raises:
         TypeError: If a hook is unknown; the message lists the hooks.
@@ -157,11 +149,9 @@ class CSVLogger(Callback):
 
     def state(self) -> dict[str, Any]:
         """Returns the file, and how far it is written."""
-        return (
-            {}
-            if self._file is None
-            else {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
-        )
+        if self._file is None:
+            return {}
+        return {"filename": os.path.abspath(self.filename), "size": self._file.tell()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on with the rows that the interrupted run had written.
@@ -214,11 +204,63 @@ class CSVLogger(Callback):
 def _columns(logs: Mapping[str, float]) -> list[str]:
     names = sorted(logs)
     # The first epoch may come without validation.
-    return (
-        names
-        if any(name.startswith("val_") for name in names)
-        else [*names, *(f"val_{name}" for name in names)]
-    )
+    if any(name.startswith("val_") for name in names):
+        return names
+    return [*names, *(f"val_{name}" for name in names)]
+
+
+# Size of one plot, in inches.
+_WIDTH, _HEIGHT = 5.0, 3.4
+_COLUMNS = 3
+
+
+def draw_curves(
+    path: str | os.PathLike[str],
+    history: Mapping[str, Sequence[float]],
+    epochs: Sequence[int] | None = None,
+) -> None:
+    """Draws one plot for each log, with its `val_` curve."""
+    if not history:
+        raise ValueError("There are no logs to draw.")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Drawing curves needs matplotlib: pip install matplotlib."
+        ) from error
+    names = [
+        name
+        for name in history
+        if not name.startswith("val_") or name.removeprefix("val_") not in history
+    ]
+    columns = min(len(names), _COLUMNS)
+    rows = math.ceil(len(names) / columns)
+    # A separate figure, without pyplot: nothing stays open and no screen is needed.
+    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
+    for index, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for log in (name, f"val_{name}"):
+            if history.get(log):
+                axes.plot(
+                    _places(len(history[log]), epochs, len(history[name])),
+                    history[log],
+                    label=log,
+                    marker=".",
+                )
+        axes.set_xlabel("epoch")
+        axes.set_title(name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
+def _places(count: int, epochs: Sequence[int] | None, num_epochs: int) -> list[float]:
+    """Returns the places of a log's values: epochs, or evenly spaced if some have none."""
+    numbers = [epoch + 1 for epoch in (epochs or range(num_epochs))]
+    if count == len(numbers):
+        return [float(number) for number in numbers]
+    first = numbers[0] - 1
+    return [first + (numbers[-1] - first) * (index + 1) / count for index in range(count)]
 
 
 class PlotHistory(Callback):

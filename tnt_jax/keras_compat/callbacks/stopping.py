@@ -11,9 +11,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
 class TerminateOnNaN(Callback):
-    """Ends training after the first step whose loss is NaN or infinite.
-
-    All ranks stop at the same step.
+    """Ends training on all ranks after the first step whose loss is NaN or infinite.
 
     It reads the loss of every step, so the host waits for each one, and sees it when the weights
     have changed already. `compile(on_nan="raise")` ends training before, without waiting.
@@ -28,11 +26,7 @@ class TerminateOnNaN(Callback):
         self.raise_error = raise_error
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Checks the loss.
-
-        Raises:
-            RuntimeError: If the loss is not finite and `raise_error` is set.
-        """
+        """Checks the loss; a RuntimeError if it is not finite and `raise_error` is set."""
         loss = (logs or {}).get("loss")
         if loss is None or math.isfinite(loss):
             return

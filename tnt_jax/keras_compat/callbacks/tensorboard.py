@@ -191,18 +191,7 @@ def write_embeddings(
     metadata: str | Mapping[str, str] | None,
     epoch: int,
 ) -> None:
-    """Writes embedding tables for TensorBoard's projector, which shows the last ones written.
-
-    Args:
-        log_dir: Folder of the run.
-        tables: `[entries, features]` by layer.
-        metadata: File with one label per line, relative to `log_dir`: one for all layers, or a dict
-            by the path of a layer or its last part.
-        epoch: Number of the epoch, for the names of the files.
-
-    Raises:
-        ValueError: If `metadata` names a layer without a table.
-    """
+    """Writes embedding tables for TensorBoard's projector, which shows the last ones written."""
     names = {name for layer in tables for name in (layer, layer.rpartition("/")[2])}
     unknown = [] if metadata is None or isinstance(metadata, str) else sorted(set(metadata) - names)
     if unknown:
@@ -232,10 +221,7 @@ def write_embeddings(
 
 
 def write_keras_graph(writer: Any, module: Any) -> None:
-    """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph.
-
-    As in Keras, other models are ignored.
-    """
+    """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph."""
     if not (
         is_keras(module, "models.Model") and type(module).__name__ in ("Functional", "Sequential")
     ):
@@ -377,13 +363,9 @@ class TensorBoard(Callback):
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Writes the results of an evaluation against the steps of training."""
+        step = self.model.optimizer.iterations
         for name, value in (logs or {}).items():
-            self._write(
-                "validation",
-                f"evaluation_{name}_vs_iterations",
-                value,
-                self.model.optimizer.iterations,
-            )
+            self._write("validation", f"evaluation_{name}_vs_iterations", value, step)
         if not self._is_training:
             self._close()
 
@@ -456,10 +438,7 @@ class TensorBoard(Callback):
 
 
 def _profiled_steps(profile_batch: Any) -> tuple[int, int]:
-    """Returns the first and the last step to profile.
-
-    They are given as a step, a pair, or a string of either.
-    """
+    """Returns the first and the last step to profile, from one, a pair, or a string of either."""
     given = profile_batch.split(",") if isinstance(profile_batch, str) else profile_batch
     steps = [int(step) for step in given] if isinstance(given, (tuple, list)) else [given]
     first = steps[0]

@@ -85,10 +85,7 @@ class RayReport(Callback):
         storage.report(metrics, checkpoints=checkpoints)
 
     def _new_checkpoints(self) -> list[str]:
-        """Returns the folders of the backups of all fits, if this one has made another.
-
-        All processes call it together, after the same step.
-        """
+        """Returns the folders of all fits' backups if one is new; all processes call it."""
         backup = self._backup
         if backup is None or backup.newest in (None, self._reported):
             return []
@@ -107,13 +104,7 @@ def is_stored_by_ray(callback: Any) -> bool:
 
 
 def backup_on_ray(directory: Path, save_freq: SaveFreq | str, storage: RayStorage) -> Callback:
-    """Returns the callback whose backups `RayReport` reports.
-
-    Args:
-        directory: Its directory, below that of `storage`.
-        save_freq: How often it saves.
-        storage: The storage of the Ray run.
-    """
+    """Returns the callback whose backups `RayReport` reports."""
     # Schedulers of Ray Tune count reports.
     freq = "epoch" if role() == "trial" else save_freq
     backup = BackupAndRestore(directory, freq, delete_checkpoint=False)
@@ -122,10 +113,7 @@ def backup_on_ray(directory: Path, save_freq: SaveFreq | str, storage: RayStorag
 
 
 def ray_storage() -> RayStorage | None:
-    """Returns the storage of the Ray run that this process belongs to; None outside of Ray.
-
-    All processes call it together, the first time.
-    """
+    """Returns the storage of this process's Ray run, or None; first, all call it together."""
     if role() is None:
         return None
     if (storage := _storage.get()) is None or storage.is_over:
@@ -169,11 +157,7 @@ class OptunaPruning(Callback):
         self._watch = Monitor(monitor)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Reports the log.
-
-        Raises:
-            optuna.TrialPruned: On every process, if Optuna prunes the trial.
-        """
+        """Reports the log; raises `optuna.TrialPruned` on all processes if Optuna prunes."""
         if (epoch + 1) % self.interval:
             return
         value = self._watch.value(logs, who="OptunaPruning")

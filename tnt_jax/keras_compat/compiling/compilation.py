@@ -18,35 +18,22 @@ from tnt_jax.train.finite import OnNaN
 
 @dataclass
 class Compilation:
-    """The choices of one call of `compile`; the next call creates a new one.
-
-    Attributes:
-        given: Arguments of `compile` by name, as the user passed them.
-        arguments: The arguments that decide what a step computes.
-        optimizer: Optimizer, made from the one that the user passed.
-        steps_per_execution: Steps per program; None until `"auto"` has timed them.
-        transformation: The Optax transformation; None until the optimizer is started.
-        functions: Losses and metrics for the model's outputs; None before the first batch.
-        announced_kind: The kind of data that `functions` were made for before any was read; None
-            once data of that kind was checked.
-        traced_rows: Modes, training (True) or evaluation, whose program was traced for whether
-            rows depend on one another.
-        checked_rows: Modes of which that is known.
-        dependence: How rows depend on one another, if they were found to do so.
-        known_kinds: Kinds of data that were checked against the losses.
-        compiled_kinds: Shapes of the batches that training has seen.
-    """
+    """The choices of one call of `compile`; the next call creates a new one."""
 
     given: dict[str, Any]
     arguments: CompileArguments
     optimizer: Optimizer
-    steps_per_execution: int | None
+    steps_per_execution: int | None  # None until "auto" has timed them.
     transformation: optax.GradientTransformation | None = None
-    functions: Compiled | CompiledObjective | None = None
+    functions: Compiled | CompiledObjective | None = None  # None before the first batch.
+    # The kind of data that `functions` were made for, until data of that kind was checked.
     announced_kind: Any = None
+    # Training (True) or evaluation: whose program was traced for how rows depend on one another,
+    # and of which that is known.
     traced_rows: set[bool] = field(default_factory=set)
     checked_rows: set[bool] = field(default_factory=set)
     dependence: str | None = None
+    # Kinds of data that were checked against the losses, and shapes that training has seen.
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
 
@@ -83,12 +70,7 @@ class Compilation:
 def new_compilation(
     module: Any, *, run_eagerly: bool, jit_compile: Any, **given: Any
 ) -> Compilation:
-    """Returns the compilation of a module with the arguments of `compile`.
-
-    Raises:
-        ValueError: If a name is unknown, an option is invalid, or a Keras
-            model overrides methods of a step.
-    """
+    """Returns the compilation of a module with the arguments of `compile`."""
     arguments = CompileArguments(
         **{field.name: given[field.name] for field in fields(CompileArguments)}
     )
@@ -107,11 +89,7 @@ def new_compilation(
 def resolved_arguments(
     config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns the arguments of `compile` that a configuration describes.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+    """Returns the arguments of `compile` that a configuration describes."""
     modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
     return {
         name: resolved(value, modules.get(name, "losses"), custom_objects)

@@ -1,11 +1,4 @@
-"""Resolves the arguments of `compile` into the functions of a step.
-
-They are for the shapes of the first batch.
-
-Checks that losses and metrics fit the model and the targets, before anything is computed.
-
-A trace is enough for these checks.
-"""
+"""Resolves the arguments of `compile` for the first batch, and checks that they fit by a trace."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,16 +38,7 @@ _BY_INDEX = ("SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 
 
 def check_traceable(part: Loss | Metric, y_true: Any, y_pred: Any) -> None:
-    """Checks that a custom loss or metric is written in JAX.
-
-    Args:
-        part: The loss or metric.
-        y_true: Targets `[rows, ...]`.
-        y_pred: Arrays, or shapes and dtypes, of outputs `[rows, ...]`.
-
-    Raises:
-        ValueError: If it needs the values of an array while it is traced.
-    """
+    """Checks that a custom loss or metric is written in JAX."""
     kind, function = ("Loss", part.terms) if isinstance(part, Loss) else ("Metric", part.increments)
     try:
         jax.eval_shape(function, y_true, y_pred)
@@ -67,15 +51,7 @@ def check_traceable(part: Loss | Metric, y_true: Any, y_pred: Any) -> None:
 
 
 def check_activation(loss: Loss, activation: str | None) -> None:
-    """Checks that a loss of logits does not get probabilities.
-
-    Args:
-        loss: The loss.
-        activation: The activation of the model's output: `"sigmoid"`, `"softmax"` or None.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Checks that a loss of logits does not get probabilities."""
     takes_logits = getattr(loss, "fn_kwargs", {}).get("from_logits") or getattr(
         loss, "takes_logits", None
     )
@@ -90,18 +66,7 @@ def check_activation(loss: Loss, activation: str | None) -> None:
 
 
 def check_targets_of_metric(metric: Metric, y_true: Any, y_pred_shape: tuple[int, ...]) -> None:
-    """Checks that the targets have the form that a metric needs.
-
-    The form is class indices or distributions over the classes.
-
-    Args:
-        metric: The metric.
-        y_true: Targets `[rows, ...]`.
-        y_pred_shape: Shape of the outputs `[rows, ..., classes]`.
-
-    Raises:
-        ValueError: If the shapes do not match.
-    """
+    """Checks that the targets are the class indices or distributions that a metric needs."""
     loss = getattr(metric, "loss", None)
     by_index = type(metric).__name__ in _BY_INDEX or getattr(loss, "targets", "") == "class_index"
     shape = np.shape(y_true)
@@ -116,15 +81,7 @@ def check_targets_of_metric(metric: Metric, y_true: Any, y_pred_shape: tuple[int
 
 @dataclass(frozen=True)
 class CompileArguments:
-    """The arguments of `compile` that decide what a step computes.
-
-    Attributes:
-        loss: A name, loss or callable, or a list or dict of them for several outputs.
-        loss_weights: Factor of each output's loss: a number, list or dict; 1 by default.
-        metrics: Metrics that ignore sample weights; for several outputs a list or dict of lists.
-        weighted_metrics: Metrics that use them.
-        objective: A function that takes the place of loss and metrics, or None.
-    """
+    """The arguments of `compile` that decide what a step computes."""
 
     loss: Any
     loss_weights: Any = None
@@ -133,11 +90,7 @@ class CompileArguments:
     objective: Any = None
 
     def check_names(self) -> None:
-        """Raises a ValueError if a loss, metric or factor cannot be used.
-
-        That is a loss of unknown name, a function that takes the outputs first, or a factor that is
-        no number.
-        """
+        """Raises a ValueError for unknown losses, outputs before targets, or bad factors."""
         for loss in jax.tree.leaves(self.loss):
             losses.get(loss)
         for metric in jax.tree.leaves((self.metrics, self.weighted_metrics)):
@@ -156,17 +109,7 @@ class CompileArguments:
 
 
 class Compiled:
-    """Losses and metrics of every output, for outputs and targets of known shapes.
-
-    Args:
-        arguments: What `compile` was told.
-        outputs: The model's outputs: pytree with shapes `[rows, ...]`.
-        targets: Targets of outputs with a loss or metric; see `Layout.data`.
-        declared: Names that a Keras model gives its outputs.
-
-    Raises:
-        ValueError: If targets are missing, or do not fit the outputs, or a name is unknown.
-    """
+    """Losses and metrics of every output, for outputs and targets of known shapes."""
 
     def __init__(
         self,
@@ -195,17 +138,7 @@ class Compiled:
         self._metric_names = log_names(self.specs)
 
     def check_traced(self, outputs: Any, activations: Any, targets: Any) -> None:
-        """Checks losses and metrics against the trace of a forward pass.
-
-        Args:
-            outputs: Shapes and dtypes of the model's outputs, `[rows, ...]`.
-            activations: What each output was made by last, `""` if that is unknown.
-            targets: Targets `[rows, ...]`.
-
-        Raises:
-            ValueError: If a loss of logits gets probabilities, a metric gets targets of another
-                kind, or a loss or metric of the user's is not written in JAX.
-        """
+        """Checks losses and metrics against the trace of a forward pass."""
         all_true, all_pred = self._targets(targets), self._layout.outputs(outputs)
         made_by = self._layout.outputs(activations)
         for spec in self.specs:
@@ -276,10 +209,7 @@ class Compiled:
         return values
 
     def results(self, sums: Any) -> dict[str, Any]:
-        """Returns the logs for the sums of an epoch so far.
-
-        They are `loss`, the loss of each output if there are several, and every metric.
-        """
+        """Returns the logs of an epoch's sums: loss, those of several outputs, and metrics."""
         sums = jax.tree.map(np.asarray, sums)
         logs: dict[str, Any] = {"loss": _ratio(sums["loss"])}
         trained = self._trained()
@@ -327,17 +257,7 @@ class Compiled:
         return any(spec.looks_at_outputs for spec in self.specs)
 
     def check_first_batch(self, outputs: Any, targets: Any, *, rows: int) -> None:
-        """Checks concrete outputs and targets of a batch against what the losses expect.
-
-        Args:
-            outputs: Outputs `[rows, ...]` on the host; None to check the targets only.
-            targets: Targets `[rows, ...]` on the host.
-            rows: Rows at the beginning that are not padding.
-
-        Raises:
-            ValueError: If logits meet a loss or metric of probabilities, or a target is out of
-                range.
-        """
+        """Checks concrete outputs and targets of a batch against what the losses expect."""
         if rows == 0:
             return
         all_true = self._targets(targets)
@@ -393,7 +313,7 @@ class Compiled:
     def _by_output(self, outputs: Any, batch: Batch) -> list[tuple[OutputSpec, Any, Any, Any]]:
         weights = (
             self._layout.data(batch.weight, self._needs_target, "sample weight")
-            if _is_per_output(batch.weight)
+            if isinstance(batch.weight, (Mapping, tuple, list))
             else [batch.weight] * len(self._layout.keys)
         )
         true, pred = self._targets(batch.targets), self._layout.outputs(outputs)
@@ -410,10 +330,6 @@ class Compiled:
         return [spec for spec in self.specs if spec.loss is not None]
 
 
-def _is_per_output(weight: Any) -> bool:
-    return isinstance(weight, (Mapping, tuple, list))
-
-
 def _masked_weight(weight: Any, mask: Any) -> Any:
     if weight is None or mask is None:
         return mask if weight is None else weight
@@ -421,10 +337,7 @@ def _masked_weight(weight: Any, mask: Any) -> Any:
 
 
 def _valid_weight(metric: Metric, weight: Any, outputs: Any) -> Any:
-    """Returns weights that leave out what the outputs mask.
-
-    As in Keras, only means of values respect the mask.
-    """
+    """Returns weights without what outputs mask; as in Keras, only means of values respect it."""
     valid = mask_of_outputs(outputs) if isinstance(metric, MeanMetricWrapper) else None
     return and_valid(weight, valid)
 

@@ -1,6 +1,6 @@
 """Training of Keras models: overridden methods, constraints on variables, scaled losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,17 +13,10 @@ from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.saving import keras_files
 
 # Methods by which a Keras model changes fit and evaluate, and those for predict.
-_OF_TRAINING = (
-    "train_step",
-    "test_step",
-    "compute_loss",
-    "compute_metrics",
-    "get_metrics_result",
-    "compute_loss_and_updates",
-    "stateless_compute_loss",
-    "make_train_function",
-    "make_test_function",
-)
+_OF_TRAINING = """
+    train_step test_step compute_loss compute_metrics get_metrics_result compute_loss_and_updates
+    stateless_compute_loss make_train_function make_test_function
+""".split()
 _OF_PREDICTION = ("predict_step", "make_predict_function")
 
 
@@ -49,8 +42,7 @@ def check_prediction_methods(module: Any) -> None:
 def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> Optimizer:
     """Returns the user's optimizer, with loss scaling for a Keras model in `mixed_float16`.
 
-    Keras checks only the model, but a model that is loaded from a file has the policy of the
-    process, so the layers are checked, too.
+    Unlike in Keras the layers are checked: a loaded model has the policy of the process.
     """
     # The table of all optimizers is imported when one is asked for.
     from tnt_jax.keras_compat.optimizers.lookup import required
@@ -73,13 +65,7 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
 def transformation_of(
     optimizer: Optimizer, variables: Callable[[], Mapping[str, Any]]
 ) -> optax.GradientTransformation:
-    """Returns the transformation of an optimizer that also applies the variables' constraints.
-
-    Args:
-        optimizer: Optimizer.
-        variables: Returns the Keras variables of the model by the paths of their arrays; none for
-            other models.
-    """
+    """Returns the transformation of an optimizer that also applies the variables' constraints."""
     if isinstance(optimizer, LossScaleOptimizer):
         # Inside the scaling: a skipped step applies no constraint.
         return optimizer.scaled(transformation_of(optimizer.inner_optimizer, variables))
@@ -138,7 +124,7 @@ def _check_start(params: Any, constraints: Mapping[str, Callable]) -> None:
         )
 
 
-def _overridden(module: Any, names: tuple[str, ...]) -> list[str]:
+def _overridden(module: Any, names: Sequence[str]) -> list[str]:
     if not keras_files.is_keras(module):
         return []
     import keras
@@ -149,9 +135,5 @@ def _overridden(module: Any, names: tuple[str, ...]) -> list[str]:
         name
         for name in known
         if getattr(type(module), name) is not getattr(keras.Model, name)
-        or name in _set_by_user(module)
+        or callable(vars(module).get(name))
     ]
-
-
-def _set_by_user(module: Any) -> set[str]:
-    return {name for name, value in vars(module).items() if callable(value)}

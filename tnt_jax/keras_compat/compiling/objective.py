@@ -1,7 +1,4 @@
-"""Custom objectives: several forward passes, several models, or training without targets.
-
-An objective replaces the comparison of outputs with targets.
-"""
+"""Custom objectives, such as several forward passes, in place of comparing outputs with targets."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -62,22 +59,12 @@ class CompiledObjective:
         return {"loss": total / count if count else 0.0} | metrics
 
     def metrics_names(self) -> list[str]:
-        """Returns the names of the logs.
-
-        Those of the metrics are known once the objective has been called.
-        """
+        """Returns the names of the logs; those of metrics once the objective was called."""
         return ["loss", *self._names]
 
 
 class ObjectiveParts:
-    """Parts of a step that call a custom objective.
-
-    Args:
-        objective: See `CompiledObjective`.
-        apply: Forward pass of the wrapped model.
-        names: List that receives the names of the metrics.
-        rows_at_once: See `Parts`.
-    """
+    """Parts of a step that call a custom objective."""
 
     def __init__(
         self,
@@ -134,10 +121,7 @@ class ObjectiveParts:
 
 
 class _Forward:
-    """The wrapped model's forward pass as a function of parameters and inputs.
-
-    It records the changes of the model state.
-    """
+    """The wrapped model's forward pass, which records the changes of the model state."""
 
     def __init__(
         self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array, train: bool

@@ -15,23 +15,13 @@ from tnt_jax.keras_compat.metrics import Metric
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output of the model with what is asked of it.
-
-    Attributes:
-        index: Number of the output.
-        name: Name of the output, empty for the only one.
-        loss: Its loss, or None for an output that is not trained.
-        weight: Factor of its loss.
-        metrics: Metrics that ignore sample weights.
-        weighted_metrics: Metrics that use them.
-        shape: Shape of the output.
-    """
+    """One output of the model with what is asked of it."""
 
     index: int
-    name: str
+    name: str  # Empty for the only output.
     loss: Loss | None
-    weight: float
-    metrics: tuple[Metric, ...]
+    weight: float  # Of the loss.
+    metrics: tuple[Metric, ...]  # They ignore sample weights.
     weighted_metrics: tuple[Metric, ...]
     shape: tuple[int, ...]
 
@@ -68,17 +58,8 @@ class OutputSpec:
 class Layout:
     """The outputs of a model in order, with the names by which a user refers to them.
 
-    They are named by the keys of a dict, by a functional Keras model, or `output_0` and so on. None
-    among the outputs has a place, but neither loss nor target. A single output is logged without
-    its name.
-
-    Args:
-        outputs: The model's outputs: pytree of arrays `[rows, ...]` or their shapes.
-        declared: Names that a Keras model gives its outputs, in order; None for other models.
-
-    Attributes:
-        keys: Name of each output.
-        names: The same, but empty for a single output: what its logs begin with.
+    They are keys of a dict, names of a functional Keras model, or `output_0` and so on. None has a
+    place, but neither loss nor target. A single output is logged without its name.
     """
 
     def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
@@ -113,16 +94,7 @@ class Layout:
     def data(self, tree: Any, needed: Sequence[bool], what: str) -> list[Any]:
         """Returns the part of each output in targets or weights, None where there is none.
 
-        The tree is a dict by name; or has a part for each output, in the structure of the outputs
-        or in a list; or for each output that needs one.
-
-        Args:
-            tree: Targets or sample weights.
-            needed: Which outputs need a part.
-            what: What the tree holds, for the message.
-
-        Raises:
-            ValueError: If the parts do not match the outputs.
+        There are parts by name, or in order for each output, or for each that needs one.
         """
         if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
             return [tree.get(key) for key in self.keys]
@@ -145,16 +117,7 @@ class Layout:
     def arguments(self, value: Any, what: str, *, many: bool = False) -> list[Any]:
         """Returns what an argument of `compile` says of each output.
 
-        One value serves all outputs, lists go by position, dicts by name, and nested values by the
-        structure of the outputs.
-
-        Args:
-            value: The argument.
-            what: Its name.
-            many: Whether an output may have a list of its own.
-
-        Raises:
-            ValueError: If there is no such output, or the argument has another length.
+        One value serves all outputs; others go by position, name or the structure of the outputs.
         """
         if self.is_single and many:
             given = jax.tree.leaves(value)
@@ -185,35 +148,20 @@ class Layout:
 def make_output_specs(
     layout: Layout, index: int, arguments: Sequence[Any], true: Any, pred: Any
 ) -> list[OutputSpec]:
-    """Returns what is asked of an output, with losses and metrics resolved.
-
-    There is more than one entry if it has several losses, which are added.
-
-    Args:
-        layout: The outputs of the model.
-        index: Number of the output.
-        arguments: Its loss, which may be a list, the factor of its loss, its metrics that ignore
-            sample weights, and those that use them.
-        true: Targets, or their shapes, `[rows, ...]`; None if there are none.
-        pred: The output, or its shape, `[rows, ...]`.
-
-    Raises:
-        ValueError: If there are no targets for a loss or metric, or a name is unknown.
-    """
+    """Returns what is asked of an output, an entry for each of several losses, which add up."""
     loss, weight, *given = arguments
-    asked = [listed for listed in (_listed(loss), *map(_listed, given)) if listed]
-    if asked and true is None:
+    if jax.tree.leaves((loss, given)) and true is None:
         raise ValueError(
             f"The output {layout.keys[index]!r} has a loss or a metric, but the data has no target "
             "for it. Pass one, or None as its loss."
         )
-    resolved = [losses.get(item) for item in _listed(loss)] or [None]
+    resolved = [losses.get(item) for item in jax.tree.leaves(loss)] or [None]
     weights = list(weight) if isinstance(weight, (tuple, list)) else [weight] * len(resolved)
 
     def resolve(items: Any) -> tuple[Metric, ...]:
         return tuple(
             metrics.get(item, np.shape(true), np.shape(pred), loss=resolved[0])
-            for item in _listed(items)
+            for item in jax.tree.leaves(items)
         )
 
     plain, weighted = map(resolve, given)
@@ -226,11 +174,6 @@ def make_output_specs(
     return specs
 
 
-def _listed(value: Any) -> list[Any]:
-    """Returns one value, a nested list of them, or None, as a list."""
-    return jax.tree.leaves(value)
-
-
 def _is_none(value: Any) -> bool:
     return value is None
 
@@ -238,8 +181,7 @@ def _is_none(value: Any) -> bool:
 def log_names(specs: Sequence[OutputSpec]) -> list[list[str]]:
     """Returns the names of each output's metrics in the logs, each once, as Keras makes them.
 
-    Of metrics of one name the first has it. A later one of `metrics` gets a number; one of
-    `weighted_metrics` the prefix `weighted_`, and a number if that is taken too.
+    Later ones of the same name get a number, or first, if weighted, the prefix `weighted_`.
     """
     used: set[str] = {"loss", *(f"{spec.prefix}loss" for spec in specs if spec.loss is not None)}
     names = [

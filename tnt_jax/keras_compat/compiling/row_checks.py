@@ -55,17 +55,10 @@ def traced_dependence(
 
     Nothing runs, and variables may still be on their way. A function that communicates with other
     ranks itself is not examined. The statistics of a library's batch normalisation are left out:
-    over which rows they are is for `BatchNorm(axis_name=...)` and the like to say.
-
-    Args:
-        trainer: Trainer of the model.
-        batch: This process's rows of a batch, on the host, of which shapes and ids of
-            embeddings matter.
-        per_row: The function to examine; see `PerRow`.
-        train: Whether to do so as in training; otherwise as in evaluation.
-        sizes: Whether values may depend on the number of rows, which a trace never tells.
-        last_rows: Rows of a rank in the last batch if they are fewer, else 0: its random numbers
-            must be told apart, too.
+    over which rows they are is for `BatchNorm(axis_name=...)` and the like to say. `sizes` says
+    whether values may depend on the number of rows, which a trace never tells; `last_rows` are the
+    rows of a rank in the last batch if they are fewer, else 0: its random numbers must be told
+    apart, too.
     """
     variables = _described_variables(trainer)
     per_rank = num_local_rows(batch) // trainer.rank_slice.local_ranks
@@ -103,15 +96,7 @@ def traced_dependence(
 
 
 def bytes_of_products(trainer: Trainer, batch: Batch, per_row: PerRow) -> int | None:
-    """Returns the bytes of the products that training computes for the rows of a global batch.
-
-    None if it computes in half precision.
-
-    Args:
-        trainer: Trainer of the model.
-        batch: This process's rows of a batch.
-        per_row: What is computed; see `PerRow`.
-    """
+    """Returns the bytes of training's products for a global batch; None in half precision."""
     ranks = trainer.rank_slice
     per_rank = num_local_rows(batch) // ranks.local_ranks
     rows = _described_rows(batch._replace(mask=None), per_rank)
@@ -166,14 +151,8 @@ def dependence_of_rows(
     """Returns how values of a row depend on other rows or on its position; None if they do not.
 
     It runs the function, where `traced_dependence` does not know. A sharded model with parameters
-    of more than 1 GiB is not checked.
-
-    Args:
-        trainer: Trainer of the model, which is built.
-        batch: This process's rows of the first batch, on the host.
-        per_row: The function to check; see `PerRow`.
-        train: Whether to check it as in training; otherwise as in evaluation.
-        sizes: Whether to check also that values do not depend on the number of rows.
+    of more than 1 GiB is not checked. With `sizes` it also checks that values do not depend on the
+    number of rows.
     """
     if _is_too_large(trainer):
         logger.info(
@@ -218,10 +197,7 @@ def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
 
 
 def _traced(trainer: Trainer, per_row: PerRow, variables: Any, batch: Batch, *, train: bool) -> Any:
-    """Returns the trace of a function of variables, rows and the number of the first row.
-
-    It is for one device of this process.
-    """
+    """Returns the trace, for one device, of a function of variables, rows and the first row."""
     mesh = trainer.runtime.mesh
 
     def run(
@@ -238,15 +214,7 @@ def _traced(trainer: Trainer, per_row: PerRow, variables: Any, batch: Batch, *, 
 
 
 class _Program:
-    """The checked function, compiled for one device of this process.
-
-    Args:
-        num_rows: Number of rows of `batch` that it runs on.
-        train: Whether it runs as in training.
-
-    Attributes:
-        tolerance: Difference that rounding can explain, relative to the largest value.
-    """
+    """The checked function, compiled for one device of this process."""
 
     def __init__(
         self, trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int, *, train: bool

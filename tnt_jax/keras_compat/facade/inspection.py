@@ -13,25 +13,19 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host.collectives import Description, describe
 from tnt_jax.distributed.joining import runtime
+from tnt_jax.keras_compat.callbacks.recording import draw_curves
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.configuration import plain
-from tnt_jax.keras_compat.curves import draw_curves
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.saving import keras_files
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.state_variable import StateVariable, state_variables
+from tnt_jax.keras_compat.state.optimizer_view import StateVariable, state_variables
 from tnt_jax.train.contracts import Batch
 
 
 def summary_table(name: str, params: Any, model_state: Any) -> str:
-    """Returns a table with path, shape, dtype, count and bytes of every array, and the totals.
-
-    Args:
-        name: Name of the model, for the headline.
-        params: Trained arrays.
-        model_state: Arrays that the model updates itself.
-    """
+    """Returns a table with path, shape, dtype, count and bytes of every array, and the totals."""
     rows = [("Array", "Shape", "Type", "Count", "Bytes")]
     totals = []
     for title, tree in (("Trained", params), ("State", model_state)):
@@ -75,12 +69,7 @@ class NamedWeight(np.ndarray):
 
 
 class Layer:
-    """A layer of a model, with its weights.
-
-    Attributes:
-        name: First part of the paths of its weights.
-        weights: Copies of its weights.
-    """
+    """A layer of a model: the first part of the paths of its weights, and copies of these."""
 
     def __init__(self, name: str, weights: list[NamedWeight]) -> None:
         self.name = name
@@ -98,11 +87,7 @@ class Inspection:
     _shared: Shared
 
     def summary(self) -> None:
-        """Prints a table of all arrays with shapes, counts and bytes, on the master.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Prints a table of all arrays with shapes, counts and bytes, on the master."""
         variables = self._built_variables()
         if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
             print(summary_table(self._core.adapter.name, *variables), flush=True)
@@ -113,9 +98,6 @@ class Inspection:
 
         This is a dict for `module.apply` for Linen, a state for `nnx.update` for NNX, and a list as
         from `get_weights` for Keras.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         return self._core.adapter.export(self._built_variables())
 
@@ -147,9 +129,6 @@ class Inspection:
         """All arrays in the order of `get_weights`, as Keras-style variables.
 
         They show the current values of the model, and can be assigned.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         state = self._shared.state.require_built()
         params = state_variables(
@@ -185,15 +164,8 @@ class Inspection:
         """The arrays among `weights` that gradients do not train."""
         return [variable for variable in self.weights if not variable.trainable]
 
-    @property
-    def trainable_variables(self) -> list[StateVariable]:
-        """The same as `trainable_weights`."""
-        return self.trainable_weights
-
-    @property
-    def non_trainable_variables(self) -> list[StateVariable]:
-        """The same as `non_trainable_weights`."""
-        return self.non_trainable_weights
+    trainable_variables = trainable_weights
+    non_trainable_variables = non_trainable_weights
 
     @property
     def trainable(self) -> bool:
@@ -234,23 +206,11 @@ class Inspection:
         return {name: plain(value) for name, value in given.items()}
 
     def count_params(self) -> int:
-        """Returns the number of values in all arrays.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns the number of values in all arrays."""
         return sum(math.prod(variable.shape) for variable in self.weights)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """Returns one of `layers`.
-
-        Args:
-            name: Name of the layer.
-            index: Or its index in `layers`.
-
-        Raises:
-            ValueError: If there is no such layer, or not exactly one argument was given.
-        """
+        """Returns the layer of a name or an index; a ValueError names those there are."""
         if (name is None) == (index is None):
             raise ValueError(
                 f"get_layer takes a name or an index, but got name={name!r} and index={index!r}."
@@ -268,11 +228,7 @@ class Inspection:
         )
 
     def weights_by_path(self) -> dict[str, np.ndarray]:
-        """Returns copies of the trained arrays by path, such as `Dense_0/kernel`.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns copies of the trained arrays by path, such as `Dense_0/kernel`."""
         leaves = jax.tree_util.tree_leaves_with_path(self._built_variables().params)
         return {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
@@ -282,11 +238,9 @@ class Inspection:
     def metrics_names(self) -> list[str]:
         """Names of the logs in the order of `evaluate`; empty before data is known."""
         functions = self._core.functions
-        return (
-            []
-            if functions is None
-            else functions.metrics_names() + list(self._core.adapter.held_metrics())
-        )
+        if functions is None:
+            return []
+        return functions.metrics_names() + list(self._core.adapter.held_metrics())
 
     @property
     def metrics_by_log(self) -> dict[str, Any]:
@@ -312,17 +266,9 @@ class Inspection:
     def plot_history(
         self, path: str | os.PathLike[str], history: Mapping[str, list[float]] | None = None
     ) -> None:
-        """Draws the curves of the logs to a file, on the master.
+        """Draws the curves of logs, by default of the last `fit`, to a file, on the master.
 
-        The file extension determines the format, for instance `.png`.
-
-        Args:
-            path: File to write.
-            history: Values of each log by epoch; those of the last `fit` by default.
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed.
-            RuntimeError: If there is nothing to draw.
+        The file extension, for instance `.png`, determines the format. Needs matplotlib.
         """
         values = history
         epochs = None
@@ -339,16 +285,8 @@ class Inspection:
         """Returns the program of a training step for data like `x` and `y`, without running it.
 
         With `reproducible=True` a step has several programs, each after a comment with its name.
-
-        Args:
-            x: Data as in `fit`.
-            y: Targets as in `fit`.
-            batch_size: As in `fit`.
-            optimized: Whether to compile it: the text is then the HLO that the devices run, with
-                the reductions that XLA made of the gradients' buckets; otherwise it is StableHLO.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
+        The text is StableHLO or, if `optimized`, the HLO that the devices run, with the reductions
+        that XLA made of the gradients' buckets. The other arguments are those of `fit`.
         """
         batch = self._first_batch(x, y, batch_size)
         lowered = self._core.trainer.lower_train_step(batch)
@@ -360,15 +298,7 @@ class Inspection:
         """Returns the collectives of a training step for data like `x` and `y`, without running it.
 
         They are those that the step asks for, and what the compiler made of them. Print the result
-        for a summary.
-
-        Args:
-            x: Data as in `fit`.
-            y: Targets as in `fit`.
-            batch_size: As in `fit`.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
+        for a summary. The arguments are those of `fit`.
         """
         described = describe(self._core.trainer, self._first_batch(x, y, batch_size))
         return described._replace(reason=self._core.require_compiled().dependence)

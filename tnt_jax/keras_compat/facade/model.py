@@ -14,20 +14,19 @@ from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved_arguments
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
-from tnt_jax.keras_compat.fit.shared import Shared
 from tnt_jax.keras_compat.fit.single_batches import SingleBatches
-from tnt_jax.keras_compat.fit.trials.choose_loop import choose_fit_loop
-from tnt_jax.keras_compat.saving.described_models import model_from
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder
+from tnt_jax.keras_compat.saving.rebuild import Rebuilder, model_from
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.seeding import seed_or_default
+from tnt_jax.settings import read_settings
 from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
@@ -82,10 +81,8 @@ class Model(SingleBatches, Inspection):
         pipeline: Equal blocks that are divided over the axis `stage`.
         remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
 
-    Attributes:
-        training_state: What changes the whole state, for `load_model`.
-        resumption: Where a callback says that an interrupted `fit` goes on.
-        saver: What writes files, for callbacks in the background, too.
+    What needs variables, or losses and metrics, raises a RuntimeError before there are any, or
+    before `compile`.
 
     Raises:
         TypeError: If `module` is of no known kind.
@@ -134,7 +131,7 @@ class Model(SingleBatches, Inspection):
         self._shared = shared = Shared.of(core)
         self.training_state, self.resumption = shared.state, shared.resumption
         self.saver = Saver(core, shared.state)
-        self._fit_loop = choose_fit_loop()(shared)
+        self._fit_loop = _fit_loop_of_job()(shared)
 
     def compile(
         self,
@@ -254,7 +251,6 @@ class Model(SingleBatches, Inspection):
             tnt_distribute_validation_dataset: The same for validation.
 
         Raises:
-            RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
         directory = choose_directory(resume, callbacks)
@@ -299,23 +295,11 @@ class Model(SingleBatches, Inspection):
     ) -> float | list[float] | dict[str, float]:
         """Returns loss and metrics over the data, the same on every process.
 
-        Each example counts once. The result is the loss alone if there are no metrics, else a list,
-        or a dict with `return_dict`.
-
-        Args:
-            x: Data as in `fit`.
-            y: As in `fit`.
-            batch_size: As in `fit`.
-            verbose: As in `fit`.
-            sample_weight: As in `fit`.
-            steps: Batches to evaluate; all by default.
-            callbacks: As in `fit`.
-            return_dict: Whether to return a dict by name instead of a list like `metrics_names`.
-            tnt_micro_batch_size: As in `fit`.
-            tnt_distribute_dataset: As in `fit`.
+        Each example counts once. The result is the loss alone if there are no metrics, else a list
+        like `metrics_names`, or a dict by name with `return_dict`. `steps` is the number of
+        batches, all by default; the other arguments are those of `fit`.
 
         Raises:
-            RuntimeError: If the model was not compiled.
             ValueError: If data and arguments contradict one another.
         """
         data = DataArguments(
@@ -340,17 +324,9 @@ class Model(SingleBatches, Inspection):
         """Returns the model's outputs `[examples, ...]` as NumPy arrays, in full on every process.
 
         They are in the order of the data. The model need not be compiled. Targets that the data
-        holds are ignored.
-
-        Args:
-            x: Data as in `fit`; a tuple of arrays are inputs if the module takes so many, else
-                `(inputs, targets)`.
-            batch_size: As in `fit`.
-            verbose: As in `fit`.
-            steps: Batches to predict; all by default.
-            callbacks: As in `fit`.
-            tnt_micro_batch_size: As in `fit`.
-            tnt_distribute_dataset: As in `fit`.
+        holds are ignored; a tuple `x` of arrays are inputs if the module takes so many, else
+        `(inputs, targets)`. `steps` is the number of batches, all by default; the other arguments
+        are those of `fit`.
         """
         data = DataArguments(
             x,
@@ -383,12 +359,7 @@ class Model(SingleBatches, Inspection):
     ) -> Self:
         """Returns a model of this class from a result of `get_config`, not compiled.
 
-        Its weights are fresh.
-
-        Args:
-            config: Configuration.
-            custom_objects: As in `load_model`.
-            trust: As in `load_model`.
+        Its weights are fresh. `custom_objects` and `trust` are those of `load_model`.
 
         Raises:
             ValueError: If the configuration names what is not known, or is none.
@@ -406,13 +377,7 @@ class Model(SingleBatches, Inspection):
         return self.saver.get_config()
 
     def to_json(self) -> str:
-        """Returns a description of the wrapped module as JSON.
-
-        `tnt_jax.models.model_from_json` reads it.
-
-        Raises:
-            ValueError: If the module cannot be described.
-        """
+        """Returns `get_config` as JSON, which `tnt_jax.models.model_from_json` reads."""
         return json.dumps(self.get_config())
 
     def compile_from_config(
@@ -420,12 +385,8 @@ class Model(SingleBatches, Inspection):
     ) -> None:
         """Calls `compile` with what `get_compile_config` returned.
 
-        Args:
-            config: What it returned.
-            custom_objects: Classes and functions of the user by name.
-
         Raises:
-            ValueError: If a name is unknown.
+            ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
         """
         self.compile(**resolved_arguments(config, custom_objects))
 
@@ -465,7 +426,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileExistsError: If the path exists and `overwrite` is False.
-            RuntimeError: If the model has no variables yet.
             ValueError: If the path has an unsupported file extension, such as `.npz`.
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
@@ -487,7 +447,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileExistsError: If the path exists and `overwrite` is False.
-            RuntimeError: If the model has no variables yet.
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
 
@@ -507,7 +466,6 @@ class Model(SingleBatches, Inspection):
 
         Raises:
             FileNotFoundError: If a process does not see the path.
-            RuntimeError: If the model has no variables yet.
             ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
                 another shape or dtype; the message names them.
         """
@@ -520,11 +478,7 @@ class Model(SingleBatches, Inspection):
 
     @property
     def state(self) -> TrainState:
-        """The whole training state, on the devices.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """The whole training state, on the devices."""
         return self.training_state.state
 
     def set_state(self, state: TrainState) -> None:
@@ -543,9 +497,6 @@ class Model(SingleBatches, Inspection):
         """Returns copies of all arrays.
 
         A Keras model has Keras's order; otherwise parameters precede model state.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
         """
         return self.training_state.get_weights()
 
@@ -559,7 +510,6 @@ class Model(SingleBatches, Inspection):
             weights: Arrays as `get_weights` returns them.
 
         Raises:
-            RuntimeError: If the model has no variables yet.
             ValueError: If the number of arrays or a shape differs.
         """
         self.training_state.set_weights(weights)
@@ -658,3 +608,16 @@ class Model(SingleBatches, Inspection):
     @property
     def _trainer(self) -> Trainer:
         return self._core.trainer
+
+
+def _fit_loop_of_job() -> type[FitLoop]:
+    """Returns what runs `fit` in this job: training, or what a command of `tnt-jax` asks for."""
+    names = ("TNT_TUNE_STEPS", "TNT_PLAN", "TNT_SCALE_STEPS")
+    settings = read_settings({name: os.environ.get(name, "") for name in names})
+    if settings.scale_steps is None and not settings.plan and settings.tune_steps is None:
+        return FitLoop
+    from tnt_jax.keras_compat.fit import trials  # Training needs none of it.
+
+    if settings.scale_steps is not None:
+        return trials.ScaleLoop if settings.tune_steps is None else trials.ScaledTrialLoop
+    return trials.PlanLoop if settings.plan else trials.TrialLoop

@@ -12,12 +12,13 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.saving import keras_files
 from tnt_jax.keras_compat.saving.describe import is_linen
-from tnt_jax.keras_compat.saving.described_models import (
+from tnt_jax.keras_compat.saving.rebuild import (
+    Rebuilder,
+    construct,
     described_arguments,
     model_around,
     model_from,
 )
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder, construct
 from tnt_jax.keras_compat.saving.weight_files import problem_of_path
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
@@ -30,13 +31,7 @@ def save_model(
     *,
     tnt_save_all_devices: bool = False,
 ) -> None:
-    """Saves a model, as `model.save` does.
-
-    Args:
-        model: A `tnt_jax.Model`, or a Keras model, which is saved as if it were wrapped.
-        filepath: The path; see `Model.save`.
-        overwrite: False to refuse an existing path.
-        tnt_save_all_devices: Whether every process writes a copy of its own.
+    """Saves a `tnt_jax.Model`, or a Keras model as if it were wrapped, as `Model.save` does.
 
     Raises:
         ValueError: If `model` is neither, or has no variables and does not know its inputs.
@@ -108,14 +103,9 @@ def load_model(
 
 
 def clone_model(model: Any) -> Model:
-    """Returns a model with the same module and fresh weights, not compiled.
+    """Returns a model with the same module, or Keras model, and fresh weights, not compiled.
 
-    Args:
-        model: A `tnt_jax.Model` or a Keras model. An NNX module cannot be initialized again: its
-            clone keeps the weights.
-
-    Raises:
-        ValueError: If `model` is neither.
+    An NNX module cannot be initialized again: its clone keeps the weights.
     """
     if not isinstance(model, Model) and not keras_files.is_keras(model):
         raise ValueError(
@@ -142,10 +132,7 @@ def model_from_config(
 ) -> Model:
     """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled.
 
-    Args:
-        config: Configuration.
-        custom_objects: As in `load_model`.
-        trust: As in `load_model`.
+    `custom_objects` and `trust` are those of `load_model`.
 
     Raises:
         ValueError: If the configuration names what is not known, or is none.
@@ -158,10 +145,7 @@ def model_from_json(
 ) -> Model:
     """Returns a model from a result of `Model.to_json`, with fresh weights, not compiled.
 
-    Args:
-        text: JSON.
-        custom_objects: As in `load_model`.
-        trust: As in `load_model`.
+    `custom_objects` and `trust` are those of `load_model`.
 
     Raises:
         ValueError: If the configuration names what is not known, or is none.
@@ -229,10 +213,7 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
 
 
 def _inputs_of(keras_model: Any, notes: Mapping[str, Any]) -> Any:
-    """Returns shapes and dtypes of the inputs of a Keras model; None if unknown.
-
-    They come from the model or from the file.
-    """
+    """Returns shapes and dtypes of a Keras model's inputs, by itself or its file, or None."""
     inputs = keras_files.inputs_of(keras_model)
     if inputs is None:
         inputs = keras_files.described_inputs(notes.get("config", {}))

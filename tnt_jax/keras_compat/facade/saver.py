@@ -1,8 +1,7 @@
 """Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
 
-A path that ends in `.weights.h5`, `.safetensors` or `.keras` is one file; a path without a file
-extension is a checkpoint directory with the whole training state, which can be read on another
-number of devices.
+A path without a file extension is a checkpoint directory with the whole training state, which
+can be read on another number of devices.
 """
 
 import os
@@ -44,12 +43,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Saver:
-    """Saves and loads a model.
-
-    Args:
-        core: What the parts of the model share.
-        state: The training state.
-    """
+    """Saves and loads a model."""
 
     def __init__(self, core: Core, state: ModelState) -> None:
         self._core = core
@@ -102,9 +96,8 @@ class Saver:
         ):
             if skip_mismatch:
                 self._core.write_back()
-            self._state.set_weights(
-                keras_files.read_weights(self._core.module, path, skip_mismatch=skip_mismatch)
-            )
+            self._core.module.load_weights(path, skip_mismatch=skip_mismatch)
+            self._state.set_weights(self._core.module.get_weights())
             arrays = keras_files.read_extra(path)
         else:
             arrays = self._read(path)
@@ -122,12 +115,7 @@ class Saver:
         return {"module": describe(self._core.module)} | options
 
     def start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
-        """Starts a checkpoint in the background, and returns as soon as the arrays are copied.
-
-        Args:
-            checkpoints: Where to.
-            with_model: Whether to add what is needed to recreate and compile the model.
-        """
+        """Starts a checkpoint in the background, and returns as soon as the arrays are copied."""
         checkpoints.save(
             self._state.require_built(), notes=self._description() if with_model else {}
         )
@@ -176,10 +164,7 @@ class Saver:
         return keras_descriptions.describe_compile(optimizer, compilation.given)
 
     def _description(self) -> dict[str, Any]:
-        """Returns what is needed to recreate and compile the model.
-
-        Parts that cannot be described are left out, with a warning.
-        """
+        """Returns what recreates and compiles the model, without parts that cannot be described."""
         notes: dict[str, Any] = {"options": describe(self._core.options.saved())}
         parts: dict[str, Callable[[], Any]] = {"config": self.get_config}
         if (compilation := self._core.compilation) is not None:

@@ -1,8 +1,9 @@
-"""Turns the user's data into a stream of global batches that all processes have opened."""
+"""The arguments of calls, and the streams of global batches that are opened for them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -25,23 +26,11 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 def to_batch(item: HostBatch, weighting: Weighting | None = None) -> Batch:
-    """Returns inputs, targets, weights and mask of this process's rows, still on the host.
-
-    Args:
-        item: Host batch of `inputs`, `(inputs, targets)` or `(inputs, targets, weights)`.
-        weighting: Maps targets and sample weights to the weights to use.
-    """
+    """Returns inputs, targets, weights and mask of this process's rows, still on the host."""
     inputs, targets, weight = unpack(item.data)
     if weighting is not None:
         weight = weighting(targets, weight)
     return Batch(inputs, targets, weight, item.mask)
-
-
-def few_rows(arrays: Any, num_rows: int) -> Any:
-    """Returns zeros `[num_rows, ...]` for a pytree of arrays `[examples, ...]`."""
-    return jax.tree.map(
-        lambda x: np.zeros((num_rows, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), arrays
-    )
 
 
 def require_targets(batch: Batch) -> None:
@@ -70,11 +59,7 @@ def require_targets(batch: Batch) -> None:
 
 
 def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | None:
-    """Returns the function that applies class weights to sample weights; None without them.
-
-    Args:
-        class_weight: Weight of each class index; other classes have the weight 1.
-    """
+    """Returns the function that applies class weights to sample weights; None without them."""
     if class_weight is None:
         return None
     if not isinstance(class_weight, Mapping) or not all(
@@ -104,59 +89,9 @@ def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | Non
     return weigh
 
 
-def split_validation(
-    x: Any, y: Any, sample_weight: Any, share: float
-) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Returns training and validation parts of arrays.
-
-    As in Keras, the last rows are for validation, before any shuffle.
-
-    Args:
-        x: Inputs `[examples, ...]`.
-        y: Targets `[examples, ...]`, or None.
-        sample_weight: Weights `[examples]`, or None.
-        share: Fraction of the rows used for validation, between 0 and 1.
-
-    Raises:
-        ValueError: If `x` does not consist of arrays, `share` is out of range, or one part would be
-            empty.
-    """
-    if not is_arrays(x):
-        raise ValueError(
-            f"validation_split needs arrays, but x is a {type(x).__name__}. Pass validation_data "
-            "instead."
-        )
-    arrays = (x, y, sample_weight)
-    num_examples = common_length(arrays)
-    first = int(num_examples * (1 - share))
-    if not 0 < share < 1 or first in (0, num_examples):
-        raise ValueError(
-            f"validation_split must leave examples on both sides, but {share} splits "
-            f"{num_examples} examples into {first} and {num_examples - first}."
-        )
-
-    def part(rows: slice) -> tuple[Any, Any, Any]:
-        inputs, targets, weight = jax.tree.map(lambda array: array[rows], arrays)
-        return inputs, targets, weight
-
-    return part(slice(None, first)), part(slice(first, None))
-
-
 @dataclass(frozen=True)
 class DataArguments:
-    """The arguments of `fit`, `evaluate` and `predict` that describe the data.
-
-    Attributes:
-        x: Arrays, a dataset, or an iterable of batches.
-        y: Targets, with arrays only.
-        sample_weight: Weights, with arrays only.
-        batch_size: Rows of a global batch.
-        micro_batch_size: Rows of one rank; `"auto"` to compute as many at once as fit its memory.
-        shuffle: Whether arrays are shuffled anew in each epoch.
-        distribute: False if each process brings its own shard.
-        predicts: Whether targets and weights are ignored.
-        is_inputs: Whether `x` has no targets in it, even if it is a tuple or list.
-    """
+    """The arguments of `fit`, `evaluate` and `predict` that describe the data."""
 
     x: Any
     y: Any = None
@@ -165,8 +100,8 @@ class DataArguments:
     micro_batch_size: int | Literal["auto"] | None = None
     shuffle: bool = False
     distribute: bool = True
-    predicts: bool = False
-    is_inputs: bool = False
+    predicts: bool = False  # Targets and weights are ignored.
+    is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
 
     @property
     def rows_per_rank(self) -> int | None:
@@ -179,24 +114,104 @@ class DataArguments:
         return self.micro_batch_size == "auto"
 
 
-class DataIntake:
-    """Opens the data of a call.
+@dataclass(frozen=True)
+class FitArguments:
+    """The arguments of `fit` except training data and callbacks; see `Model.fit`."""
 
-    Args:
-        core: The shared parts of the model.
-        builder: The part that knows which inputs the module takes.
+    class_weight: Mapping[int, float] | None
+    initial_epoch: int
+    epochs: int
+    steps_per_epoch: int | None
+    validation_split: float
+    validation_data: Any
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_micro_batch_size: int | None
+    validation_freq: int | list[int]
+    distribute_validation: bool
+    checkpoint_directory: Path | None
+    ignored_changes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises a TypeError if a number is something else."""
+        for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} must be a whole number, but is {value!r}.")
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether an epoch is left; a callback that resumes a run may leave none even so."""
+        return self.initial_epoch < self.epochs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of the loop of epochs."""
+
+    stream: EpochStream
+    first: HostBatch
+    weighting: Weighting | None
+    validation: Source | None
+    arguments: FitArguments
+
+    def unpack(self, item: HostBatch) -> Batch:
+        """Returns the inputs of a step from a host batch."""
+        return to_batch(item, self.weighting)
+
+    def validates_after(self, epoch: int) -> bool:
+        """Returns whether validation follows epoch number `epoch`, from 0."""
+        freq = self.arguments.validation_freq
+        is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+        return self.validation is not None and is_due
+
+    @property
+    def ever_validates(self) -> bool:
+        """Whether validation follows any epoch that the arguments leave."""
+        epochs = range(self.arguments.initial_epoch, self.arguments.epochs)
+        return any(map(self.validates_after, epochs))
+
+
+def carry_out_split(
+    data: DataArguments, arguments: FitArguments
+) -> tuple[DataArguments, FitArguments]:
+    """Returns the arguments of `fit` with `validation_split` applied.
+
+    As in Keras, the last rows become the validation data, before any shuffle.
     """
+    share = arguments.validation_split
+    if not share:
+        return data, arguments
+    if not is_arrays(data.x):
+        raise ValueError(
+            f"validation_split needs arrays, but x is a {type(data.x).__name__}. Pass "
+            "validation_data instead."
+        )
+    arrays = (data.x, data.y, data.sample_weight)
+    num_examples = common_length(arrays)
+    first = int(num_examples * (1 - share))
+    if not 0 < share < 1 or first in (0, num_examples):
+        raise ValueError(
+            f"validation_split must leave examples on both sides, but {share} splits "
+            f"{num_examples} examples into {first} and {num_examples - first}."
+        )
+    x, y, sample_weight = jax.tree.map(lambda array: array[:first], arrays)
+    held_out = jax.tree.map(lambda array: array[first:], arrays)
+    return (
+        replace(data, x=x, y=y, sample_weight=sample_weight),
+        replace(arguments, validation_data=held_out),
+    )
+
+
+class DataIntake:
+    """Opens the data of a call."""
 
     def __init__(self, core: Core, builder: Builder) -> None:
         self._core = core
         self._builder = builder
 
     def source(self, data: DataArguments) -> Source:
-        """Returns the source of the global batches.
-
-        Raises:
-            ValueError: If data and arguments contradict each other.
-        """
+        """Returns the source of the global batches."""
         # The readers of all kinds of data are imported with the first data.
         from tnt_jax.data.dispatch import as_source
 
@@ -219,22 +234,9 @@ class DataIntake:
         meanwhile: Meanwhile | None = None,
         **arguments: Any,
     ) -> tuple[EpochStream, HostBatch]:
-        """Returns the data of a call and its first batch.
+        """Returns the data of a call and its first batch, once all processes have made the call.
 
-        It waits until all processes have made the same call with the same kind of data.
-
-        Args:
-            call: Name of the call.
-            data: The user's data, or the source of the batches.
-            epoch: Epoch that is read first.
-            steps: Batches that are read; all by default.
-            steps_per_epoch: Batches of an epoch; all by default.
-            meanwhile: What to do while the first batch is read; see `open_stream`.
-            **arguments: Other values that must be the same on every process.
-
-        Raises:
-            Exception: On every process, if the data of one cannot be read, or calls or arguments
-                differ.
+        They must have the same kind of data and `arguments`; an error on one is raised on all.
         """
         return open_stream(
             call,
@@ -286,6 +288,9 @@ class DataIntake:
             return False
         if not data.predicts:
             return self._core.compilation is not None and self._core.calls_model
-        few = few_rows(data.x, self._core.trainer.rank_slice.local_ranks)
+        num = self._core.trainer.rank_slice.local_ranks
+        few = jax.tree.map(
+            lambda x: np.zeros((num, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), data.x
+        )
         problem_of = self._builder.problem_of_inputs
         return problem_of(few) is not None and problem_of(few[0]) is None

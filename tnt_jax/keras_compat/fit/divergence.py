@@ -1,8 +1,7 @@
 """Checks that all ranks hold the same training state, at the start of training and every epoch.
 
-Each rank has a copy of weights and optimizer state, and the copies are never exchanged. If one
-becomes different, by a callback on one process or by faulty memory, every later result is wrong
-without a word.
+Copies are never exchanged: if a callback on one process, or faulty memory, changes one of them,
+every later result is wrong without a word.
 """
 
 import json
@@ -38,13 +37,7 @@ _AT_START = (
 
 
 class _Brought(NamedTuple):
-    """The message of a process.
-
-    Attributes:
-        ranks: Its ranks.
-        sums: A checksum of all arrays on each of them.
-        stops: Whether it ends training.
-    """
+    """The message of a process."""
 
     ranks: list[int]
     sums: list[int]
@@ -52,39 +45,18 @@ class _Brought(NamedTuple):
 
 
 class Divergence:
-    """Compares the ranks during one training.
-
-    Args:
-        forbids_single_stop: Whether it is an error if only some processes end training.
-    """
+    """Compares the ranks during one training."""
 
     def __init__(self, *, forbids_single_stop: bool) -> None:
         self._forbids_single_stop = forbids_single_stop
         self._is_warned = False
 
     def check_start(self, state: TrainState) -> None:
-        """Compares what training starts from.
-
-        Args:
-            state: The training state.
-
-        Raises:
-            RuntimeError: On all processes, if it differs between ranks.
-        """
+        """Compares what training starts from; an error is raised on all processes."""
         self._compare(state, "start of training", _AT_START, stops=False)
 
     def check(self, state: TrainState, *, epoch: int, stop_training: bool) -> bool:
-        """Compares the ranks after an epoch; returns whether any process ends training.
-
-        Args:
-            state: The training state.
-            epoch: Number of the epoch, from 1 on.
-            stop_training: Whether this process ends training.
-
-        Raises:
-            RuntimeError: On all processes, if the state differs between ranks, or if only some
-                processes end training and that is forbidden.
-        """
+        """Compares the ranks after an epoch; returns whether any process ends training."""
         where = f"end of epoch {epoch}"
         stops = self._compare(state, where, _IN_TRAINING, stops=stop_training)
         if self._forbids_single_stop and any(stops) and not all(stops):
@@ -148,11 +120,7 @@ def describe_drift(
 ) -> str:
     """Returns which arrays differ, on which ranks, from those of most ranks.
 
-    Args:
-        names: Paths of the arrays.
-        sums: Checksums of the arrays, by rank; of one rank, the first, of each group.
-        alike: Groups of ranks that hold the same.
-        process_of: The process of each rank.
+    There are checksums of the first rank of each group of ranks that hold the same.
     """
     told = [group for group in alike if group[0] in sums]
     # Of two groups of equal size it is not known which is wrong.

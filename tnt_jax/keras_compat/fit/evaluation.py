@@ -1,25 +1,27 @@
 """Evaluation and prediction: runs a stream of batches through compiled steps."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from tnt_jax.adapters.base import CallError
 from tnt_jax.data.sources import Source
-from tnt_jax.data.streams import read_in_lockstep
+from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.stopping import preemption
 from tnt_jax.distributed.stopping.preemption import Points
-from tnt_jax.distributed.stopping.shared_stop import SharedStop, shared_stop
+from tnt_jax.distributed.stopping.shared_stop import shared_stop
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts
-from tnt_jax.train.execution import IN_FLIGHT
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
 from tnt_jax.train.trainer import device_feed, preparation_of, steps_per_program
 
 
@@ -48,48 +50,23 @@ def evaluate_source(
     """Returns loss and metrics over a source, as for the validation data of `fit`.
 
     With `fits_memory`, rows are computed in passes that fit the memory of a device.
-
-    Raises:
-        Preempted: If all processes stop at one of the points.
     """
-    compilation = shared.core.require_compiled()
+    shared.core.require_compiled()
     trainer = shared.core.trainer
     stream, first = shared.intake.open("Model.evaluate", source, steps=steps)
     if fits_memory:
         shared.core.ask_for_passes()
     shared.preparation.prepare(first)
     shared.preparation.check_rows(first, train=False)
-    num_steps = steps_per_program(trainer, compilation.steps_per_execution or 1, to_batch(first))
     if fits_memory:
         group = preparation_of(trainer, to_batch, threaded=True)([first])
         lower = partial(trainer.lower_evaluation, group)
         shared.core.fit_memory("evaluate", to_batch(first), lower)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
-    batches = read_in_lockstep(
-        islice(stream.epoch(0), steps), stream.source, where="the data to evaluate"
-    )
-    with (
-        _stopping(hooks) as stop,
-        device_feed(
-            trainer,
-            batches,
-            to_batch,
-            threaded=not source.in_memory,
-            num_steps=num_steps,
-            gives_up=points.gives_up,
-        ) as feed,
-    ):
-        phase_hooks = PhaseHooks(
-            "test",
-            hooks,
-            progress=shared.progress,
-            read=shared.core.logs,
-            stop=stop,
-            num_steps=num_steps,
-        )
-        sums = trainer.evaluate(points.before_each(feed), phase_hooks)
-        phase_hooks.end_group(sums)
+    with _steps(shared, "test", stream, steps, to_batch(first), hooks, points) as (feed, phase):
+        sums = shared.core.trainer.evaluate(feed, phase)
+        phase.end_group(sums)
         logs = shared.core.logs(sums)
     hooks.call("on_test_end", logs)
     return logs
@@ -100,54 +77,73 @@ def predict(
 ) -> Any:
     """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
     check_prediction_methods(shared.core.module)
-    compilation = shared.core.compilation
-    trainer = shared.core.trainer
     compare_starts("Model.predict", shared.core, data, steps=steps)
     stream, item = shared.intake.open("Model.predict", data, steps=steps)
     first = to_batch(item)
-    source = stream.source
     if data.fits_memory:
         shared.core.ask_for_passes()
     shared.builder.build_for(first)
     shared.preparation.check_outputs(first)
     if data.fits_memory:
+        trainer = shared.core.trainer
         group = preparation_of(trainer, to_batch, threaded=True)([item])
         shared.core.fit_memory("predict", first, partial(trainer.lower_prediction, group))
-    wanted = 1 if compilation is None else compilation.steps_per_execution or 1
-    num_steps = steps_per_program(trainer, wanted, first)
-    batches = read_in_lockstep(islice(stream.epoch(0), steps), source, where="the data to predict")
-    shown = callbacks.open("Model.predict", steps=steps or source.num_batches)
+    shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
     shared.progress.stop_predicting = False
     with (
         shown as hooks,
         preemption.ending_call() as points,
-        _stopping(hooks) as stop,
-        device_feed(
-            trainer,
-            batches,
-            to_batch,
-            threaded=not source.in_memory,
-            num_steps=num_steps,
-            gives_up=points.gives_up,
-        ) as feed,
+        _steps(shared, "predict", stream, steps, first, hooks, points) as (feed, phase),
     ):
         hooks.call("on_predict_begin", {})
-        phase_hooks = PhaseHooks(
-            "predict", hooks, progress=shared.progress, read=dict, stop=stop, num_steps=num_steps
-        )
         try:
-            outputs = trainer.predict(points.before_each(feed), phase_hooks)
+            outputs = shared.core.trainer.predict(feed, phase)
         except CallError as error:
             # The message says what to do; the traceback does not help.
             raise CallError(str(error)) from None
-        phase_hooks.end_group(None)
+        phase.end_group(None)
         hooks.call("on_predict_end", {})
     return outputs
 
 
-def _stopping(hooks: CallbackList) -> AbstractContextManager[SharedStop]:
-    """Returns the context in which callbacks may end an evaluation or prediction early."""
-    return shared_stop(ahead=IN_FLIGHT + 1, is_watched=may_stop_within_epoch(hooks.callbacks))
+@contextmanager
+def _steps(
+    shared: Shared,
+    phase: Literal["test", "predict"],
+    stream: EpochStream,
+    steps: int | None,
+    first: Batch,
+    hooks: CallbackList,
+    points: Points,
+) -> Iterator[tuple[Iterator[DeviceBatches], PhaseHooks]]:
+    """Yields the batches on the devices, and what runs around their steps and may end them."""
+    core, compilation = shared.core, shared.core.compilation
+    wanted = 1 if compilation is None else compilation.steps_per_execution or 1
+    num_steps = steps_per_program(core.trainer, wanted, first)
+    what = "evaluate" if phase == "test" else phase
+    batches = read_in_lockstep(
+        islice(stream.epoch(0), steps), stream.source, where=f"the data to {what}"
+    )
+    with (
+        shared_stop(ahead=IN_FLIGHT + 1, is_watched=may_stop_within_epoch(hooks.callbacks)) as stop,
+        device_feed(
+            core.trainer,
+            batches,
+            to_batch,
+            threaded=not stream.source.in_memory,
+            num_steps=num_steps,
+            gives_up=points.gives_up,
+        ) as feed,
+    ):
+        phase_hooks = PhaseHooks(
+            phase,
+            hooks,
+            progress=shared.progress,
+            read=core.logs,
+            stop=stop,
+            num_steps=num_steps,
+        )
+        yield points.before_each(feed), phase_hooks
 
 
 def as_returned(

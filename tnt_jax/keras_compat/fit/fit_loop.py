@@ -28,16 +28,18 @@ from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
+    FitArguments,
+    Plan,
     Weighting,
+    carry_out_split,
     class_weighting,
     to_batch,
 )
 from tnt_jax.keras_compat.fit.divergence import Divergence
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan, carry_out_split
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import Start, ending_on_request, save_and_exit
-from tnt_jax.keras_compat.fit.shared import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_sources, compare_starts
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
@@ -45,31 +47,18 @@ from tnt_jax.train.contracts import Batch
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
 from tnt_jax.train.trainer import Trainer, device_feed
 
-# What this process has warned of, and started, already in its job.
-_warned = Slot[set[str]](set)
-_started = Slot[set[str]](set)
+# What has been in this job already: a step of "training", and a warning of slow "input".
+_noted = Slot[set[str]](set)
 
 
-def has_started() -> bool:
-    """Returns whether a step of training has started in this job."""
-    return "training" in _started.get()
+def _report(epoch: int, input_wait_s: float, epoch_s: float, loss: float) -> None:
+    """Tells how long the devices waited for data, and warns of a loss that is no number.
 
-
-def note_start() -> None:
-    """Logs how long the first step of the job took to start."""
-    if "training" not in _started.get():
-        _started.get().add("training")
-        runtime.log_start_phase("first step compiled and started")
-
-
-def report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
-    """Reports how long the devices waited for data.
-
-    If that is more than a tenth of the time, it says once what to do about it.
+    If they waited for more than a tenth of the time, it says once what to do about it.
     """
     logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
-    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _warned.get():
-        _warned.get().add("input")
+    if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _noted.get():
+        _noted.get().add("input")
         logger.warning(
             "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel "
             "(dataset.map(..., "
@@ -79,10 +68,6 @@ def report_waiting(epoch: int, input_wait_s: float, epoch_s: float) -> None:
             epoch_s,
             epoch + 1,
         )
-
-
-def report_loss(epoch: int, loss: float) -> None:
-    """Warns of a loss that is no number."""
     if not math.isfinite(loss):
         logger.warning(
             "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity, or an "
@@ -101,15 +86,9 @@ _SHORTEST_WAIT_S = 1e-4
 
 
 class FitLoop:
-    """Trains a model epoch by epoch.
+    """Trains a model epoch by epoch."""
 
-    Args:
-        shared: What the calls of the model share.
-
-    Attributes:
-        compiles_ahead: Whether the step is compiled while what precedes it is done.
-    """
-
+    # Whether the step is compiled while what precedes it is done.
     compiles_ahead = True
 
     def __init__(self, shared: Shared) -> None:
@@ -145,10 +124,10 @@ class FitLoop:
             )
             self._shared.preparation.prepare(first, weighting)
             self._shared.preparation.check_classes(arguments.class_weight)
-            if not data.fits_memory:
-                self._shared.preparation.choose_mesh(first, weighting)
-            self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
             plan = Plan(stream, first, weighting, None, arguments)
+            if not data.fits_memory:
+                self._core.choose_mesh(plan.unpack(first))
+            self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
             if self.compiles_ahead and arguments.has_epochs and not data.fits_memory:
                 self._shared.preparation.compile_ahead(stream, first, plan.unpack)
         self._shared.preparation.check_rows(first, weighting, train=True)
@@ -234,7 +213,9 @@ class FitLoop:
                 logs = epoch_logs
         except Preempted:
             save_and_exit(self._shared.resumption.save_now, hooks, progress, logs)
-        self._use_average()
+        optimizer = self._shared.state.optimizer
+        if optimizer is not None and optimizer.use_ema:
+            optimizer.use_average()  # Keras does the same.
         hooks.call("on_train_end", logs)
 
     def _epochs(
@@ -283,10 +264,7 @@ class FitLoop:
     def _train_epoch(
         self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
     ) -> dict[str, float] | None:
-        """Runs the steps of an epoch, from `start` on if it is given.
-
-        Returns its logs, or None if the data has ended.
-        """
+        """Runs an epoch, from `start` on; returns its logs, or None if the data has ended."""
         phases.here().epoch = epoch + 1
         compilation = self._core.require_compiled()
         stream = plan.stream
@@ -325,9 +303,9 @@ class FitLoop:
         if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
         self._core.trainer.end_epoch()
-        report_waiting(epoch, steps.input_wait_s, time.perf_counter() - start_s)
+        epoch_s = time.perf_counter() - start_s
         logs = self._core.training_logs(steps.sums)
-        report_loss(epoch, logs["loss"])
+        _report(epoch, steps.input_wait_s, epoch_s, logs["loss"])
         return logs
 
     def _was_asked_to_end(self) -> bool:
@@ -346,10 +324,7 @@ class FitLoop:
         *,
         available: int | None,
     ) -> None:
-        """Runs the first steps one by one and chooses the number of steps of a program.
-
-        The number is the same on every process.
-        """
+        """Runs the first steps one by one, and chooses how many a program has on all processes."""
         steps.run(islice(batches, _WARM_STEPS))
         first = steps.index
         start = time.perf_counter()
@@ -371,31 +346,9 @@ class FitLoop:
             )
         return {f"val_{name}": value for name, value in found.items()}
 
-    def _use_average(self) -> None:
-        """Ends training with the averaged weights of an optimizer with `use_ema=True`.
-
-        Keras does the same.
-        """
-        optimizer = self._shared.state.optimizer
-        if optimizer is not None and optimizer.use_ema:
-            optimizer.use_average()
-
 
 class _EpochSteps:
-    """The steps of one epoch, run in parts.
-
-    Args:
-        core: What the parts of the model share.
-        hooks: What runs around each step.
-        unpack: From a host batch to what a step takes.
-        points: Where training may end: before each step, and after the last.
-        threaded: Whether a thread prepares batches ahead.
-
-    Attributes:
-        sums: Sums of the steps so far, on the devices; None before the first.
-        index: Number of steps so far.
-        input_wait_s: Seconds in which the devices had nothing to do but to wait for data.
-    """
+    """The steps of one epoch, run in parts."""
 
     def __init__(
         self,
@@ -407,8 +360,8 @@ class _EpochSteps:
         threaded: bool,
     ) -> None:
         self.sums: Any = None
-        self.index = 0
-        self.input_wait_s = 0.0
+        self.index = 0  # Steps so far.
+        self.input_wait_s = 0.0  # The devices had nothing to do but to wait for data.
         self._trainer: Trainer = core.trainer
         self._known = core.require_compiled().compiled_kinds
         self._hooks = hooks
@@ -416,7 +369,7 @@ class _EpochSteps:
         self._points = points
         self._is_stopped = False
         self._threaded = threaded
-        self._has_started = has_started()
+        self._has_started = "training" in _noted.get()
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
@@ -440,10 +393,7 @@ class _EpochSteps:
             raise Preempted
 
     def _counted(self, groups: Iterable[DeviceBatches]) -> Iterator[DeviceBatches]:
-        """Yields items, counts their steps, and adds up the time in which devices waited for data.
-
-        The latter from the first step on.
-        """
+        """Yields and counts steps, and adds up how long devices waited after the first."""
         items = iter(groups)
         while True:
             start = time.perf_counter()
@@ -461,4 +411,5 @@ class _EpochSteps:
             yield item
             if not self._has_started:
                 self._has_started = True
-                note_start()
+                _noted.get().add("training")
+                runtime.log_start_phase("first step compiled and started")

@@ -1,9 +1,4 @@
-"""The hooks between the loop and the callbacks, and the callbacks added by default.
-
-The progress of training, evaluation or prediction.
-
-The code between the steps writes it, and callbacks read it.
-"""
+"""The hooks between the loop and the callbacks, and the progress that callbacks read."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,31 +19,16 @@ from tnt_jax.train.execution import DeviceBatches
 
 @dataclass
 class Progress:
-    """The progress of the running call.
-
-    Attributes:
-        stop_training: Set to True by a callback to end training after the current step.
-        stop_evaluating: Set to True by a callback to end an evaluation after the current step.
-        stop_predicting: The same for a prediction.
-        rows_in_batch: Real rows of the global batch in the current step.
-        epoch_sums: Sums from which the logs of the epoch so far are computed, on the devices; None
-            if there are none.
-        history: The history of the last `fit`, which its callback stores here; None before the
-            first.
-        is_compiling: Whether the next step is compiled first, because its batch has a new shape.
-        epoch: Number of the epoch in training, from 0; the next one once its callbacks have run.
-        batches_done: Training batches of that epoch so far.
-        rows_done: Their real rows.
-        training_sums: Their sums, on the devices; None before the first.
-    """
+    """The progress of the running call."""
 
     stop_training: bool = False
     stop_evaluating: bool = False
     stop_predicting: bool = False
-    rows_in_batch: int = 0
-    epoch_sums: Any = None
-    history: History | None = None
+    rows_in_batch: int = 0  # Real rows of the global batch in the current step.
+    epoch_sums: Any = None  # On the devices; the logs of the epoch so far come from them.
+    history: History | None = None  # Of the last `fit`.
     is_compiling: bool = False
+    # The epoch in training, from 0, and its real rows and sums so far.
     epoch: int = 0
     batches_done: int = 0
     rows_done: int = 0
@@ -68,13 +48,7 @@ _COMPILE: tuple[phases.Phase, str] = ("compile", "")
 
 @dataclass(frozen=True)
 class CallbackArguments:
-    """The callbacks of a call, and what they see.
-
-    Attributes:
-        callbacks: Callbacks, as the user passed them.
-        verbose: 0, 1, 2 or `"auto"`.
-        model: The model that they see.
-    """
+    """The callbacks of a call, and what they see."""
 
     callbacks: Any
     verbose: int | str
@@ -87,14 +61,22 @@ class CallbackArguments:
 
     @contextmanager
     def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
-        """Yields the list of callbacks, including the default ones, and clears the screen at last.
-
-        Args:
-            call: The call, such as `Model.fit`.
-            **params: Parameters that they see beside `verbose`.
-        """
-        completed = complete(self.callbacks, call, verbose=self.verbose)
-        opened = CallbackList(completed, model=self.model, verbose=self.verbose, **params)
+        """Yields the callbacks, with the default ones, and clears the screen at last."""
+        if self.verbose not in (0, 1, 2, "auto"):
+            raise ValueError(
+                "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
+                f"{self.verbose!r}."
+            )
+        callbacks = agree_on_callbacks(flat(self.callbacks), call)
+        plain = [getattr(callback, "callback", callback) for callback in callbacks]
+        # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
+        if call == "Model.fit" and not any(isinstance(c, History) for c in plain):
+            callbacks.append(History())
+        prints = is_master_rank() or init().settings.output_on_all_devices
+        has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
+        if self.verbose and prints and not has_bar:
+            callbacks.append(ProgbarLogger(1 if self.verbose == "auto" else int(self.verbose)))
+        opened = CallbackList(callbacks, model=self.model, verbose=self.verbose, **params)
         try:
             yield opened
         finally:
@@ -102,21 +84,7 @@ class CallbackArguments:
 
 
 class PhaseHooks:
-    """Calls the batch hooks of a phase, with logs that are computed on first access.
-
-    Args:
-        phase: The phase whose hooks to call.
-        callbacks: The callbacks.
-        progress: Where callbacks read the progress of the call, and ask it to stop.
-        read: Maps the sums of an epoch so far to its logs.
-        stop: Decides with all processes whether the loop ends; None if it does not end early.
-        before_step: Called after the callbacks, before each step.
-        num_steps: Steps of which callbacks see the first and the last, as in Keras also where fewer
-            are left: the end of those then has the number that the last of all would have.
-
-    Attributes:
-        num_steps: See Args; it may change between two groups of steps.
-    """
+    """Calls the batch hooks of a phase, with logs that are computed on first access."""
 
     def __init__(
         self,
@@ -129,6 +97,8 @@ class PhaseHooks:
         before_step: Callable[[], None] = lambda: None,
         num_steps: int = 1,
     ) -> None:
+        # Callbacks see the first and the last of so many steps, as in Keras also where fewer are
+        # left: the end of those then has the number that the last of all would have.
         self.num_steps = num_steps
         # Number of the last step of the group, while it runs.
         self._group_end: int | None = None
@@ -197,10 +167,7 @@ class PhaseHooks:
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> None:
-        """Records whether the next step has to be compiled first.
-
-        Its kind is added to the known kinds.
-        """
+        """Records whether the next step has to be compiled first, and its kind as known."""
         kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
         if kind in known:
             self._progress.is_compiling = False
@@ -212,33 +179,6 @@ class PhaseHooks:
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""
         return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
-
-
-def complete(callbacks: Any, call: str, *, verbose: int | str) -> list[Any]:
-    """Returns the user's callbacks with a `ProgbarLogger`, if this process prints.
-
-    In `fit`, a `History` belongs to them.
-
-    Args:
-        callbacks: A callback, a sequence of them, or None.
-        call: The call, such as `Model.fit`.
-        verbose: 0, 1, 2 or `"auto"`, which is 1.
-    """
-    if verbose not in (0, 1, 2, "auto"):
-        raise ValueError(
-            "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
-            f"{verbose!r}."
-        )
-    given = agree_on_callbacks(flat(callbacks), call)
-    plain = [getattr(callback, "callback", callback) for callback in given]
-    prints = is_master_rank() or init().settings.output_on_all_devices
-    # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
-    has_history = call != "Model.fit" or any(isinstance(c, History) for c in plain)
-    history = [] if has_history else [History()]
-    has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
-    if not verbose or not prints or has_bar:
-        return given + history
-    return [*given, *history, ProgbarLogger(1 if verbose == "auto" else int(verbose))]
 
 
 def flat(callbacks: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +23,14 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     outputs_per_row,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataIntake,
+    Weighting,
+    require_targets,
+    to_batch,
+)
+from tnt_jax.keras_compat.fit.hooks import Progress
+from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.saving.keras_files import is_keras
 from tnt_jax.keras_compat.state.building import Builder, kinds
 from tnt_jax.keras_compat.state.core import Core
@@ -33,13 +41,7 @@ from tnt_jax.train.trainer import local_outputs, preparation_of, steps_per_progr
 
 
 class Preparation:
-    """Prepares a compiled model for its data.
-
-    Args:
-        core: What the parts of the model share.
-        state: The training state.
-        builder: What creates the variables.
-    """
+    """Prepares a compiled model for its data."""
 
     def __init__(self, core: Core, state: ModelState, builder: Builder) -> None:
         self._core = core
@@ -47,11 +49,7 @@ class Preparation:
         self._builder = builder
 
     def prepare(self, first: HostBatch, weighting: Weighting | None = None) -> None:
-        """Creates variables and compiled functions for data like `first`, and checks the data.
-
-        Raises:
-            ValueError: If the data does not fit the model or the losses.
-        """
+        """Creates variables and compiled functions for data like `first`, and checks the data."""
         compilation = self._core.require_compiled()
         batch = to_batch(first, weighting)
         if compilation.needs_targets:
@@ -82,13 +80,6 @@ class Preparation:
         """Creates variables and compiled functions for data that is still being read.
 
         `prepare` follows, and checks the data. All processes must call it.
-
-        Args:
-            announced: Zeros in the form of the first batch.
-            weighting: From targets and sample weights to the weights to use.
-
-        Raises:
-            ValueError: As `prepare`, if data of this form does not fit the model or the losses.
         """
         compilation = self._core.require_compiled()
         batch = to_batch(announced, weighting)
@@ -103,27 +94,12 @@ class Preparation:
         self._compile(compilation, functions)
         compilation.announced_kind = kinds((batch.inputs, batch.targets))
 
-    def choose_mesh(self, first: HostBatch, weighting: Weighting | None) -> None:
-        """Chooses the mesh for training on data like `first`, if that is open.
-
-        Called after `prepare`.
-
-        Raises:
-            ValueError: If no mesh fits the memory of the devices.
-        """
-        self._core.choose_mesh(to_batch(first, weighting))
-
     def compile_ahead(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
     ) -> None:
         """Begins to compile the first step of a model that has not been trained since `compile`.
 
-        Called after `choose_mesh`. Steps that share a program need an epoch that has so many.
-
-        Args:
-            stream: Training data.
-            first: Its first batch.
-            unpack: From a host batch to what a step takes.
+        Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         num_steps = compilation.steps_per_execution or 1
@@ -178,11 +154,7 @@ class Preparation:
     ) -> None:
         """Chooses the step by whether rows depend on one another, if the program says so.
 
-        Called before `compile_ahead`, once for training and once for evaluation; `check_rows` runs
-        the program where that does not suffice.
-
-        Raises:
-            ValueError: On all processes, if rows must be independent but are not.
+        Called before `compile_ahead`; `check_rows` runs the program where that does not suffice.
         """
         compilation, core = self._core.require_compiled(), self._core
         if train in compilation.traced_rows or not core.cares_for_rows:
@@ -220,9 +192,6 @@ class Preparation:
         """Chooses the step by whether rows depend on one another; all processes must call it.
 
         The check runs once per `compile` for training and once for evaluation.
-
-        Raises:
-            ValueError: On all processes, if rows must be independent but are not.
         """
         self.trace_rows(first, weighting, train=train)
         compilation, core = self._core.require_compiled(), self._core
@@ -278,8 +247,7 @@ class Preparation:
     def compile_evaluation_ahead(self, source: Source) -> None:
         """Begins to compile the evaluation of validation data, beside the first steps of training.
 
-        Called after `compile_ahead` and `check_validation`, for a model that has not been trained
-        since `compile`. Data that is not in memory must say what its batches are like.
+        Called after `compile_ahead` and `check_validation`. Data must be in memory or announced.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         if trainer.steps.fused is None or compilation.compiled_kinds:
@@ -338,6 +306,33 @@ class Preparation:
         runtime.log_start_phase("weights made")
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What `fit`, `evaluate`, `predict` and the calls for single batches share."""
+
+    core: Core
+    state: ModelState
+    builder: Builder
+    intake: DataIntake
+    preparation: Preparation
+    progress: Progress
+    resumption: Resumption
+
+    @classmethod
+    def of(cls, core: Core) -> "Shared":
+        """Returns them for a model."""
+        builder, state, progress = Builder(core), ModelState(core), Progress()
+        return cls(
+            core,
+            state,
+            builder,
+            DataIntake(core, builder),
+            Preparation(core, state, builder),
+            progress,
+            Resumption(core, progress),
+        )
+
+
 def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
     """Returns the rows of a rank in the last batch, if it is known and they are fewer; else 0."""
     if source is None or source.num_examples is None or source.num_batches is None:
@@ -349,10 +344,7 @@ def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
 
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
-    """Returns what is wrong with this process's rows of the first batch.
-
-    Outputs for them are checked, too, if given.
-    """
+    """Returns what is wrong with this process's rows of the first batch, and outputs if given."""
     rows = (
         int(batch.mask.sum()) if batch.mask is not None else len(jax.tree.leaves(batch.inputs)[0])
     )

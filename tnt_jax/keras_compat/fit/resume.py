@@ -22,11 +22,12 @@ from tnt_jax.distributed.stopping import preemption
 from tnt_jax.distributed.stopping.preemption import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList, RayReport
+from tnt_jax.keras_compat.callbacks.base import first_base
 from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
 from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
 from tnt_jax.keras_compat.comparable import flat as flat_settings
-from tnt_jax.keras_compat.fit.fit_plan import Plan
+from tnt_jax.keras_compat.fit.data_intake import Plan
 from tnt_jax.keras_compat.fit.hooks import Progress, flat
 from tnt_jax.keras_compat.fit.start_check import (
     describe_compilation,
@@ -68,13 +69,6 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
     """Returns the directory for the checkpoints of this call of `fit`, or None for no checkpoints.
 
     The calls of a script are numbered in their order, so that each finds its own again.
-
-    Args:
-        resume: Argument of `fit`.
-        callbacks: Callbacks, as the user passed them.
-
-    Raises:
-        ValueError: If `resume` is no directory, or comes with a `BackupAndRestore`.
     """
     if not (
         resume is None or isinstance(resume, os.PathLike) or (isinstance(resume, str) and resume)
@@ -122,12 +116,7 @@ def _ray_report(callbacks: Any) -> RayReport | None:
 def with_backup(callbacks: Any, directory: Path | None) -> Any:
     """Returns callbacks with one that saves to a directory and resumes from there.
 
-    It saves every minute, or as often as `TNT_CHECKPOINT_EVERY` says. In a process that Ray has
-    started, one that reports to Ray follows it, unless the user has passed one.
-
-    Args:
-        callbacks: Callbacks, as the user passed them.
-        directory: What `choose_directory` returned.
+    In a process that Ray has started one that reports to Ray follows, unless the user passed one.
     """
     added: list[Any] = []
     report, storage = _ray_report(callbacks), ray_storage()
@@ -147,7 +136,7 @@ def with_backup(callbacks: Any, directory: Path | None) -> Any:
 
 
 def _is_backup(callback: Any) -> bool:
-    return any(cls.__name__ == "BackupAndRestore" for cls in type(callback).__mro__)
+    return first_base(callback, ["BackupAndRestore"]) is not None
 
 
 def _script_name() -> str:
@@ -163,13 +152,7 @@ Run = dict[str, dict[str, str]]
 
 
 def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
-    """Returns what a run is, as far as it decides the result; JSON values without addresses.
-
-    Args:
-        core: The shared parts of the model, which is compiled and built.
-        plan: The plan of this `fit`.
-        callbacks: Callbacks, without wrappers.
-    """
+    """Returns what a run is, as far as it decides the result; JSON values without addresses."""
     chosen = describe_compilation(core, core.require_compiled())
     chosen |= flat_settings("class_weight", comparable(plan.arguments.class_weight))
     options = {name: comparable(getattr(core.options, name)) for name in _OPTIONS}
@@ -237,11 +220,7 @@ def _first_rows(plan: Plan) -> dict[str, str]:
 def differences(then: Run, now: Run, *, has_ended: bool) -> dict[str, str]:
     """Returns what differs between two runs in words, by group.
 
-    Args:
-        then: The run of a checkpoint.
-        now: The running one.
-        has_ended: Whether the first one has ended, so that another global batch would have no
-            effect.
+    If the first one has ended, another global batch would have no effect.
     """
     found = {}
     for group in (*CHANGES, "seed"):
@@ -298,11 +277,7 @@ def _refusal(found: Mapping[str, str], where: str) -> str:
 
 
 def check_changes(ignored: Any) -> tuple[str, ...]:
-    """Returns the argument `tnt_ignore_changes` of `fit` as a tuple.
-
-    Raises:
-        ValueError: If it is not a sequence of names in `CHANGES`.
-    """
+    """Returns the argument `tnt_ignore_changes` of `fit` as a tuple."""
     names = (ignored,) if isinstance(ignored, str) else tuple(ignored)
     if unknown := [name for name in names if name not in CHANGES]:
         raise ValueError(
@@ -312,55 +287,33 @@ def check_changes(ignored: Any) -> tuple[str, ...]:
 
 
 class Start(NamedTuple):
-    """Where `fit` begins.
-
-    Attributes:
-        epoch: First epoch.
-        batch: Batches of it that are done.
-        rows: Their rows.
-        sums: Sums of those batches, on the devices; None if there are none.
-    """
+    """Where `fit` begins: an epoch, and batches, rows and sums of it that are done."""
 
     epoch: int
     batch: int
     rows: int
-    sums: Any
+    sums: Any  # On the devices.
 
 
 class Reached(NamedTuple):
-    """Where training is, between two steps.
-
-    Attributes:
-        position: Epoch, and the batches of it that are done.
-        data: The same in rows, and what that depends on; JSON values.
-        sums: Leaves of the sums of those batches, on the devices; empty if there are none.
-    """
+    """Where training is, between two steps."""
 
     position: Position
-    data: DataPosition
-    sums: list[Any]
+    data: DataPosition  # The same in rows, and what that depends on; JSON values.
+    sums: list[Any]  # Leaves, on the devices.
 
 
 class Resumption:
-    """The starting point of the running `fit` according to callbacks, and where training is.
-
-    Args:
-        core: What the parts of the model share.
-        progress: Where training is.
-
-    Attributes:
-        initial_epoch: Epoch that replaces the argument of `fit`, set by Keras's BackupAndRestore;
-            None if unset.
-        save_now: Saves the running `fit` where it is, and returns whether that is written; set by
-            `BackupAndRestore` while it is active, otherwise None. All processes call it between
-            the same two steps, or outside of the steps.
-        run: What the running `fit` is, for its checkpoints; None if no callback saves any.
-    """
+    """The starting point of the running `fit` according to callbacks, and where training is."""
 
     def __init__(self, core: Core, progress: Progress) -> None:
         self._core = core
         self._progress = progress
+        # Keras's BackupAndRestore sets the epoch that replaces the argument of `fit`.
         self.initial_epoch: int | None = None
+        # Saves the running `fit` where it is, and returns whether that is written; set by
+        # `BackupAndRestore` while it is active. All processes call it between the same two steps,
+        # or outside of the steps.
         self.save_now: Callable[[], bool] | None = None
         self._stream: EpochStream | None = None
         self._first_epoch = 0
@@ -369,12 +322,7 @@ class Resumption:
         self._ignored: Collection[str] = ()
 
     def describe_run(self, plan: Plan, callbacks: Sequence[Any]) -> None:
-        """Notes what the running `fit` is before callbacks change anything.
-
-        Args:
-            plan: The plan of it.
-            callbacks: Callbacks, without wrappers; without a backup among them, nothing is noted.
-        """
+        """Notes what the running `fit` is, for its backups, before callbacks change anything."""
         backs_up = any(map(_is_backup, callbacks))
         self.run = describe_run(self._core, plan, callbacks) if backs_up else None
         self._ignored = plan.arguments.ignored_changes
@@ -384,14 +332,7 @@ class Resumption:
     ) -> dict[str, str]:
         """Returns what differs from the run of a checkpoint, in words, by group.
 
-        Args:
-            noted: Attribute `run` of the `fit` that saved it; None if it did not say.
-            where: Where the checkpoint is.
-            has_ended: Whether that run has ended.
-            alone: Whether this process acts without the others; otherwise process 0 decides.
-
-        Raises:
-            ValueError: If the user did not allow what differs; the text has both values.
+        What the user did not allow is an error. Unless this process is `alone`, process 0 decides.
         """
         assert self.run is not None, "describe_run() comes first."
         if noted is None:
@@ -416,12 +357,7 @@ class Resumption:
         return found
 
     def begin(self, stream: EpochStream, first_epoch: int) -> None:
-        """Forgets an earlier `fit`.
-
-        Args:
-            stream: The data of this one.
-            first_epoch: Its argument `initial_epoch`.
-        """
+        """Forgets an earlier `fit`."""
         self._stream, self._first_epoch = stream, first_epoch
         self.save_now = self._resumed = None
         self._progress.enter_epoch(first_epoch, 0, 0, None)
@@ -439,18 +375,7 @@ class Resumption:
     def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
         """Makes the running `fit` begin at a position instead of `initial_epoch`.
 
-        Call it in `on_train_begin`.
-
-        Args:
-            position: The position to resume at.
-            data: What `reached` said of the data there.
-            sums: Leaves of the sums at that position; empty at the beginning of an epoch.
-
-        Returns:
-            The position in the batches of the running `fit`.
-
-        Raises:
-            ValueError: If the data cannot be entered there; the message says what differs.
+        Call it in `on_train_begin`. It returns the position in the batches of the running `fit`.
         """
         assert self._stream is not None, "fit() comes first."
         is_accumulating = (
@@ -504,12 +429,7 @@ class Resumption:
         self.initial_epoch = None if epoch < 0 else epoch
 
     def take(self, initial_epoch: int, first: Batch) -> Start:
-        """Returns where `fit` begins.
-
-        Args:
-            initial_epoch: Argument of `fit`.
-            first: First batch of the data.
-        """
+        """Returns where `fit` begins."""
         resumed, self._resumed = self._resumed, None
         epoch, self.initial_epoch = self.initial_epoch or initial_epoch, None
         if resumed is None:
@@ -529,8 +449,8 @@ class Resumption:
 def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
     """Yields the points at which the `fit` within the block may end.
 
-    If a callback can save the state, signals to this process are requests from here on, and stay
-    so if that callback keeps what it has saved when training is over.
+    If a callback can save the state, signals are requests from here on, and stay so if it keeps
+    what it has saved when training is over.
     """
     if role() is not None:
         # Ray trains in a thread, which gets no signals, and ends its processes by itself.
@@ -557,18 +477,7 @@ def save_and_exit(
     progress: Progress,
     logs: Mapping[str, float],
 ) -> NoReturn:
-    """Saves the state, ends the callbacks, and ends the process; all processes call it together.
-
-    Args:
-        save: Saves the running `fit` where it is, and returns whether that is written.
-        callbacks: The callbacks of it.
-        progress: Where it is.
-        logs: The logs of the last complete epoch.
-
-    Raises:
-        SystemExit: With the exit code of a preempted run, or that of the signal if the state could
-            not be saved.
-    """
+    """Saves the state, ends the callbacks, and ends the process; all processes call it together."""
     assert save is not None, "Without a callback that saves, nobody is asked to end."
     watch = preemption.current()
     assert watch is not None

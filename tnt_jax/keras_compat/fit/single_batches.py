@@ -20,7 +20,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
     to_batch,
 )
 from tnt_jax.keras_compat.fit.evaluation import as_returned
-from tnt_jax.keras_compat.fit.shared import Shared
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.train.trainer import device_feed
 
@@ -54,19 +54,12 @@ class SingleBatches:
     ) -> float | list[float] | dict[str, float]:
         """Runs one training step, and writes the variables back as `fit` does when it ends.
 
-        Args:
-            x: Inputs `[rows, ...]`: an array, or a list or dict of them.
-            y: Targets `[rows, ...]`.
-            sample_weight: Weights `[rows]`.
-            class_weight: Weight of each class index, multiplied into the sample weights.
-            return_dict: Whether to return a dict by name instead of a list in the order of
-                `metrics_names`.
-
-        Returns:
-            Loss and metrics of this batch, in the form of `evaluate`.
+        Inputs, an array or a list or dict of them, and targets are `[rows, ...]`, weights `[rows]`;
+        `class_weight` is multiplied into these. The result is loss and metrics of this batch, as of
+        `evaluate`.
 
         Raises:
-            RuntimeError: If the model was not compiled, or is a view.
+            RuntimeError: If the model is a view.
             ValueError: If data and arguments contradict one another.
         """
         self._core.require_trainable()
@@ -74,7 +67,7 @@ class SingleBatches:
         trainer = self._core.trainer
         first = self._single(x, y, sample_weight)
         self._shared.preparation.prepare(first, weighting)
-        self._shared.preparation.choose_mesh(first, weighting)
+        self._core.choose_mesh(to_batch(first, weighting))
         self._shared.preparation.check_rows(first, weighting, train=True)
         with self._fed(first, weighting) as feed:
             self._shared.progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())
@@ -85,12 +78,7 @@ class SingleBatches:
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
-        """Evaluates one batch; arguments and result are those of `train_on_batch`.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
-            ValueError: If data and arguments contradict one another.
-        """
+        """Evaluates one batch; arguments, result and errors are those of `train_on_batch`."""
         self._core.require_compiled()
         first = self._single(x, y, sample_weight)
         self._shared.preparation.prepare(first)
@@ -101,13 +89,7 @@ class SingleBatches:
 
     @phases.called("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
-        """Returns the outputs `[rows, ...]` for one batch as NumPy arrays.
-
-        Every process gets all rows.
-
-        Args:
-            x: Inputs as in `train_on_batch`.
-        """
+        """Returns all outputs `[rows, ...]` for one batch as NumPy arrays, on every process."""
         first = self._single(x, None, None, is_inputs=True)
         self._shared.builder.build_for(to_batch(first))
         self._shared.preparation.check_outputs(to_batch(first))
@@ -115,13 +97,7 @@ class SingleBatches:
             return self._core.trainer.predict(feed, _NoHooks())
 
     def __call__(self, inputs: Any, training: bool | None = False) -> Any:
-        """Returns the outputs `[rows, ...]` for one batch as JAX arrays.
-
-        Every process gets all rows.
-
-        Args:
-            inputs: Inputs as in `train_on_batch`.
-            training: Must be False: layers behave as in evaluation.
+        """Returns all outputs `[rows, ...]` for one batch as JAX arrays, on every process.
 
         Raises:
             TypeError: If the inputs are traced, as in a function under `jax.jit` or `jax.grad`.
@@ -145,10 +121,7 @@ class SingleBatches:
         self._shared.progress.epoch_sums = None
 
     def get_metrics_result(self) -> dict[str, float]:
-        """Returns loss and metrics of the last epoch, evaluation or single batch.
-
-        Empty before the first and after `compile`.
-        """
+        """Returns loss and metrics of the last epoch, evaluation or batch since `compile`."""
         sums = self._shared.progress.epoch_sums
         return {} if sums is None or self._core.functions is None else self._core.logs(sums)
 

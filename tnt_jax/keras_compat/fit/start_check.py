@@ -23,8 +23,7 @@ from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count
 from tnt_jax.keras_compat.comparable import class_name, comparable, flat
 from tnt_jax.keras_compat.compiling.compilation import Compilation
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.lookup import OptaxOptimizer
@@ -35,14 +34,10 @@ from tnt_jax.train.state_arrays import state_arrays
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tnt-jax")
 # Settings of JAX that change programs or their results.
-_JAX_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_disable_jit",
-    "jax_debug_nans",
-    "jax_numpy_dtype_promotion",
-)
+_JAX_SETTINGS = """
+    jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_disable_jit jax_debug_nans
+    jax_numpy_dtype_promotion
+""".split()
 _ADVICE = (
     "Run the same script with the same arguments, files and packages on every process, and choose "
     "nothing by rank but what one process alone prints or writes."
@@ -56,18 +51,7 @@ def compare_starts(
     arguments: FitArguments | None = None,
     **others: Any,
 ) -> None:
-    """Raises an error on all processes unless all begin the same call in the same way.
-
-    Args:
-        call: The public call, as a user writes it.
-        core: The shared parts of the model.
-        data: The data of the call.
-        arguments: The arguments of `fit`; None in another call.
-        **others: Other arguments of the call.
-
-    Raises:
-        ValueError: If something differs; the text names it, the processes and both values.
-    """
+    """Raises an error on all processes unless all begin the same call in the same way."""
     if get_process_count() == 1:
         return
     values = others | _of_data(data)
@@ -84,16 +68,7 @@ def compare_starts(
 
 
 def compare_sources(call: str, what: str, source: Source) -> None:
-    """Raises an error on all processes unless they have the same data.
-
-    Args:
-        call: The public call, as a user writes it.
-        what: The argument that holds the data.
-        source: The opened data.
-
-    Raises:
-        ValueError: If something that the data tells of itself differs.
-    """
+    """Raises an error on all processes unless they have the same data."""
     values = {f"{name} of {what}": value for name, value in facts_of(source).items()}
     compare(call, values | {f"steps of {what}": source.num_batches}, advice=_ADVICE)
 

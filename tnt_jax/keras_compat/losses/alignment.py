@@ -1,9 +1,4 @@
-"""Losses on whole rows: connectionist temporal classification (CTC), and circle loss.
-
-Circle loss compares rows with each other.
-"""
-
-from __future__ import annotations
+"""Losses on whole rows, connectionist temporal classification (CTC), or on pairs of rows."""
 
 from typing import Any
 
@@ -16,14 +11,11 @@ from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
 
 
 def ctc(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the connectionist temporal classification loss of every row (Graves et al. 2006).
+    """Returns the connectionist temporal classification loss [batch] (Graves et al. 2006).
 
     Args:
         y_true: Labels [batch, length]; 0 is the blank and pads.
         y_pred: Logits [batch, time, classes].
-
-    Returns:
-        Values [batch].
     """
     y_true, y_pred = jnp.asarray(y_true), jnp.asarray(y_pred)
     if y_true.ndim != 2:
@@ -56,7 +48,7 @@ def circle(
     gamma: float = 80,
     margin: float = 0.4,
 ) -> jax.Array:
-    """Returns the circle loss of every row against all rows (Sun et al. 2020, arXiv:2002.10857).
+    """Returns the circle loss [batch] against all rows (Sun et al. 2020, arXiv:2002.10857).
 
     Args:
         y_true: Labels [batch].
@@ -66,9 +58,6 @@ def circle(
         remove_diagonal: Whether to exclude a row as a positive example of itself.
         gamma: Scale of the similarities.
         margin: Margin between similarities.
-
-    Returns:
-        Values [batch].
     """
     y_pred = jnp.asarray(y_pred)
     labels = jnp.asarray(y_true).astype(jnp.int32).reshape(-1, 1)
@@ -82,21 +71,14 @@ def circle(
     positive = -gamma * jnp.maximum(margin + distances, 0) * (margin - distances)
     negative = gamma * jnp.maximum(1 + margin - distances, 0) * (1 - margin - distances)
     sums = [
-        _logsumexp_where(where, terms)
+        jax.nn.logsumexp(jnp.where(where, terms, -jnp.inf), axis=1)
         for where, terms in ((is_positive, positive), (~is_same, negative))
     ]
     return jax.nn.softplus(sums[0] + sums[1])
 
 
-def _logsumexp_where(where: jax.Array, terms: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(jnp.where(where, terms, -jnp.inf), axis=1)
-
-
 class CTC(LossFunctionWrapper):
-    """Connectionist temporal classification loss; see `losses.ctc`.
-
-    The labels are [batch, length], the logits [batch, time, classes].
-    """
+    """Connectionist temporal classification loss; see `losses.ctc`."""
 
     def __init__(
         self,
@@ -110,8 +92,7 @@ class CTC(LossFunctionWrapper):
 class Circle(LossFunctionWrapper):
     """Circle loss of labels [batch] and unit embeddings [batch, features]; see `losses.circle`.
 
-    It compares every row with every other, so it can be called on whole batches; training refuses
-    it.
+    It compares every row with every other, so training refuses it.
     """
 
     def __init__(
@@ -141,11 +122,7 @@ class Circle(LossFunctionWrapper):
         return self.call(y_true, y_pred) > 0
 
     def terms(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error: this loss cannot be used in training.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises a ValueError: this loss cannot be used in training."""
         raise ValueError(
             f"The loss {self.name!r} compares every row with every other, so it is not a sum over "
             "parts of a batch. Use a loss that has one value per row."

@@ -5,8 +5,6 @@ sums over its rows, so a batch can be split exactly: each rank returns its two s
 the step divides the totals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,15 +21,7 @@ EPSILON = 1e-7  # keras.config.epsilon(): keeps logarithms and quotients of prob
 
 
 def compute_dtype(dtype: Any) -> str:
-    """Returns the name of the dtype that Keras computes in for a `dtype=` argument.
-
-    Args:
-        dtype: A name (`"int"` is int32, `"mixed_bfloat16"` computes in bfloat16), a NumPy or JAX
-            dtype, a Keras dtype policy, or None for float32.
-
-    Raises:
-        ValueError: If it is not a dtype.
-    """
+    """Returns the name of the dtype that Keras computes in for a `dtype=` argument."""
     name = getattr(dtype, "compute_dtype", dtype)
     if isinstance(name, str):
         name = {"int": "int32", "float": "float32"}.get(name, name.removeprefix("mixed_"))
@@ -81,11 +71,9 @@ def standardized(y_true: Any, y_pred: Any, dtype: str = "float32") -> tuple[Any,
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return in_dtype(leaf, dtype)
-        return (
-            leaf.astype(jnp.promote_types(leaf.dtype, jnp.int32))
-            if leaf.dtype.itemsize < 4
-            else leaf
-        )
+        if leaf.dtype.itemsize < 4:
+            return leaf.astype(jnp.promote_types(leaf.dtype, jnp.int32))
+        return leaf
 
     return (
         jax.tree.map(target, y_true, is_leaf=_is_array_as_list),
@@ -148,34 +136,20 @@ class Loss(Recorded):
         return self._dtype
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal loss.
-
-        They include `dtype`, which Keras omits, unless it is float32.
-        """
+        """Returns the arguments of an equal loss, unlike Keras with a `dtype` but float32."""
         config = config_of(self, "name", "reduction", "dtype")
         return {
             name: value for name, value in config.items() if (name, value) != ("dtype", "float32")
         }
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Returns the loss of every row.
-
-        Args:
-            y_true: Targets [batch, ...].
-            y_pred: Outputs of the model [batch, ...], at least float32.
-
-        Returns:
-            Values [batch, ...].
-        """
+        """Returns the loss [batch, ...] of every row, for targets and outputs [batch, ...]."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement call(y_true, y_pred) -> values [batch, ...]."
         )
 
     def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
-        """Returns which values count, as booleans shaped like the result of `call`.
-
-        The result is None if all values count.
-        """
+        """Returns which values count, as booleans shaped like those of `call`; None for all."""
         return None
 
     def __call__(
@@ -183,15 +157,9 @@ class Loss(Recorded):
     ) -> jax.Array:
         """Returns the reduced loss of one whole batch, as Keras does.
 
-        Args:
-            y_true: Targets [batch, ...].
-            y_pred: Outputs of the model [batch, ...]; values that a Keras mask on them excludes do
-                not count.
-            sample_weight: A scalar, or weights [batch], [batch, 1] or shaped like the values.
-
-        Returns:
-            A scalar; the weighted values [batch, ...] if `reduction` is None or, as in Keras, if
-            there are none.
+        Values that a Keras mask on `y_pred` excludes do not count. `sample_weight` is a scalar, or
+        weights [batch], [batch, 1] or shaped like the values. If `reduction` is None or, as in
+        Keras, if there are no values, the result is the weighted values [batch, ...].
         """
         given = mask_of_outputs(y_pred)
         y_true, y_pred = standardized(y_true, y_pred, self.dtype)

@@ -3,8 +3,6 @@
 They run on the host, on concrete arrays; inside a compiled step nothing can be checked.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,17 +14,10 @@ _SUM_TOLERANCE = 1e-2  # bfloat16 rounds a probability by up to 2**-9 of its siz
 
 
 def check_outputs(loss: Loss, outputs: Any) -> None:
-    """Checks that a loss that expects probabilities gets them.
+    """Raises a ValueError, with the remedies, if a loss of probabilities gets others.
 
-    NaN does not indicate logits; it is left to callbacks that check for NaN.
-
-    Args:
-        loss: The loss; one with `expects_probabilities` false accepts everything.
-        outputs: Concrete outputs of the model for the first batch [batch, ...].
-
-    Raises:
-        ValueError: If outputs are negative, above one, or (for classes) do not sum to one; the
-            error names the remedies.
+    Outputs are the model's for the first batch [batch, ...]. NaN does not indicate logits; it is
+    left to callbacks that check for NaN.
     """
     if not loss.expects_probabilities:
         return
@@ -47,16 +38,9 @@ def check_outputs(loss: Loss, outputs: Any) -> None:
 
 
 def check_labels(loss: Loss, y_true: Any, y_pred_shape: tuple[int, ...]) -> None:
-    """Checks that the targets have the kind, range and shape that a loss takes.
+    """Raises a ValueError if the targets have not the kind, range and shape that a loss takes.
 
-    Args:
-        loss: The loss; `loss.targets` is the kind that it takes.
-        y_true: Concrete targets of the first batch [batch, ...].
-        y_pred_shape: Shape of the outputs of the model.
-
-    Raises:
-        ValueError: If the shapes do not fit, or a target is out of range; the error names its row
-            and value.
+    They are those of the first batch [batch, ...]; the error names the row and the value.
     """
     targets = np.asarray(y_true)
     shape = tuple(y_pred_shape)
@@ -89,11 +73,9 @@ def _range_problem(outputs: np.ndarray) -> str:
 def _sum_problem(outputs: np.ndarray, axis: int) -> str:
     sums = outputs.sum(axis=axis)
     wrong = np.argwhere(np.abs(sums - 1) > _SUM_TOLERANCE)  # A NaN sum compares false.
-    return (
-        f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes"
-        if wrong.size
-        else ""
-    )
+    if wrong.size:
+        return f"row {wrong[0][0]} sums to {sums[tuple(wrong[0])]:.4g} over the classes"
+    return ""
 
 
 def _logits_loss(loss: Loss, is_independent: bool) -> str:

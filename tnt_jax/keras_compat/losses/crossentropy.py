@@ -1,10 +1,7 @@
 """Cross-entropies, in Keras's conventions: probabilities unless `from_logits=True`.
 
-Probabilities are normalised along the classes and clipped to [1e-7, 1 - 1e-7] before the logarithm,
-as in Keras.
+As in Keras, they are normalised along the classes, and clipped to [1e-7, 1 - 1e-7] in logarithms.
 """
-
-from __future__ import annotations
 
 import warnings
 
@@ -18,10 +15,7 @@ from tnt_jax.train.steps.row_weights import match_ranks
 
 
 def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the cross-entropy of probabilities that fits the shapes.
-
-    It is chosen as for Keras's string `"crossentropy"`.
-    """
+    """Returns the cross-entropy of probabilities by the shapes, as for Keras's `"crossentropy"`."""
     y_true, y_pred = match_ranks(jnp.asarray(y_true), jnp.asarray(y_pred))
     functions = {
         "binary": binary_crossentropy,
@@ -32,10 +26,7 @@ def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 
 
 def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> str:
-    """Returns `"binary"`, `"class_index"` or `"distribution"`.
-
-    `"binary"` is for one output, `"class_index"` for labels without a class dimension.
-    """
+    """Returns `"binary"` (one output), `"class_index"` (no class dimension) or `"distribution"`."""
     if y_pred_shape[-1] == 1:
         return "binary"
     has_no_classes = len(y_true_shape) < len(y_pred_shape) or y_true_shape[-1] == 1
@@ -49,7 +40,7 @@ def sparse_categorical_crossentropy(
     ignore_class: int | None = None,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -log p(label) for integer labels.
+    """Returns -log p(label) [batch, ...] for integer labels.
 
     A label outside [0, classes) has loss 0, as in Keras on JAX; `losses.check_labels` finds such
     labels.
@@ -60,9 +51,6 @@ def sparse_categorical_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         ignore_class: Label whose loss is 0, for instance -1 or 255 for "unknown".
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_pred = jnp.asarray(y_pred)
     labels = class_labels(jnp.asarray(y_true), y_pred, axis)
@@ -90,7 +78,7 @@ def categorical_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -sum(y_true * log p) along the classes.
+    """Returns -sum(y_true * log p) along the classes [batch, ...].
 
     Args:
         y_true: Target distribution [batch, ..., classes].
@@ -99,9 +87,6 @@ def categorical_crossentropy(
         label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
             targets (Szegedy et al. 2016, arXiv:1512.00567, section 7).
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     if from_logits:
@@ -116,7 +101,7 @@ def binary_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)).
+    """Returns the mean over `axis` of -(y log p + (1 - y) log(1 - p)) [batch, ...].
 
     Args:
         y_true: Targets in [0, 1], [batch, ..., outputs].
@@ -124,9 +109,6 @@ def binary_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
         axis: Dimension of the mean.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _same_shape(y_true, y_pred)
     y_true = _smoothed_binary(y_true, label_smoothing)
@@ -145,7 +127,7 @@ def binary_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns the mean over `axis` of (1 - p_t)^gamma times the binary cross-entropy.
+    """Returns the mean over `axis` of (1 - p_t)^gamma * binary cross-entropy [batch, ...].
 
     Lin et al. 2017, arXiv:1708.02002.
 
@@ -158,9 +140,6 @@ def binary_focal_crossentropy(
         from_logits: Whether `y_pred` holds logits.
         label_smoothing: In [0, 1]; squeezes the targets towards 0.5.
         axis: Dimension of the mean.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _same_shape(y_true, y_pred)
     y_true = _smoothed_binary(y_true, label_smoothing)
@@ -181,7 +160,7 @@ def categorical_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes.
+    """Returns -sum(alpha * (1 - p)^gamma * y_true * log p) along the classes [batch, ...].
 
     Lin et al. 2017, arXiv:1708.02002.
 
@@ -194,9 +173,6 @@ def categorical_focal_crossentropy(
         label_smoothing: In [0, 1]; fraction of the uniform distribution that is mixed into the
             targets.
         axis: Dimension of the classes.
-
-    Returns:
-        Values [batch, ...].
     """
     y_true, y_pred = _distributions(y_true, y_pred, label_smoothing, axis)
     p = normalized(jax.nn.softmax(y_pred, axis=axis) if from_logits else y_pred, axis)
@@ -224,9 +200,6 @@ def categorical_generalized_cross_entropy(
         y_pred: Probabilities [batch, ..., classes].
         q: In (0, 1): near 0 the loss is like the cross-entropy, near 1 like the mean absolute
             error.
-
-    Returns:
-        Values [batch, ...].
     """
     y_pred = jnp.asarray(y_pred)
     labels = class_labels(jnp.asarray(y_true), y_pred, -1)
@@ -242,11 +215,7 @@ def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
 
 
 def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
-    """Returns integer labels [batch, ...] without a class dimension.
-
-    Raises:
-        ValueError: If there is not one label for each vector of `y_pred`.
-    """
+    """Returns integer labels [batch, ...] without a class dimension."""
     labels = (
         jnp.squeeze(y_true, axis)
         if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1
@@ -274,10 +243,7 @@ def _same_shape(y_true: ArrayLike, y_pred: ArrayLike) -> tuple[jax.Array, jax.Ar
 def _distributions(
     y_true: ArrayLike, y_pred: ArrayLike, smoothing: float, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns smoothed target distributions and outputs of one shape.
-
-    As in Keras, distributions over a single class cause a warning.
-    """
+    """Returns smoothed distributions and outputs of one shape; as Keras, warns of one class."""
     if isinstance(axis, bool):
         raise ValueError(f"axis must be of type int, got {axis}.")
     y_true, y_pred = _same_shape(y_true, y_pred)

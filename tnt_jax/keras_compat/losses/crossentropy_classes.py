@@ -1,7 +1,5 @@
 """The cross-entropy losses as classes, for probabilities and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -42,20 +40,14 @@ class SparseCategoricalCrossentropy(LossFunctionWrapper):
         self.ignore_class = ignore_class
 
     def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
-        """Returns which labels differ from `ignore_class`, shaped like the values, or None.
-
-        The result is None if no class is ignored.
-        """
+        """Returns which labels are not `ignore_class`, shaped like the values; None for all."""
         if self.ignore_class is None:
             return None
         return crossentropy.class_labels(y_true, y_pred, self.axis) != self.ignore_class
 
 
 class CategoricalCrossentropy(LossFunctionWrapper):
-    """Cross-entropy of target distributions and outputs [batch, ..., classes].
-
-    See `losses.categorical_crossentropy`.
-    """
+    """Cross-entropy of distributions [batch, ..., classes]: `losses.categorical_crossentropy`."""
 
     targets = "distribution"
 
@@ -81,10 +73,7 @@ class CategoricalCrossentropy(LossFunctionWrapper):
 
 
 class BinaryCrossentropy(LossFunctionWrapper):
-    """Cross-entropy of targets in [0, 1] and as many outputs, averaged over `axis`.
-
-    See `losses.binary_crossentropy`.
-    """
+    """Mean cross-entropy of targets in [0, 1] over `axis`; see `losses.binary_crossentropy`."""
 
     targets = "binary"
 
@@ -110,10 +99,7 @@ class BinaryCrossentropy(LossFunctionWrapper):
 
 
 class BinaryFocalCrossentropy(LossFunctionWrapper):
-    """Binary cross-entropy with less weight for easy rows.
-
-    See `losses.binary_focal_crossentropy`.
-    """
+    """`BinaryCrossentropy`, less for easy rows; see `losses.binary_focal_crossentropy`."""
 
     targets = "binary"
 
@@ -146,10 +132,7 @@ class BinaryFocalCrossentropy(LossFunctionWrapper):
 
 
 class CategoricalFocalCrossentropy(LossFunctionWrapper):
-    """Cross-entropy of target distributions with less weight for easy rows.
-
-    See `losses.categorical_focal_crossentropy`.
-    """
+    """`CategoricalCrossentropy`, less for easy rows: `losses.categorical_focal_crossentropy`."""
 
     targets = "distribution"
 
@@ -197,10 +180,7 @@ class KLDivergence(LossFunctionWrapper):
 
 
 class CategoricalGeneralizedCrossEntropy(LossFunctionWrapper):
-    """Cross-entropy of integer labels that is robust to noisy labels.
-
-    See `losses.categorical_generalized_cross_entropy`.
-    """
+    """Is robust to noisy integer labels; see `losses.categorical_generalized_cross_entropy`."""
 
     targets = "class_index"
     expects_probabilities = True

@@ -1,9 +1,4 @@
-"""Losses made from functions with another argument order than Keras's.
-
-These are the functions of Optax, and custom functions like them.
-"""
-
-from __future__ import annotations
+"""Losses made from functions with another argument order than Keras's, such as those of Optax."""
 
 import inspect
 from collections.abc import Callable
@@ -17,11 +12,7 @@ from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 
 
 class KerasLoss(Loss):
-    """A `keras.losses.Loss` whose `call` runs inside a tnt_jax step.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX.
-    """
+    """A `keras.losses.Loss` whose `call` runs inside a tnt_jax step."""
 
     def __init__(self, loss: Any) -> None:
         require_jax_backend()
@@ -44,17 +35,9 @@ _OUTPUTS = """
     logits predictions log_predictions predictor_outputs scores preds pred y_pred y_hat outputs
     output prediction predicted probs probabilities
 """.split()
-_TARGETS = (
-    "labels",
-    "targets",
-    "log_targets",
-    "label",
-    "target",
-    "y_true",
-    "y",
-    "truth",
-    "ground_truth",
-)
+_TARGETS = """
+    labels targets log_targets label target y_true y truth ground_truth
+""".split()
 # The kind of targets of Optax's losses; see `Loss.targets`.
 _KINDS = {
     "softmax_cross_entropy": "distribution",
@@ -82,13 +65,9 @@ _SOFTMAX = (
 
 
 class OptaxLoss(LossFunctionWrapper):
-    """A loss made from an Optax function, which is called as `f(outputs, targets)`.
+    """A loss made from an Optax function, which is called as `f(outputs, targets)`."""
 
-    Attributes:
-        takes_logits: The activation that the loss applies to logits, `"softmax"` or `"sigmoid"`;
-            None if it takes other outputs.
-    """
-
+    # The activation that the loss applies to logits; None if it takes other outputs.
     takes_logits: str | None = None
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -115,13 +94,7 @@ class OptaxLoss(LossFunctionWrapper):
 
 
 def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
-    """Returns the loss of an Optax function, or None for other functions.
-
-    The function may be wrapped in `functools.partial`.
-
-    Raises:
-        ValueError: If the function is not a loss of outputs and targets; the message names it.
-    """
+    """Returns the loss of an Optax function, also within `functools.partial`; None for others."""
     original = _original(function)
     if str(getattr(original, "__module__", "")).split(".")[0] != "optax":
         return None
@@ -143,11 +116,7 @@ def optax_loss(function: Callable[..., Any]) -> OptaxLoss | None:
 
 
 def check_order(function: Callable[..., Any]) -> None:
-    """Raises an error if a function's argument names show that it takes the outputs first.
-
-    Raises:
-        ValueError: If they do.
-    """
+    """Raises an error if a function's argument names show that it takes the outputs first."""
     if _is_reversed(function):
         first, second = _required(function)[:2]
         name = getattr(_original(function), "__name__", "f")
@@ -169,10 +138,7 @@ def _is_reversed(function: Callable[..., Any]) -> bool:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Returns the names of the open positional arguments.
-
-    Arguments after the second that have defaults are left out.
-    """
+    """Returns the names of the first two positional arguments, and of others without defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (

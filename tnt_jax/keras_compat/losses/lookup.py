@@ -1,7 +1,5 @@
 """Finds the `Loss` for a user's argument."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
@@ -80,14 +78,9 @@ def serialize(loss: Any) -> dict[str, Any]:
 
 
 def deserialize(name: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the loss or the function that a configuration describes.
+    """Returns the loss or function that `serialize`, or Keras's own, wrote, or that has a name.
 
-    Args:
-        name: What `serialize` or `keras.losses.serialize` wrote, or a name.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If it names something unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(name, "losses", custom_objects)
 
@@ -110,10 +103,7 @@ def _by_name(name: str) -> Loss:
 
 
 def _from_keras(loss: Any) -> Loss:
-    """Returns the tnt_jax loss of the same class and settings, if there is one.
-
-    It has checks that Keras's loss lacks.
-    """
+    """Returns the tnt_jax loss of the same class and settings, if any: it has more checks."""
     cls = _CLASSES.get(type(loss).__name__)
     if cls is None or not type(loss).__module__.startswith("keras."):
         return KerasLoss(loss)
@@ -121,10 +111,7 @@ def _from_keras(loss: Any) -> Loss:
 
 
 def _from_function(function: Callable[..., Any]) -> Loss:
-    """Returns a loss around a function.
-
-    A function of Keras or tnt_jax becomes the loss of its name, which has its checks.
-    """
+    """Returns a loss around a function; one of Keras or tnt_jax becomes the loss of its name."""
     name = getattr(function, "__name__", "")
     module = str(getattr(function, "__module__", ""))
     is_known = function in _FUNCTIONS or module.startswith("keras.")

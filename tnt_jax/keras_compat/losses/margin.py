@@ -5,8 +5,6 @@ Targets are -1 and 1, or 0 and 1. Keras decides which from the whole batch; here
 that), and does not depend on how a batch is split.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -29,10 +27,7 @@ def squared_hinge(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 
 
 def categorical_hinge(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns max(largest wrong output - right output + 1, 0) for one-hot targets.
-
-    Both arguments are [batch, ..., classes].
-    """
+    """Returns max(largest wrong output - right one + 1, 0) for one-hot [batch, ..., classes]."""
     y_true, y_pred = of_one_dtype(y_true, y_pred)
     right = jnp.sum(y_true * y_pred, axis=-1)
     wrong = jnp.max((1 - y_true) * y_pred, axis=-1)
@@ -73,10 +68,7 @@ class SquaredHinge(LossFunctionWrapper):
 
 
 class CategoricalHinge(LossFunctionWrapper):
-    """Margin by which the right output fails to exceed all wrong ones by 1.
-
-    The targets are one-hot.
-    """
+    """Margin by which the right output, of one-hot targets, fails to exceed all wrong ones by 1."""
 
     targets = "distribution"
 

@@ -4,8 +4,6 @@ The functions reduce the last dimension; a last dimension of size one is added t
 either argument to match.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -65,19 +63,13 @@ def log_cosh(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 
 
 def cosine_similarity(y_true: ArrayLike, y_pred: ArrayLike, axis: int = -1) -> jax.Array:
-    """Returns the negative cosine of the angle between vectors along `axis` [batch, ...].
-
-    Less is better.
-    """
+    """Returns minus the cosine of the angle between vectors along `axis` [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
     return -jnp.sum(_unit(y_true, axis) * _unit(y_pred, axis), axis=axis)
 
 
 def poisson(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the mean of y_pred - y_true * log(y_pred + 1e-7) [batch, ...].
-
-    `y_pred` are rates, at least 0.
-    """
+    """Returns the mean of y_pred - y_true * log(y_pred + 1e-7) [batch, ...], y_pred >= 0."""
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(y_pred - y_true * jnp.log(y_pred + EPSILON), axis=-1)
 
@@ -87,10 +79,7 @@ def _matched(y_true: ArrayLike, y_pred: ArrayLike) -> tuple[jax.Array, jax.Array
 
 
 def _unit(vectors: jax.Array, axis: int) -> jax.Array:
-    """Returns unit vectors.
-
-    Vectors shorter than 1e-7 stay shorter than one, so that zero has a gradient.
-    """
+    """Returns unit vectors; those shorter than 1e-7 stay shorter, so that zero has a gradient."""
     squares = jnp.sum(jnp.square(vectors), axis=axis, keepdims=True)
     return vectors * jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2))
 
@@ -198,10 +187,7 @@ class CosineSimilarity(LossFunctionWrapper):
 
 
 class Poisson(LossFunctionWrapper):
-    """Negative log-likelihood of counts under rates `y_pred`, up to a constant.
-
-    See `losses.poisson`.
-    """
+    """Negative log-likelihood of counts under rates, up to a constant; see `losses.poisson`."""
 
     targets = "like_outputs"
 

@@ -5,8 +5,6 @@ the first, such as `axis=(1, 2, 3)` for images. With `axis=None`, the default, a
 value for the whole batch, as in Keras, and training refuses the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,10 +49,7 @@ def _as_tuple(axis: Axis) -> int | tuple[int, ...] | None:
 
 
 class Dice(LossFunctionWrapper):
-    """Dice loss, which measures how little masks overlap; see `losses.dice`.
-
-    Training needs `axis`.
-    """
+    """Dice loss: how little masks overlap; see `losses.dice`. Training needs `axis`."""
 
     targets = "like_outputs"
 
@@ -70,10 +65,7 @@ class Dice(LossFunctionWrapper):
 
 
 class Tversky(LossFunctionWrapper):
-    """Tversky loss: Dice loss with weights for both kinds of error; see `losses.tversky`.
-
-    Training needs `axis`.
-    """
+    """`Dice` with weights for both kinds of error; see `losses.tversky`. Training needs `axis`."""
 
     targets = "like_outputs"
 

@@ -1,9 +1,4 @@
-"""Accuracies: how often a prediction is right.
-
-Functions return 0 or 1 for each prediction [rows, ...].
-"""
-
-from __future__ import annotations
+"""Accuracies: functions that return 0 or 1 for each prediction [rows, ...], and their means."""
 
 from typing import Any
 
@@ -29,24 +24,16 @@ def binary_accuracy(y_true: ArrayLike, y_pred: ArrayLike, threshold: float = 0.5
 
 
 def categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns where the largest output is the largest target [rows, ...].
-
-    Both arguments are [rows, ..., classes].
-    """
+    """Returns where the largest output is the largest target, of [rows, ..., classes]."""
     return (
         jnp.argmax(jnp.asarray(y_true), axis=-1) == jnp.argmax(jnp.asarray(y_pred), axis=-1)
     ).astype(jnp.float32)
 
 
 def sparse_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns where the largest output is the labelled one.
+    """Returns where the largest output [rows, ..., classes] is the labelled one, as 0 or 1.
 
-    Args:
-        y_true: Labels [rows, ...] or [rows, ..., 1].
-        y_pred: Outputs [rows, ..., classes].
-
-    Returns:
-        0 or 1, float32 [rows, ...].
+    Labels are [rows, ...] or [rows, ..., 1]; the result is float32 [rows, ...].
     """
     y_pred = jnp.asarray(y_pred)
     y_true = _without_class_dim(jnp.asarray(y_true), y_pred)
@@ -54,10 +41,7 @@ def sparse_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Arr
 
 
 def top_k_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike, k: int = 5) -> jax.Array:
-    """Returns where the output of the largest target is among the `k` largest.
-
-    Both arguments are [rows, ..., classes].
-    """
+    """Returns where the largest target is among the `k` largest, of [rows, ..., classes]."""
     return sparse_top_k_categorical_accuracy(jnp.argmax(jnp.asarray(y_true), axis=-1), y_pred, k)
 
 

@@ -10,8 +10,6 @@ subclass may implement those two instead, with variables from `add_variable`, as
 accepts it only if its updates add up (`metrics.stateful`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,7 +23,7 @@ from jax.typing import ArrayLike
 from tnt_jax import _jax
 from tnt_jax.keras_compat.configuration import Recorded, config_of
 from tnt_jax.keras_compat.keras_objects import snake_case
-from tnt_jax.keras_compat.losses import (
+from tnt_jax.keras_compat.losses import (  # noqa: F401 (public names of `metrics`)
     binary_crossentropy,
     binary_focal_crossentropy,
     categorical_crossentropy,
@@ -46,37 +44,9 @@ from tnt_jax.keras_compat.losses import (
 from tnt_jax.keras_compat.losses.base import compute_dtype
 from tnt_jax.train.loops.context import current_step, weight_of_real_rows
 
-__all__ = [
-    "binary_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_crossentropy",
-    "categorical_focal_crossentropy",
-    "categorical_hinge",
-    "hinge",
-    "huber",
-    "kl_divergence",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "poisson",
-    "sparse_categorical_crossentropy",
-    "squared_hinge",
-]
-
 
 class Variable:
-    """An array that can be replaced by another of its shape; arithmetic on it returns arrays.
-
-    Args:
-        value: The first value.
-        name: Name of the variable.
-        dtype: Dtype of all its values, that of `value` by default.
-
-    Attributes:
-        name: Name of the variable.
-    """
+    """An array that can be replaced by another of its shape; arithmetic on it returns arrays."""
 
     def __init__(self, value: Any, *, name: str | None = None, dtype: Any = None) -> None:
         # A NumPy array remains one until it is read: creating a metric must not open a device.
@@ -108,11 +78,7 @@ class Variable:
         return self._value.dtype.name
 
     def assign(self, value: Any) -> jax.Array:
-        """Replaces the array by one that broadcasts to its shape, and returns it.
-
-        Raises:
-            ValueError: If the shape does not fit.
-        """
+        """Replaces the array by one that broadcasts to its shape, and returns it."""
         if isinstance(value, Tracer) and current_step() is not None:
             raise TypeError(
                 f"Variable {self.name!r} of a metric was assigned inside a distributed step. A "
@@ -262,16 +228,10 @@ class Metric(Recorded):
         return self._dtype
 
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Any:
-        """Returns the contribution of these rows to the sums.
+        """Returns the contribution of these rows to the sums, a pytree of one form for any number.
 
-        Args:
-            y_true: Targets [rows, ...].
-            y_pred: Outputs of the model [rows, ...].
-            weight: Weight of each row [rows], or of each value. A row with weight 0 adds nothing,
-                whatever its contents.
-
-        Returns:
-            A pytree of arrays with the same structure and shapes for any number of rows.
+        Targets and outputs are [rows, ...], weights [rows] or one per value. A row with weight 0
+        adds nothing, whatever its contents.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement increments(y_true, y_pred, weight) -> sums."
@@ -286,18 +246,14 @@ class Metric(Recorded):
     ) -> None:
         """Adds rows to the state; inside a distributed step, the real rows of all ranks.
 
-        Args:
-            y_true: Targets [rows, ...].
-            y_pred: Outputs of the model [rows, ...].
-            sample_weight: A scalar, or weights [rows], or one per value.
+        Targets and outputs are [rows, ...], weights a scalar, [rows], or one per value.
         """
         self._add(self.increments(y_true, y_pred, weight_of_real_rows(sample_weight)))
 
     def result(self) -> jax.Array:
         """Returns the metric of all rows since `reset_state`; 0 if there were none.
 
-        Raises:
-            RuntimeError: Inside a distributed step, which adds to the state when it has run.
+        Inside a distributed step, which adds to the state when it has run, it is a RuntimeError.
         """
         self._require_outside("result")
         if self._sums is None:
@@ -305,11 +261,7 @@ class Metric(Recorded):
         return self.compute(jax.tree.map(lambda variable: variable.value, self._sums))
 
     def reset_state(self) -> None:
-        """Clears the state.
-
-        Raises:
-            RuntimeError: Inside a distributed step.
-        """
+        """Clears the state; a RuntimeError inside a distributed step."""
         self._require_outside("reset_state")
         for variable in self.variables:
             variable.assign(0)
@@ -381,10 +333,7 @@ class Metric(Recorded):
     def stateless_update_state(
         self, metric_variables: Sequence[Any], *args: Any, **kwargs: Any
     ) -> list[jax.Array]:
-        """Returns the values of the variables after `update_state(*args, **kwargs)`.
-
-        It starts from the given values and changes no state.
-        """
+        """Returns the variables that `update_state` makes of the given ones; changes no state."""
         with self._holding(metric_variables):
             self.update_state(*args, **kwargs)
             return [variable.value for variable in self.variables]
@@ -419,10 +368,7 @@ class Metric(Recorded):
             setattr(self, name, self._sums[name])
 
     def sums(self, like: Any) -> Any:
-        """Returns the arrays of the metric's state for a distributed step.
-
-        Before the first update they are zeros like `like`.
-        """
+        """Returns the arrays of the state for a distributed step; at first zeros like `like`."""
         if self._sums is None:
             self._add(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like))
         return jax.tree.map(lambda variable: variable.stored, self._sums)
@@ -484,8 +430,6 @@ def _initial(initializer: Any, shape: tuple[int, ...], dtype: Any) -> Any:
                 f"initializer must be 'zeros', 'ones', an array or a callable, got {initializer!r}."
             )
         return known[initializer](shape, dtype)
-    return (
-        initializer(shape, dtype=dtype)
-        if callable(initializer)
-        else jnp.broadcast_to(jnp.asarray(initializer), shape)
-    )
+    if callable(initializer):
+        return initializer(shape, dtype=dtype)
+    return jnp.broadcast_to(jnp.asarray(initializer), shape)

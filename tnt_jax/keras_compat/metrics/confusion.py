@@ -1,12 +1,7 @@
-"""Metrics on decisions at thresholds: precision, recall, the four counts, constrained rates.
+"""Precision, recall, AUC, counts and constrained rates of decisions at thresholds.
 
-Counts of right and wrong decisions at thresholds, for precision, recall and AUC.
-
-The counts at each threshold are summed, so results are exact for any split of the data; a mean of
-the parts' precisions would not be.
+Counts at each threshold are summed, so results are exact for any split of the data.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,18 +19,14 @@ from tnt_jax.train.steps.row_weights import match_ranks
 TRUE_POSITIVES, FALSE_POSITIVES = "true_positives", "false_positives"
 TRUE_NEGATIVES, FALSE_NEGATIVES = "true_negatives", "false_negatives"
 ALL_COUNTS = (TRUE_POSITIVES, FALSE_POSITIVES, TRUE_NEGATIVES, FALSE_NEGATIVES)
-NOTHING = (
-    -1e10
-)  # Keras's threshold below all outputs, and its value for outputs that are not among the `top_k`.
+# Keras's threshold below all outputs, and its value for outputs that are not among the `top_k`.
+NOTHING = -1e10
 
 
 def aligned(
     y_true: Any, y_pred: Any, weight: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns targets as 0 or 1, outputs and weights, all with the outputs' shape.
-
-    Rows with weight 0 hold zeros.
-    """
+    """Returns targets as 0 or 1, outputs (0 if weighted 0) and weights, of the outputs' shape."""
     y_pred, y_true = match_ranks(at_least_float32(y_pred), jnp.asarray(y_true))
     weight = (
         jnp.ones(y_pred.shape[:1], y_pred.dtype)
@@ -52,11 +43,10 @@ def aligned(
 def counts_at(
     thresholds: Sequence[float], y_true: jax.Array, y_pred: jax.Array, weight: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the four weighted counts at each threshold [thresholds].
+    """Returns the four weighted counts at each threshold [thresholds] for flat decisions [n].
 
-    The arguments are flat arrays of decisions [n]. Evenly spaced thresholds are counted in one
-    pass, as a histogram that is summed from above; as in Keras, an output on a threshold thus falls
-    on the same side.
+    Evenly spaced thresholds are counted in one pass, as a histogram that is summed from above; as
+    in Keras, an output on a threshold thus falls on the same side.
     """
     positive = y_true * weight
     negative = (1 - y_true) * weight
@@ -86,11 +76,7 @@ def counts_at(
 
 
 def entry(array: jax.Array, class_id: int) -> jax.Array:
-    """Returns one entry of the last dimension of outputs [rows, ..., classes].
-
-    Raises:
-        ValueError: If there is no class dimension.
-    """
+    """Returns one entry of the last dimension of outputs [rows, ..., classes]."""
     if array.ndim == 1:
         raise ValueError(
             "When class_id is provided, y_pred must be a 2D array with shape (num_samples, "
@@ -116,7 +102,6 @@ class AUC(Metric):
         summation_method: Height between two points: `"interpolation"` (their mean; for PR the
             interpolation of true positives of Davis and Goadrich 2006), `"minoring"` (the lower) or
             `"majoring"` (the higher).
-        name: Name of the metric.
         dtype: See `Metric`; as in Keras, counts are always float32.
         thresholds: Thresholds between 0 and 1 instead of `num_thresholds`; 0 and 1 are added.
         multi_label: Whether the result is the mean over the areas of the outputs [rows, labels].
@@ -194,10 +179,7 @@ class AUC(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts at each threshold, [thresholds] or [thresholds, labels].
-
-        See `ThresholdCounts`.
-        """
+        """Returns the weighted counts at each threshold, [thresholds] or [thresholds, labels]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         pred = jax.nn.sigmoid(pred) if self.from_logits else pred
         if self.multi_label and pred.ndim != 2:
@@ -225,10 +207,7 @@ class AUC(Metric):
         return self._of_labels(areas)
 
     def interpolate_pr_auc(self) -> jax.Array:
-        """Returns the area under the precision-recall curve of the state.
-
-        True positives are interpolated between thresholds.
-        """
+        """Returns the area under the precision-recall curve, with interpolated true positives."""
         return self._of_labels(_pr_area(jax.tree.map(lambda variable: variable.value, self._sums)))
 
     def _of_labels(self, areas: jax.Array) -> jax.Array:
@@ -300,7 +279,6 @@ class ThresholdCounts(Metric):
     An output above a threshold is a positive decision.
 
     Args:
-        name: Name of the metric.
         thresholds: One or several numbers in [0, 1], by default 0.5; for several, the result has
             one entry each.
         top_k: Only the `top_k` largest outputs of a row can be positive; without thresholds all of
@@ -347,13 +325,7 @@ class ThresholdCounts(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts at every threshold [thresholds].
-
-        Args:
-            y_true: Targets, 0 or not [rows, ...].
-            y_pred: Probabilities [rows, ...].
-            weight: Weights [rows], or one for each output.
-        """
+        """Returns the weighted counts at every threshold [thresholds]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         if self.top_k is not None:
             pred = keep_top_k(pred, self.top_k)
@@ -368,50 +340,42 @@ class ThresholdCounts(Metric):
         return values[0] if len(self.thresholds) == 1 else values
 
 
-class Precision(ThresholdCounts):
+class _Share(ThresholdCounts):
+    _counts: tuple[str, str]
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            name,
+            thresholds=thresholds,
+            top_k=top_k,
+            class_id=class_id,
+            counts=self._counts,
+            dtype=dtype,
+        )
+
+    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+        """Returns the share, one for each threshold if there are several."""
+        part, rest = (sums[name] for name in self._counts)
+        return self._result(divide_no_nan(part, part + rest))
+
+
+class Precision(_Share):
     """True positives / positive decisions; 0 if there are none."""
 
-    def __init__(
-        self,
-        thresholds: float | Sequence[float] | None = None,
-        top_k: int | None = None,
-        class_id: int | None = None,
-        name: str | None = None,
-        dtype: Any = None,
-    ) -> None:
-        counts = (TRUE_POSITIVES, FALSE_POSITIVES)
-        super().__init__(
-            name, thresholds=thresholds, top_k=top_k, class_id=class_id, counts=counts, dtype=dtype
-        )
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns the precision, one for each threshold if there are several."""
-        return self._result(
-            divide_no_nan(sums[TRUE_POSITIVES], sums[TRUE_POSITIVES] + sums[FALSE_POSITIVES])
-        )
+    _counts = (TRUE_POSITIVES, FALSE_POSITIVES)
 
 
-class Recall(ThresholdCounts):
+class Recall(_Share):
     """True positives / positive targets; 0 if there are none."""
 
-    def __init__(
-        self,
-        thresholds: float | Sequence[float] | None = None,
-        top_k: int | None = None,
-        class_id: int | None = None,
-        name: str | None = None,
-        dtype: Any = None,
-    ) -> None:
-        counts = (TRUE_POSITIVES, FALSE_NEGATIVES)
-        super().__init__(
-            name, thresholds=thresholds, top_k=top_k, class_id=class_id, counts=counts, dtype=dtype
-        )
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns the recall, one for each threshold if there are several."""
-        return self._result(
-            divide_no_nan(sums[TRUE_POSITIVES], sums[TRUE_POSITIVES] + sums[FALSE_NEGATIVES])
-        )
+    _counts = (TRUE_POSITIVES, FALSE_NEGATIVES)
 
 
 class _Count(ThresholdCounts):

@@ -1,7 +1,5 @@
 """F scores: the weighted harmonic mean of precision and recall, from counts per class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -24,8 +22,6 @@ class FBetaScore(Metric):
         beta: Weight of recall, positive.
         threshold: Outputs above it are positive, in (0, 1]; with None, the largest output of a row
             is.
-        name: Name of the metric.
-        dtype: See `Metric`.
     """
 
     def __init__(
@@ -62,11 +58,7 @@ class FBetaScore(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted counts [classes], or their sums for `"micro"`.
-
-        Raises:
-            ValueError: If targets or outputs are not [rows, classes].
-        """
+        """Returns the weighted counts [classes], or their sums for `"micro"`."""
         y_true, y_pred = in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype)
         if y_true.ndim != 2 or y_pred.ndim != 2:
             raise ValueError(
@@ -108,10 +100,7 @@ class FBetaScore(Metric):
 
 
 class F1Score(FBetaScore):
-    """Harmonic mean of precision and recall; see `FBetaScore`.
-
-    Targets and outputs are [rows, classes].
-    """
+    """Harmonic mean of precision and recall, of [rows, classes]; see `FBetaScore`."""
 
     def __init__(
         self,

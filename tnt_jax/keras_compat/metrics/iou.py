@@ -1,7 +1,5 @@
 """Intersection over union of predicted and labelled classes, from confusion matrices."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +21,6 @@ class IoU(Metric):
     Args:
         num_classes: Number of classes. Labels and predictions outside [0, num_classes) are ignored.
         target_class_ids: The classes of the mean.
-        name: Name of the metric.
         dtype: Dtype of the confusion matrix. By default its integers are int32, as in Keras, so
             that counts stay exact beyond 2^24; fractions of weights, which Keras truncates, are
             added in float32. `"int"` truncates them, with a warning.
@@ -67,13 +64,7 @@ class IoU(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted confusion matrix [labelled class, predicted class].
-
-        Args:
-            y_true: Labels [rows, ...], or one value per class.
-            y_pred: Predicted classes [rows, ...], or one value per class.
-            weight: A scalar, weights [rows], or one per label.
-        """
+        """Returns the weighted confusion matrix [labelled class, predicted class]."""
         labels = self._class_numbers(y_true, self.sparse_y_true)
         predictions = self._class_numbers(y_pred, self.sparse_y_pred)
         shape = labels.shape
@@ -111,10 +102,7 @@ class IoU(Metric):
     def update_state(
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
     ) -> None:
-        """Adds rows to the state; see `increments`.
-
-        Warns if a dtype of integers truncates weights.
-        """
+        """Adds rows to the state; warns if a dtype of integers truncates weights."""
         is_floating = sample_weight is not None and jnp.issubdtype(
             jnp.asarray(sample_weight).dtype, jnp.floating
         )
@@ -149,7 +137,6 @@ class BinaryIoU(IoU):
     Args:
         target_class_ids: `(0,)`, `(1,)` or both.
         threshold: Outputs of at least this value are class 1.
-        name: Name of the metric.
         dtype: See `IoU`.
     """
 
@@ -166,20 +153,14 @@ class BinaryIoU(IoU):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted confusion matrix [labelled class, predicted class].
-
-        See `IoU.increments`.
-        """
+        """Returns the weighted confusion matrix [labelled class, predicted class]."""
         return super().increments(
             y_true, jnp.asarray(y_pred, jnp.float32) >= self.threshold, weight
         )
 
 
 class MeanIoU(IoU):
-    """Mean over classes of true positives / (labelled or predicted); absent classes do not count.
-
-    See `IoU`.
-    """
+    """`IoU` of all classes that occur."""
 
     def __init__(
         self,
@@ -222,10 +203,7 @@ class OneHotIoU(IoU):
 
 
 class OneHotMeanIoU(MeanIoU):
-    """`MeanIoU` of one-hot targets.
-
-    Outputs have one value per class unless `sparse_y_pred`.
-    """
+    """`MeanIoU` of one-hot targets, and of one value per class unless `sparse_y_pred`."""
 
     def __init__(
         self,

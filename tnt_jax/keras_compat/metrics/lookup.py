@@ -1,117 +1,51 @@
 """Finds the `Metric` for a user's argument, and checks it on the first batch."""
 
-from __future__ import annotations
-
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.keras_compat import configuration, keras_objects, losses
-from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
-from tnt_jax.keras_compat.metrics import (
-    accuracy,
-    confusion,
-    f_score,
-    iou,
-    of_losses,
-    reduction,
-    regression,
-)
+from tnt_jax.keras_compat.metrics import accuracy, reduction
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
-from tnt_jax.keras_compat.metrics.regression import R2Score
-from tnt_jax.keras_compat.metrics.stateful import StatefulMetric, keeps_own_state
+from tnt_jax.keras_compat.metrics.stateful import StatefulMetric, from_keras, keeps_own_state
+from tnt_jax.log import logger
 
-
-def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
-    """Returns a Keras metric as a tnt_jax metric.
-
-    Args:
-        metric: A `keras.metrics.Metric`; its state is cleared.
-        y_true_shape: Shape of the targets [batch, ...].
-        y_pred_shape: Shape of the outputs of the model [batch, ...].
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, shapes are missing, or updates of the
-            metric do not add up.
-    """
-    keras = require_jax_backend()
-    is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
-    if is_mean and type(metric).result is keras.metrics.Mean.result:
-        # The mean of a function of rows is known to add up, and tnt_jax's metric handles padding.
-        mean = MeanMetricWrapper(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
-        mean.keeps_sums = _keeps_state(metric)
-        return mean
-    if type(metric) is keras.metrics.R2Score:
-        # Keras counts padding as samples.
-        return R2Score(metric.class_aggregation, metric.num_regressors, metric.name, metric.dtype)
-    return KerasMetric(metric, y_true_shape, y_pred_shape)
-
-
-def _keeps_state(metric: Any) -> bool:
-    """Returns whether `reset_state` of a Keras metric leaves its state as it is."""
-    for variable in metric.variables:
-        variable.assign(jnp.ones_like(variable.value))
-    metric.reset_state()
-    is_kept = all(np.all(variable.value) for variable in metric.variables)
-    for variable in metric.variables:
-        variable.assign(jnp.zeros_like(variable.value))
-    return is_kept
-
-
-class KerasMetric(StatefulMetric):
-    """A `keras.metrics.Metric` whose updates were found to add up."""
-
-    def compute(self, sums: list[jax.Array]) -> jax.Array:
-        """Returns the result of the Keras metric."""
-        keras = require_jax_backend()
-        state = [
-            jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)
-        ]
-        with keras.StatelessScope(
-            state_mapping=list(zip(self.stateful.variables, state, strict=True))
-        ):
-            # Converted inside the scope: a result may be one of the variables, which has another
-            # value outside.
-            return keras.ops.convert_to_tensor(self.stateful.result())
-
-
-_log = logging.getLogger("tnt_jax")
-
-_MODULES = (reduction, accuracy, of_losses, regression, confusion, confusion, f_score, iou)
-_CLASSES: dict[str, Callable[..., Metric]] = {
-    name: cls
-    for name, cls in keras_objects.classes_of(_MODULES, Metric).items()
-    if name not in ("MeanMetricWrapper", "ThresholdCounts")
-}
-_ALIASES: dict[str, Callable[[], Metric]] = {
-    "bce": of_losses.BinaryCrossentropy,
-    "kld": of_losses.KLDivergence,
-    "mae": of_losses.MeanAbsoluteError,
-    "mape": of_losses.MeanAbsolutePercentageError,
-    "mse": of_losses.MeanSquaredError,
-    "msle": of_losses.MeanSquaredLogarithmicError,
-}
-_BY_SHAPE: dict[str, dict[str, Callable[..., Metric]]] = {
+_BY_SHAPE = {
     "accuracy": {
-        "binary": accuracy.BinaryAccuracy,
-        "class_index": accuracy.SparseCategoricalAccuracy,
-        "distribution": accuracy.CategoricalAccuracy,
+        "binary": "BinaryAccuracy",
+        "class_index": "SparseCategoricalAccuracy",
+        "distribution": "CategoricalAccuracy",
     },
     "crossentropy": {
-        "binary": of_losses.BinaryCrossentropy,
-        "class_index": of_losses.SparseCategoricalCrossentropy,
-        "distribution": of_losses.CategoricalCrossentropy,
+        "binary": "BinaryCrossentropy",
+        "class_index": "SparseCategoricalCrossentropy",
+        "distribution": "CategoricalCrossentropy",
     },
 }
 _SHORT = {"acc": "accuracy", "ce": "crossentropy"}
+_ALIASES = {
+    "bce": "BinaryCrossentropy",
+    "kld": "KLDivergence",
+    "mae": "MeanAbsoluteError",
+    "mape": "MeanAbsolutePercentageError",
+    "mse": "MeanSquaredError",
+    "msle": "MeanSquaredLogarithmicError",
+}
+
+
+def _classes() -> dict[str, Callable[..., Metric]]:
+    """Returns all metrics by the names of their classes."""
+    # Their files are imported when a name asks for one of them.
+    from tnt_jax.keras_compat.metrics import confusion, f_score, iou, of_losses, regression
+
+    modules = (reduction, accuracy, of_losses, regression, confusion, f_score, iou)
+    found = keras_objects.classes_of(modules, Metric)
+    return {n: cls for n, cls in found.items() if n not in ("MeanMetricWrapper", "ThresholdCounts")}
 
 
 @overload
@@ -154,11 +88,9 @@ def get(
     if identifier is None:
         return None
     if isinstance(identifier, Metric):
-        return (
-            StatefulMetric(identifier, *_tuples(y_true_shape, y_pred_shape))
-            if keeps_own_state(identifier)
-            else identifier
-        )
+        if keeps_own_state(identifier):
+            return StatefulMetric(identifier, tuple(y_true_shape), tuple(y_pred_shape))
+        return identifier
     if isinstance(identifier, Mapping):
         return get(deserialize(identifier), y_true_shape, y_pred_shape, loss=loss)
     if isinstance(identifier, str):
@@ -185,28 +117,17 @@ def serialize(metric: Any) -> dict[str, Any]:
 
 
 def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the metric or the function that a configuration describes.
+    """Returns the metric or function that `serialize`, or Keras's own, wrote, or that has a name.
 
-    Args:
-        config: What `serialize` or `keras.metrics.serialize` wrote, or a name.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If it names something unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(config, "metrics", custom_objects)
 
 
 def check_outputs(metric: Metric, outputs: Any) -> None:
-    """Checks that a metric of probabilities gets them; see `losses.check_outputs`.
+    """Raises a ValueError if a metric of probabilities gets others; see `losses.check_outputs`.
 
-    Args:
-        metric: The metric.
-        outputs: Concrete outputs of the model for the first batch [batch, ...].
-
-    Raises:
-        ValueError: If the metric averages a loss that expects probabilities and the outputs are not
-            probabilities.
+    Outputs are those of the model for the first batch [batch, ...].
     """
     loss = getattr(metric, "loss", None)
     if loss is not None:
@@ -222,7 +143,7 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
         )
     if getattr(metric, "threshold", None) == 0.5:
         argument = "threshold" if isinstance(metric, accuracy.BinaryAccuracy) else "thresholds"
-        _log.warning(
+        logger.warning(
             "Metric %r compares outputs with the threshold 0.5, but %s: these look like logits. "
             "Pass tnt_jax.metrics.%s, which counts a positive logit as class 1.",
             metric.name,
@@ -231,23 +152,22 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
         )
 
 
-def _tuples(*shapes: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape) for shape in shapes)
-
-
 def _by_name(
     name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None
 ) -> Metric:
     family = _SHORT.get(name.lower(), name.lower())
     if family not in _BY_SHAPE:
-        cls = keras_objects.find(name, _CLASSES, _ALIASES)
+        classes = _classes()
+        aliases = {alias: classes[known] for alias, known in _ALIASES.items()}
+        cls = keras_objects.find(name, classes, aliases)
         return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
         raise ValueError(
             f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or use "
             "its full name."
         )
-    cls = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
+    chosen = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
+    cls = getattr(accuracy, chosen) if family == "accuracy" else _classes()[chosen]
     from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get(
         "from_logits", False
     )
@@ -260,7 +180,7 @@ def _only_in_keras(
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
         listed = [
-            *map(keras_objects.snake_case, _CLASSES),
+            *map(keras_objects.snake_case, _classes()),
             *_ALIASES,
             "accuracy",
             "acc",

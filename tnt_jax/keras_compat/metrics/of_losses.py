@@ -1,7 +1,5 @@
 """Metrics that are the mean of a loss over rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -56,10 +54,7 @@ class LogCoshError(MeanMetricWrapper):
 
 
 class CosineSimilarity(MeanMetricWrapper):
-    """Mean cosine of the angle between target and output vectors.
-
-    The loss of that name is its negative.
-    """
+    """Mean cosine of the angle between target and output vectors; the loss is its negative."""
 
     def __init__(
         self, name: str | None = "cosine_similarity", dtype: Any = None, axis: int = -1

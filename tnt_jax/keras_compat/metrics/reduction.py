@@ -1,7 +1,5 @@
 """Means and sums of values over rows, and means of functions of targets and outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +26,7 @@ class Mean(Metric):
     def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns the weighted sum of values [rows, ...] and the sum of the weights.
-
-        A scalar is one row.
-        """
+        """Returns the weighted sum of values [rows, ...] or a scalar, and that of the weights."""
         return mean_sums(jnp.atleast_1d(in_dtype(values, self.dtype)), weight)
 
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
@@ -74,10 +69,8 @@ class Sum(Metric):
 class MeanMetricWrapper(Metric):
     """Mean over rows of a function `fn(y_true, y_pred, **kwargs) -> values [rows, ...]`.
 
-    Dimensions after the first are averaged within a row, as in Keras.
-
-    Attributes:
-        loss: The loss whose values are averaged, or None.
+    Dimensions after the first are averaged within a row, as in Keras. `loss` is that whose values
+    are averaged, or None.
     """
 
     def __init__(
@@ -125,8 +118,7 @@ class MeanMetricWrapper(Metric):
     def without_ignored(self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None) -> Any:
         """Returns the user's weights, with 0 for values that the loss ignores.
 
-        As in Keras, values of an ignored class count as 0 without weights, and not at all with
-        weights.
+        As in Keras, these count as 0 without weights, and not at all with weights.
         """
         if sample_weight is None or self.loss is None:
             return sample_weight
@@ -156,10 +148,7 @@ def mean_sums(values: jax.Array, weight: ArrayLike | None) -> dict[str, jax.Arra
 
 
 def sum_of(values: jax.Array) -> jax.Array:
-    """Returns the sum of all values in at least float32; integers remain integers.
-
-    Half precision is too coarse for sums.
-    """
+    """Returns the sum in integers or at least float32: half precision is too coarse for sums."""
     is_integer = jnp.issubdtype(values.dtype, jnp.integer)
     return jnp.sum(
         values, dtype=values.dtype if is_integer else jnp.promote_types(values.dtype, jnp.float32)
@@ -169,13 +158,9 @@ def sum_of(values: jax.Array) -> jax.Array:
 def align(
     values: jax.Array, weight: ArrayLike | None, reduce: Callable[..., jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns values and weights of one shape.
+    """Returns values and weights of one shape, where a scalar weight applies to all rows.
 
-    `reduce` removes the dimensions that the weights do not have. A scalar weight applies to all
-    rows.
-
-    Raises:
-        ValueError: If the weights fit neither the rows nor the values.
+    `reduce` removes the dimensions that the weights do not have.
     """
     if weight is None:
         return values, None
@@ -195,10 +180,7 @@ def align(
 
 
 def and_valid(weight: ArrayLike | None, valid: ArrayLike | None) -> Any:
-    """Returns weights that are 0 for invalid values.
-
-    Weights of rows apply to all values of a row.
-    """
+    """Returns weights, of values or of rows, that are 0 for invalid values."""
     if valid is None:
         return weight
     valid = jnp.asarray(valid).astype(jnp.float32)

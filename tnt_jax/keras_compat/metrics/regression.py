@@ -1,7 +1,5 @@
 """Metrics of real numbers that are not the mean of a loss: RMSE, R2 score and correlations."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -45,8 +43,6 @@ class R2Score(Metric):
         num_regressors: Number of independent regressors of the adjusted score; 0 for the plain one.
             The adjusted score counts every value as a sample, as in Keras, but leaves out rows with
             weight 0.
-        name: Name of the metric.
-        dtype: See `Metric`.
     """
 
     def __init__(
@@ -74,10 +70,7 @@ class R2Score(Metric):
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Returns weighted sums of targets, their squares, squared errors and ones, and the count.
-
-        The sums are [outputs]; the count is the number of values.
-        """
+        """Returns weighted sums [outputs] and the number of values."""
         y_true, y_pred = match_ranks(in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype))
         y_true, y_pred = (
             array[:, None] if array.ndim == 1 else array for array in (y_true, y_pred)
@@ -160,10 +153,7 @@ class PearsonCorrelation(MeanMetricWrapper):
 
 
 class ConcordanceCorrelation(MeanMetricWrapper):
-    """Mean over rows of the concordance of targets and outputs along `axis`.
-
-    See `metrics.concordance_correlation`.
-    """
+    """Mean over rows of the concordance along `axis`; see `metrics.concordance_correlation`."""
 
     def __init__(
         self, name: str | None = "concordance_correlation", dtype: Any = None, axis: int = -1

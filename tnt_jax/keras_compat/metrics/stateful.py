@@ -1,13 +1,7 @@
-"""Metrics with a state of their own as sums: their updates add up, or they are refused.
+"""Metrics with a state of their own, like Keras's, as sums if their updates add up.
 
-These are Keras's metrics and those written like them.
-
-Such a metric may do anything with its state. Ranks can work on parts of the data only if updates
-add up, so the updates are first tested on random rows: whole and in two parts, from two states, and
-with rows of weight 0.
+That is tested on random rows: whole and in two parts, from two states, and with weights of 0.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -16,31 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from tnt_jax.keras_compat.keras_objects import require_jax_backend
 from tnt_jax.keras_compat.losses.base import at_least_float32
 from tnt_jax.keras_compat.metrics.base import Metric
+from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
 
 _PROBE_ROWS = 6
 
 
 def keeps_own_state(metric: Metric) -> bool:
-    """Returns whether a tnt_jax metric is written like Keras's.
-
-    Its class then overrides `update_state` or `result`, and not the methods that they call.
-    """
+    """Returns whether a metric is like Keras's, and overrides `update_state` or `result` alone."""
     return any(_defines_first(type(metric), stateful, sums) for stateful, sums in _PAIRS)
 
 
 class StatefulMetric(Metric):
-    """A metric with `stateless_update_state` and `stateless_result` whose updates add up.
-
-    Args:
-        metric: The metric; its state is cleared.
-        y_true_shape: Shape of the targets [batch, ...].
-        y_pred_shape: Shape of the outputs of the model [batch, ...].
-
-    Raises:
-        ValueError: If shapes are missing, or updates do not add up.
-    """
+    """A metric with `stateless_update_state` and `stateless_result` whose updates add up."""
 
     def __init__(
         self, metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
@@ -115,6 +99,51 @@ class StatefulMetric(Metric):
             f"The {kind} {self.name!r} cannot be computed from parts of the data: {problem}. Use a "
             "tnt_jax.metrics class, or compute it from the result of predict."
         )
+
+
+class KerasMetric(StatefulMetric):
+    """A `keras.metrics.Metric` whose updates were found to add up."""
+
+    def compute(self, sums: list[jax.Array]) -> jax.Array:
+        """Returns the result of the Keras metric."""
+        keras = require_jax_backend()
+        state = [
+            jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)
+        ]
+        with keras.StatelessScope(
+            state_mapping=list(zip(self.stateful.variables, state, strict=True))
+        ):
+            # Converted inside the scope: a result may be one of the variables, which has another
+            # value outside.
+            return keras.ops.convert_to_tensor(self.stateful.result())
+
+
+def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
+    """Returns a Keras metric as a tnt_jax metric."""
+    keras = require_jax_backend()
+    is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
+    if is_mean and type(metric).result is keras.metrics.Mean.result:
+        # The mean of a function of rows is known to add up, and tnt_jax's metric handles padding.
+        mean = MeanMetricWrapper(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
+        mean.keeps_sums = _keeps_state(metric)
+        return mean
+    if type(metric) is keras.metrics.R2Score:
+        from tnt_jax.keras_compat.metrics.regression import R2Score
+
+        # Keras counts padding as samples.
+        return R2Score(metric.class_aggregation, metric.num_regressors, metric.name, metric.dtype)
+    return KerasMetric(metric, y_true_shape, y_pred_shape)
+
+
+def _keeps_state(metric: Any) -> bool:
+    """Returns whether `reset_state` of a Keras metric leaves its state as it is."""
+    for variable in metric.variables:
+        variable.assign(jnp.ones_like(variable.value))
+    metric.reset_state()
+    is_kept = all(np.all(variable.value) for variable in metric.variables)
+    for variable in metric.variables:
+        variable.assign(jnp.zeros_like(variable.value))
+    return is_kept
 
 
 _PAIRS = (("update_state", "increments"), ("result", "compute"))

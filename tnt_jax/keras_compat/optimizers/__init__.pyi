@@ -7,6 +7,8 @@ from .averaging import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .base import LearningRate as LearningRate
 from .base import Optimizer as Optimizer
 from .base import OptimizerState as OptimizerState
+from .base import read_learning_rate as read_learning_rate
+from .base import write_learning_rate as write_learning_rate
 from .elementwise import SGD as SGD
 from .elementwise import Adadelta as Adadelta
 from .elementwise import Adagrad as Adagrad
@@ -20,5 +22,3 @@ from .lookup import deserialize as deserialize
 from .lookup import get as get
 from .lookup import serialize as serialize
 from .loss_scaling import LossScaleOptimizer as LossScaleOptimizer
-from .rate_in_state import read_learning_rate as read_learning_rate
-from .rate_in_state import write_learning_rate as write_learning_rate

@@ -4,12 +4,10 @@ Rules and defaults are those of Keras 3. If Optax has another rule of the same n
 says how it differs.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import (
     LearningRate,
@@ -21,9 +19,7 @@ from tnt_jax.keras_compat.optimizers.base import (
 
 
 class Adam(Optimizer):
-    """Adam in the form before section 2.1 with "epsilon hat".
-
-    Kingma and Ba 2015, arXiv:1412.6980.
+    """Adam with "epsilon hat" (Kingma and Ba 2015, arXiv:1412.6980, before section 2.1).
 
     m += (1 - beta_1) * (g - m), v += (1 - beta_2) * (g^2 - v), w -= rate * sqrt(1 - beta_2^t) /
     (1 - beta_1^t) * m / (sqrt(v) + epsilon); with `amsgrad`, the largest v so far replaces v (Reddi
@@ -42,20 +38,14 @@ class Adam(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon, self.amsgrad = beta_1, beta_2, epsilon, amsgrad
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns both moments, and the largest second one for `amsgrad`."""
         names = ["momentum", "velocity", *(["velocity_hat"] if self.amsgrad else [])]
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         velocity = moments["velocity"]
@@ -66,10 +56,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay, by default 0.004.
-
-    Loshchilov and Hutter 2019, arXiv:1711.05101.
-    """
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     def __init__(
         self,
@@ -95,11 +82,10 @@ class AdamW(Adam):
 
 
 class Adamax(Optimizer):
-    """Adam with the infinity norm.
+    """Adam with the infinity norm (Kingma and Ba 2015, arXiv:1412.6980, algorithm 2).
 
-    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|).
-
-    Kingma and Ba 2015, arXiv:1412.6980, algorithm 2. Optax adds epsilon to |g| instead of u.
+    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|). Optax adds epsilon to
+    |g| instead of u.
     """
 
     def __init__(
@@ -113,19 +99,13 @@ class Adamax(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the first moment and the norm."""
         return {"momentum": jnp.zeros_like(param), "norm": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"] + (1 - self.beta_1) * (grad - slots["momentum"])
         norm = jnp.maximum(self.beta_2 * slots["norm"], jnp.abs(grad))
@@ -152,7 +132,7 @@ class Nadam(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns both moments."""
         return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
 
@@ -160,22 +140,16 @@ class Nadam(Optimizer):
         """Returns the empty product of the u."""
         return {"u_product": jnp.ones(())}
 
-    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+    def update_shared(self, shared: Slots, step: Array) -> Slots:
         """Returns the product of the u up to `step`."""
         return {"u_product": shared["u_product"] * self._u(step)}
 
-    def _u(self, step: jax.Array) -> jax.Array:
+    def _u(self, step: Array) -> Array:
         return self.beta_1 * (1 - 0.5 * 0.96**step)
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         product = shared["u_product"]
@@ -187,7 +161,7 @@ class Nadam(Optimizer):
         return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
 
 
-def update_moments(grad: jax.Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:
+def update_moments(grad: Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:
     """Returns the running means of the gradient and of its square after one more gradient."""
     momentum, velocity = slots["momentum"], slots["velocity"]
     return {

@@ -1,11 +1,9 @@
 """Optimizers that use sums or averages over all gradients, with Keras 3's rules and defaults."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, Slots
 
@@ -13,8 +11,7 @@ from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Option
 class Ftrl(Optimizer):
     """Follow the regularized leader.
 
-    McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1.
-
+    McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1:
     n += g^2, z += g + 2 * shrinkage * w - (n^-p - n_before^-p) / rate * w, with p =
     `learning_rate_power`; w = (clip(z, -l1, l1) - z) / (n^-p / rate + 2 * l2 + beta / rate). Optax
     has no such rule.
@@ -51,7 +48,7 @@ class Ftrl(Optimizer):
             "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
         )
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value, and the linear term."""
         return {
             "accumulator": jnp.full_like(param, self.initial_accumulator_value),
@@ -59,14 +56,8 @@ class Ftrl(Optimizer):
         }
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         power = -self.learning_rate_power
         before = slots["accumulator"]
@@ -88,8 +79,7 @@ class Ftrl(Optimizer):
 class ScheduleFreeAdamW(Optimizer):
     """Adam that averages its weights instead of decaying its learning rate.
 
-    Defazio et al. 2024, arXiv:2405.15682, algorithm 1.
-
+    Defazio et al. 2024, arXiv:2405.15682, algorithm 1:
     z -= rate * g / (sqrt(v / (1 - beta_2^t)) + epsilon), x += (z - x) / t, w = (1 - beta_1) * z +
     beta_1 * x; the rate rises linearly over the first `warmup_steps` updates. As in Keras, the
     model is evaluated at w, and all steps have the same weight in x.
@@ -110,19 +100,13 @@ class ScheduleFreeAdamW(Optimizer):
         self.epsilon = epsilon
         self.warmup_steps = warmup_steps
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns z, which begins at the weights, and the second moment."""
         return {"momentum": jnp.array(param), "velocity": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if self.warmup_steps > 0:
             rate = rate * jnp.minimum(step / self.warmup_steps, 1)

@@ -5,8 +5,6 @@ A rule is written for one array (`init_leaf`, `update_leaf`), so that it reads l
 weights, apply the rule, average the weights.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings
@@ -15,15 +13,16 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import Array
 
 from tnt_jax.keras_compat import keras_objects
 from tnt_jax.keras_compat.configuration import Recorded, config_of, plain
-from tnt_jax.keras_compat.optimizers import clipping
 from tnt_jax.train.finite import with_fixed_scale
 
-Slots = dict[str, jax.Array]
-LearningRate = float | Callable[[jax.Array], jax.Array]
+Slots = dict[str, Array]
+LearningRate = float | Callable[[Array], Array]
 
 
 class OptionsButDecay(TypedDict, total=False):
@@ -57,7 +56,7 @@ class OptimizerState(NamedTuple):
         average: Averaged weights like the parameters; None without `use_ema`.
     """
 
-    count: jax.Array
+    count: Array
     slots: Any
     shared: Slots
     average: Any
@@ -134,7 +133,11 @@ class Optimizer(Recorded):
             learning_rate if callable(learning_rate) else float(learning_rate)
         )
         self.weight_decay = weight_decay
-        clipping.choose(clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm)
+        clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
+        if sum(bound is not None for bound in clips.values()) > 1:
+            raise ValueError(
+                f"Only one of clipnorm, clipvalue and global_clipnorm may be given, got {clips}."
+            )
         self.clipnorm = clipnorm
         self.clipvalue = clipvalue
         self.global_clipnorm = global_clipnorm
@@ -147,10 +150,7 @@ class Optimizer(Recorded):
         self._undecayed: tuple[str, ...] = ()
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal optimizer, as plain values.
-
-        Weights excluded from weight decay are not among them.
-        """
+        """Returns the arguments of an equal optimizer as plain values, without excluded weights."""
         shared = {name: getattr(self, name) for name in Options.__annotations__ if name != "decay"}
         own = [
             name
@@ -180,25 +180,23 @@ class Optimizer(Recorded):
         """
         self._undecayed = (*map(_pattern, var_list or ()), *(var_names or ()))
 
-    def clip(self, grads: list[jax.Array]) -> list[jax.Array]:
-        """Returns the clipped gradients."""
-        return clipping.choose(
-            clipnorm=self.clipnorm, clipvalue=self.clipvalue, global_clipnorm=self.global_clipnorm
-        )(grads)
+    def clip(self, grads: list[Array]) -> list[Array]:
+        """Returns the clipped gradients; a bound that is not positive clips nothing."""
+        if self.clipnorm is not None and self.clipnorm > 0:
+            return [clip_norm(grad, self.clipnorm) for grad in grads]
+        if self.clipvalue is not None and self.clipvalue > 0:
+            return [jnp.clip(grad, -self.clipvalue, self.clipvalue) for grad in grads]
+        if self.global_clipnorm is not None and self.global_clipnorm > 0:
+            return clip_global_norm(grads, self.global_clipnorm)
+        return grads
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the arrays that the rule keeps for one parameter, by name."""
         return {}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule to one parameter.
 
         Args:
@@ -218,11 +216,11 @@ class Optimizer(Recorded):
         """Returns the scalars that the rule keeps for all parameters, by name."""
         return {}
 
-    def update_shared(self, shared: Slots, step: jax.Array) -> Slots:
+    def update_shared(self, shared: Slots, step: Array) -> Slots:
         """Returns the scalars for update number `step`, from 1."""
         return shared
 
-    def decay_of(self, param: jax.Array, path: str) -> float:
+    def decay_of(self, param: Array, path: str) -> float:
         """Returns the weight decay of one parameter, 0 for an excluded one."""
         return 0.0 if self.weight_decay is None or self.is_exempt(path) else self.weight_decay
 
@@ -232,12 +230,9 @@ class Optimizer(Recorded):
         return any(re.search(pattern, text) for pattern in self._undecayed for text in texts)
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns the Optax transformation.
+        """Returns the Optax transformation, whose state has `hyperparams["learning_rate"]`."""
 
-        Its state holds the rate as `hyperparams["learning_rate"]`, a float32 scalar.
-        """
-
-        def at_rate(learning_rate: jax.Array) -> optax.GradientTransformation:
+        def at_rate(learning_rate: Array) -> optax.GradientTransformation:
             def update(
                 grads: Any, state: OptimizerState, params: Any = None
             ) -> tuple[Any, OptimizerState]:
@@ -248,32 +243,23 @@ class Optimizer(Recorded):
         injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore
         rate = self._rate_of_update if callable(self.learning_rate) else self.learning_rate
         transformation: Any = injected(learning_rate=rate)
-        return (
-            transformation
-            if self.loss_scale_factor is None
-            else with_fixed_scale(transformation, self.loss_scale_factor)
-        )
+        if self.loss_scale_factor is None:
+            return transformation
+        return with_fixed_scale(transformation, self.loss_scale_factor)
 
     def rate_at(self, step: Any) -> Any:
-        """Returns the learning rate of the step after `step` steps.
-
-        As in Keras, a schedule counts all steps, with or without accumulation.
-        """
+        """Returns the learning rate after `step` steps, which accumulate or not, as in Keras."""
         rate = self.learning_rate
         if not callable(rate):
             return rate
         return rate(step) if _takes_step(rate) else rate()  # pyright: ignore[reportCallIssue]
 
-    def _rate_of_update(self, count: jax.Array) -> Any:
+    def _rate_of_update(self, count: Array) -> Any:
         num_steps = self.gradient_accumulation_steps or 1
         return self.rate_at(count * num_steps + num_steps - 1)
 
     def averaged_params(self, opt_state: Any) -> Any:
-        """Returns the averaged weights in a state of the transformation.
-
-        Raises:
-            ValueError: If the optimizer keeps no average.
-        """
+        """Returns the averaged weights in a state; a ValueError if the optimizer keeps none."""
         if not self.use_ema:
             raise ValueError(
                 f"The optimizer {self.name!r} keeps no averaged weights: create it with "
@@ -288,7 +274,7 @@ class Optimizer(Recorded):
         return OptimizerState(jnp.zeros((), jnp.int32), slots, self.init_shared(), average)
 
     def _update(
-        self, grads: Any, state: OptimizerState, params: Any, rate: jax.Array
+        self, grads: Any, state: OptimizerState, params: Any, rate: Array
     ) -> tuple[Any, OptimizerState]:
         if params is None:
             raise ValueError(
@@ -313,14 +299,14 @@ class Optimizer(Recorded):
 
     def _update_one(
         self,
-        grad: jax.Array,
-        param: jax.Array,
+        grad: Array,
+        param: Array,
         slots: Slots,
         path: str,
-        rate: jax.Array,
-        step: jax.Array,
+        rate: Array,
+        step: Array,
         shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+    ) -> tuple[Array, Slots]:
         # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
         wide = jnp.promote_types(param.dtype, jnp.float32)
         decay = self.decay_of(param, path) * rate * param.astype(wide)
@@ -333,10 +319,7 @@ class Optimizer(Recorded):
         }
 
     def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
-        """Returns updates and averaged weights.
-
-        Where the average overwrites the weights, the updates lead to the average.
-        """
+        """Returns updates and averaged weights, to which updates lead where they overwrite."""
         if not self.use_ema:
             return updates, None
         momentum = jnp.where(state.count == 0, 0.0, self.ema_momentum)
@@ -344,7 +327,7 @@ class Optimizer(Recorded):
         # the weights.
         kept = momentum ** ((self.gradient_accumulation_steps or 1) - 1)
 
-        def mean(average: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        def mean(average: Array, old: Array, new: Array) -> Array:
             return (momentum * (kept * average + (1 - kept) * old) + (1 - momentum) * new).astype(
                 new.dtype
             )
@@ -372,10 +355,7 @@ def _pattern(variable: Any) -> str:
 
 
 def _takes_step(schedule: Callable[..., Any]) -> bool:
-    """Returns whether a schedule takes the step.
-
-    Keras also allows schedules without arguments.
-    """
+    """Returns whether a schedule takes the step; Keras also allows schedules without arguments."""
     try:
         inspect.signature(schedule).bind(0)
     except TypeError:
@@ -387,3 +367,75 @@ def _takes_step(schedule: Callable[..., Any]) -> bool:
 
 def _path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def clip_norm(grad: Array, bound: float) -> Array:
+    """Returns the gradient scaled down to a norm of at most `bound`."""
+    return grad * bound / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(grad))), bound)
+
+
+def clip_global_norm(grads: list[Array], bound: float) -> list[Array]:
+    """Returns gradients scaled to a joint norm of at most `bound`; NaN if it is not finite."""
+    norm = jnp.sqrt(sum((jnp.sum(jnp.square(grad)) for grad in grads), start=jnp.zeros(())))
+    # norm - norm is 0, or NaN for an infinite norm, as in Keras: a factor of 0 must not hide an
+    # overflow.
+    scale = bound * jnp.minimum(1 / norm, 1 / bound) + (norm - norm)
+    return [(grad * scale).astype(grad.dtype) for grad in grads]
+
+
+def read_learning_rate(opt_state: Any) -> Array | None:
+    """Returns a state's rate, of the last update or else of the next; None if it holds none."""
+    injected = _injected(opt_state)
+    return injected[0].hyperparams["learning_rate"] if injected else None
+
+
+def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
+    """Returns the state with another learning rate, in its dtype and place, without retracing.
+
+    Raises:
+        TypeError: If a schedule sets the rate.
+        ValueError: If the state holds no rate, as for an Optax transformation not built by
+            `optax.inject_hyperparams`.
+    """
+    injected = _injected(opt_state)
+    if not injected:
+        raise ValueError(
+            "This optimizer's state holds no learning rate to set. Build the Optax transformation "
+            "with optax.inject_hyperparams(optax.sgd)(learning_rate=...), or use a "
+            "tnt_jax.optimizers class."
+        )
+    if any("learning_rate" in state.hyperparams_states for state in injected):
+        raise TypeError(
+            "A schedule decides the learning rate, so it cannot be set; create the optimizer with "
+            "a number."
+        )
+
+    def replaced(node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        old = node.hyperparams["learning_rate"]
+        return node._replace(
+            hyperparams={**node.hyperparams, "learning_rate": _like(old, learning_rate)}
+        )
+
+    return jax.tree.map(replaced, opt_state, is_leaf=_is_injected)
+
+
+def _like(old: Any, value: Any) -> Any:
+    """Returns a number as an array with the dtype and, on devices, the sharding of another."""
+    value = np.asarray(value, old.dtype)
+    # Each process creates its own copies: device_put to several processes would communicate.
+    if isinstance(old, Array):
+        return jax.make_array_from_callback((), old.sharding, lambda _: value)
+    return value
+
+
+def _is_injected(node: Any) -> bool:
+    return "learning_rate" in getattr(node, "hyperparams", ()) and hasattr(
+        node, "hyperparams_states"
+    )
+
+
+def _injected(opt_state: Any) -> list[Any]:
+    """Returns the states of `inject_hyperparams` within a state that hold a learning rate."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_injected) if _is_injected(node)]

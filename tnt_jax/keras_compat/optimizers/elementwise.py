@@ -1,14 +1,9 @@
-"""Optimizers with elementwise update rules, with the rules and defaults of Keras 3.
-
-Optax has rules with most of these names; if they differ, the docstring says how.
-"""
-
-from __future__ import annotations
+"""Keras 3's elementwise optimizers; docstrings say how rules of Optax of these names differ."""
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import (
     LearningRate,
@@ -22,7 +17,6 @@ class SGD(Optimizer):
     """Gradient descent: m = momentum * m - rate * g, w += m.
 
     With Nesterov, w += momentum * m - rate * g.
-
     Optax multiplies by the rate after the momentum, which differs if the rate changes.
     """
 
@@ -38,19 +32,13 @@ class SGD(Optimizer):
             raise ValueError(f"momentum must be in [0, 1], got {momentum}.")
         self.momentum, self.nesterov = momentum, nesterov
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the momentum, if there is any."""
         return {"momentum": jnp.zeros_like(param)} if self.momentum else {}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if not slots:
             return -rate * grad, slots
@@ -64,7 +52,6 @@ class RMSprop(Optimizer):
     """Divides by a running root mean square of the gradients.
 
     v = rho * v + (1 - rho) * g^2, w -= rate * g / sqrt(v + epsilon).
-
     With `centered`, v - mean(g)^2 replaces v; with momentum, m = momentum * m + rate * g / sqrt(v +
     epsilon), w -= m (Hinton, Neural Networks for Machine Learning, lecture 6).
     """
@@ -81,7 +68,7 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, centered
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the running square and, if needed, the momentum and the running gradient."""
         names = [
             "velocity",
@@ -91,14 +78,8 @@ class RMSprop(Optimizer):
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho = self.rho
         slots = dict(slots)
@@ -113,10 +94,7 @@ class RMSprop(Optimizer):
 
 
 class Adadelta(Optimizer):
-    """Steps in units of past steps: d = -rms(past d) / rms(g) * g, w += rate * d.
-
-    Zeiler 2012, arXiv:1212.5701.
-    """
+    """d = -rms(past d) / rms(g) * g, w += rate * d (Zeiler 2012, arXiv:1212.5701)."""
 
     def __init__(
         self,
@@ -128,7 +106,7 @@ class Adadelta(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho, self.epsilon = rho, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the running squares of gradients and of steps."""
         return {
             "accumulated_grad": jnp.zeros_like(param),
@@ -136,14 +114,8 @@ class Adadelta(Optimizer):
         }
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         rho, epsilon = self.rho, self.epsilon
         squares = rho * slots["accumulated_grad"] + (1 - rho) * jnp.square(grad)
@@ -153,10 +125,7 @@ class Adadelta(Optimizer):
 
 
 class Adagrad(Optimizer):
-    """Divides by all past gradients: a += g^2, w -= rate * g / sqrt(a + epsilon).
-
-    Duchi et al. 2011.
-    """
+    """a += g^2, w -= rate * g / sqrt(a + epsilon) (Duchi et al. 2011)."""
 
     def __init__(
         self,
@@ -168,29 +137,20 @@ class Adagrad(Optimizer):
         super().__init__(learning_rate, **options)
         self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value."""
         return {"accumulator": jnp.full_like(param, self.initial_accumulator_value)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         accumulator = slots["accumulator"] + jnp.square(grad)
         return -rate * grad / jnp.sqrt(accumulator + self.epsilon), {"accumulator": accumulator}
 
 
 class Lion(Optimizer):
-    """Steps by a sign: w -= rate * sign(beta_1 * m + (1 - beta_1) * g).
-
-    Chen et al. 2023, arXiv:2302.06675, algorithm 2.
-    """
+    """w -= rate * sign(beta_1 * m + (1 - beta_1) * g) (Chen et al. 2023, arXiv:2302.06675)."""
 
     def __init__(
         self,
@@ -206,19 +166,13 @@ class Lion(Optimizer):
             )
         self.beta_1, self.beta_2 = beta_1, beta_2
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the momentum."""
         return {"momentum": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"]
         update = -rate * jnp.sign(self.beta_1 * momentum + (1 - self.beta_1) * grad)

@@ -1,9 +1,4 @@
-"""Keras optimizers as Optax transformations.
-
-Their own update rule runs on their own variables, as a pytree.
-"""
-
-from __future__ import annotations
+"""Keras optimizers as Optax transformations: their own rule, on their own variables as a pytree."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,30 +16,20 @@ from tnt_jax.train.finite import with_fixed_scale
 
 
 class KerasOptimizerState(NamedTuple):
-    """State of a Keras optimizer.
+    """State of a Keras optimizer."""
 
-    Attributes:
-        hyperparams: The learning rate, as in `optax.inject_hyperparams`; with a schedule, that of
-            the last update.
-        hyperparams_states: Has the key `"learning_rate"` if a schedule sets the rate.
-        average: Averaged weights like the parameters; None without `use_ema`.
-        variables: Values of the other variables, in Keras's order.
-    """
-
+    # The learning rate, as in `optax.inject_hyperparams`; with a schedule, that of the last update,
+    # and `hyperparams_states` has the key "learning_rate".
     hyperparams: dict[str, jax.Array]
     hyperparams_states: dict[str, tuple[()]]
-    average: Any
-    variables: list[jax.Array]
+    average: Any  # Averaged weights like the parameters; None without `use_ema`.
+    variables: list[jax.Array]  # The others, in Keras's order.
 
 
 class KerasOptimizer(Optimizer):
     """A `keras.optimizers.Optimizer`, rebuilt from its configuration.
 
-    The given object does not change. If it already has variables, such as momenta after
-    `keras_model.fit`, training starts from them.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, or the optimizer is not supported.
+    Training starts from the variables that it may have already; the given object does not change.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -70,35 +55,22 @@ class KerasOptimizer(Optimizer):
         self.loss_scale_factor = optimizer.loss_scale_factor
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns a transformation that applies the Keras optimizer.
-
-        Its state is a `KerasOptimizerState`, within a `LossScaleState` if the loss is scaled.
-        """
+        """Returns a transformation with a `KerasOptimizerState`, maybe in a `LossScaleState`."""
         return self.transformation_for(dict)
 
     def transformation_for(
         self, variables: Callable[[], Mapping[str, Any]]
     ) -> optax.GradientTransformation:
-        """Returns a transformation like `transformation`, for the parameters of a Keras model.
-
-        Args:
-            variables: Returns the variables of the model by path: the optimizer may exclude some of
-                them from weight decay.
-        """
+        """Returns a transformation like `transformation`, for the parameters of a Keras model."""
         rule = _Rule(self.keras_optimizer, self.learning_rate, variables)
         transformation = optax.GradientTransformation(rule.init, rule.update)  # pyright: ignore
-        return (
-            transformation
-            if self.loss_scale_factor is None
-            else with_fixed_scale(transformation, self.loss_scale_factor)
-        )
+        if self.loss_scale_factor is None:
+            return transformation
+        return with_fixed_scale(transformation, self.loss_scale_factor)
 
 
 class _Rule:
-    """The two functions of a transformation, around a Keras optimizer.
-
-    The optimizer is built when the parameters are known.
-    """
+    """The functions of a transformation; its optimizer is built when parameters are known."""
 
     def __init__(
         self, optimizer: Any, learning_rate: Any, variables: Callable[[], Mapping[str, Any]]
@@ -210,10 +182,7 @@ def _schedule_of(optimizer: Any) -> Any:
 
 
 def _rebuilt(optimizer: Any, **changes: Any) -> Any:
-    """Returns a copy of a Keras optimizer, not built, without accumulation and loss scaling.
-
-    The training step does both.
-    """
+    """Returns a copy of a Keras optimizer, not built; the step accumulates and scales losses."""
     # Ranks accumulate by themselves and exchange gradients once per update.
     changes |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
     changes.setdefault(
@@ -246,10 +215,7 @@ def _rebuilt(optimizer: Any, **changes: Any) -> Any:
 
 
 def _counting_steps(schedule: Any, num_steps: int) -> Any:
-    """Returns a schedule by updates for one by steps, of which `num_steps` make an update.
-
-    Keras's schedules count steps.
-    """
+    """Returns a schedule by updates for Keras's by steps, of which `num_steps` make an update."""
     keras = require_jax_backend()
 
     class CountingSteps(keras.optimizers.schedules.LearningRateSchedule):
@@ -277,10 +243,7 @@ def _first_values(given: Any, built: Any) -> list[Any]:
 
 
 def _variables_like(params: Any) -> dict[str, Any]:
-    """Returns Keras variables like the parameters, including their paths.
-
-    Some rules depend on the path, or start from the values.
-    """
+    """Returns Keras variables with the parameters' paths and values: some rules need them."""
     keras = require_jax_backend()
     variables = {}
     for entries, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

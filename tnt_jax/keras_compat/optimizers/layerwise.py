@@ -1,13 +1,11 @@
 """Optimizers whose rule uses a whole weight array: norm, rows and columns, or singular values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tnt_jax.keras_compat.optimizers.adam import update_moments
 from tnt_jax.keras_compat.optimizers.base import (
@@ -20,10 +18,7 @@ from tnt_jax.keras_compat.optimizers.base import (
 
 
 class Lamb(Optimizer):
-    """Adam's step scaled to the norm of each weight array.
-
-    You et al. 2020, arXiv:1904.00962, algorithm 2.
-    """
+    """Adam's step scaled to each array's norm (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
 
     def __init__(
         self,
@@ -38,19 +33,13 @@ class Lamb(Optimizer):
         self.beta_2 = beta_2
         self.epsilon = epsilon
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns both moments."""
         return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         momentum = moments["momentum"] / (1 - self.beta_1**step)
@@ -68,8 +57,7 @@ class Lamb(Optimizer):
 class Adafactor(Optimizer):
     """Adam with the second moment of a matrix stored as row and column means.
 
-    Shazeer and Stern 2018, arXiv:1804.04235.
-
+    It is that of Shazeer and Stern 2018, arXiv:1804.04235.
     The rate is at most 1 / sqrt(step) and is scaled by the root mean square of the weights, at
     least `epsilon_2`. As in Keras, that bound holds for any `relative_step`.
     """
@@ -91,7 +79,7 @@ class Adafactor(Optimizer):
         self.epsilon_1 = epsilon_1
         self.epsilon_2 = epsilon_2
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns row and column means for two or more dimensions, else the full second moment."""
         if param.ndim < 2:
             return {"velocity": jnp.zeros_like(param)}
@@ -102,14 +90,8 @@ class Adafactor(Optimizer):
         }
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         square = jnp.square(grad) + self.epsilon_1
         kept = 1 - step**self.beta_2_decay
@@ -176,7 +158,7 @@ class Muon(Optimizer):
         self.nesterov = nesterov
         self.rms_rate = rms_rate
 
-    def uses_adam(self, param: jax.Array, path: str) -> bool:
+    def uses_adam(self, param: Array, path: str) -> bool:
         """Returns whether a weight is updated by Adam."""
         is_embedding = self.exclude_embeddings and "embedding" in path.lower()
         return (
@@ -185,25 +167,19 @@ class Muon(Optimizer):
             or any(re.search(pattern, path) for pattern in self.exclude_layers)
         )
 
-    def decay_of(self, param: jax.Array, path: str) -> float:
+    def decay_of(self, param: Array, path: str) -> float:
         """Returns `weight_decay` or `adam_weight_decay`, 0 for an excluded weight."""
         decay = self.adam_weight_decay if self.uses_adam(param, path) else self.weight_decay
         return 0.0 if decay is None or self.is_exempt(path) else decay
 
-    def init_leaf(self, param: jax.Array, path: str) -> Slots:
+    def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the momentum, and the second moment for Adam."""
         names = ["momentum", *(["velocity"] if self.uses_adam(param, path) else [])]
         return {name: jnp.zeros_like(param) for name in names}
 
     def update_leaf(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        slots: Slots,
-        rate: jax.Array,
-        step: jax.Array,
-        shared: Slots,
-    ) -> tuple[jax.Array, Slots]:
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
         """Applies the rule of the class; see `Optimizer.update_leaf`."""
         if "velocity" in slots:
             return self._adam(grad, slots, rate * self.adam_lr_ratio, step)
@@ -215,9 +191,7 @@ class Muon(Optimizer):
         scale = 1.0 if self.rms_rate is None else self.rms_rate * max(param.shape) ** 0.5
         return update * scale, {"momentum": momentum}
 
-    def _adam(
-        self, grad: jax.Array, slots: Slots, rate: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+    def _adam(self, grad: Array, slots: Slots, rate: Array, step: Array) -> tuple[Array, Slots]:
         moments = update_moments(grad, slots, self.adam_beta_1, self.adam_beta_2)
         alpha = rate * jnp.sqrt(1 - self.adam_beta_2**step) / (1 - self.adam_beta_1**step)
         return -alpha * moments["momentum"] / (
@@ -226,16 +200,11 @@ class Muon(Optimizer):
 
 
 def orthogonalized(
-    matrix: jax.Array, coefficients: tuple[float, float, float], num_iterations: int
-) -> jax.Array:
+    matrix: Array, coefficients: tuple[float, float, float], num_iterations: int
+) -> Array:
     """Returns a matrix with the same singular vectors and singular values near one.
 
-    It is computed by a quintic Newton-Schulz iteration.
-
-    Args:
-        matrix: [rows, columns].
-        coefficients: a, b, c of x -> a x + b (x x^T) x + c (x x^T)^2 x.
-        num_iterations: Number of times to apply the polynomial.
+    It is computed by a quintic Newton-Schulz iteration: x -> a x + b (x x^T) x + c (x x^T)^2 x.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -247,5 +216,5 @@ def orthogonalized(
     return x.T if is_tall else x
 
 
-def _root_mean_square(array: jax.Array) -> jax.Array:
+def _root_mean_square(array: Array) -> Array:
     return jnp.sqrt(jnp.mean(jnp.square(array)))

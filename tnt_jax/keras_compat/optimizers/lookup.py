@@ -1,7 +1,5 @@
 """Finds the `Optimizer` for a user's argument."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,11 +82,7 @@ def get(identifier: Any) -> Any:
 
 
 def required(identifier: Any) -> Optimizer:
-    """Returns the result of `get`, for a model to train.
-
-    Raises:
-        ValueError: If there is no such optimizer.
-    """
+    """Returns the result of `get`, for a model to train."""
     optimizer = get(identifier)
     if optimizer is None:
         raise ValueError(
@@ -98,25 +92,16 @@ def required(identifier: Any) -> Optimizer:
 
 
 def serialize(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns an optimizer as plain values that JSON can hold, in Keras's form.
-
-    Raises:
-        TypeError: If it is an Optax transformation, which does not know its arguments.
-    """
+    """Returns an optimizer in Keras's form, as JSON values; a TypeError for one of Optax."""
     return configuration.serialize(optimizer)
 
 
 def deserialize(
     config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
 ) -> Optimizer:
-    """Returns the optimizer that `serialize`, or Keras's own, wrote.
+    """Returns the optimizer that `serialize`, or Keras's own, wrote; its class may be in any case.
 
-    Args:
-        config: What it returned; names of classes may be in any case.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If a name is unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     by_lower_name = {name.lower(): name for name in _CLASSES}
     name = str(config["class_name"])

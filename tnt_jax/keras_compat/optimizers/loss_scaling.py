@@ -1,7 +1,5 @@
 """An optimizer wrapper that scales the loss, for training in float16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import optax
@@ -39,7 +37,6 @@ class LossScaleOptimizer(Optimizer):
         inner_optimizer: Optimizer of the unscaled gradients; its learning rate is that of this one.
         initial_scale: Initial scale; the changing scale is part of the optimizer state.
         dynamic_growth_steps: Finite steps after which the scale is doubled.
-        name: Name of the optimizer.
         **kwargs: Options of other optimizers with values that have no effect, as in Keras. Pass
             options to `inner_optimizer`.
 
@@ -69,10 +66,7 @@ class LossScaleOptimizer(Optimizer):
         self.gradient_accumulation_steps = inner_optimizer.gradient_accumulation_steps
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal optimizer, as plain values.
-
-        They include those of the inner optimizer.
-        """
+        """Returns the arguments, and those of the inner optimizer, as plain values."""
         return {
             "name": self.name,
             "initial_scale": self.initial_scale,
@@ -95,17 +89,11 @@ class LossScaleOptimizer(Optimizer):
         return self.inner_optimizer._undecayed
 
     def transformation(self) -> optax.GradientTransformation:
-        """Returns a transformation of scaled gradients.
-
-        Its state is a `tnt_jax.train.finite.LossScaleState`.
-        """
+        """Returns a transformation of scaled gradients; its state is a `LossScaleState`."""
         return self.scaled(self.inner_optimizer.transformation())
 
     def scaled(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns a transformation of scaled gradients around one of the unscaled gradients.
-
-        The latter replaces the inner optimizer.
-        """
+        """Returns a transformation of scaled gradients around one of the unscaled gradients."""
         return with_dynamic_scale(
             inner, initial_scale=self.initial_scale, growth_steps=self.dynamic_growth_steps
         )

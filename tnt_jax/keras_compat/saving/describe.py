@@ -1,8 +1,7 @@
 """Descriptions of modules, losses, metrics and optimizers as JSON.
 
-A description names classes and functions and holds their arguments. Objects in `known_names` have
-their public name, such as `flax.linen:Dense`; a class or function of the user has its own, such as
-`my_package.nets:Net`. `rebuild` creates the objects again.
+They name classes and functions, such as `flax.linen:Dense` or `my_package.nets:Net`, and hold
+their arguments. `rebuild` creates the objects again.
 """
 
 import dataclasses
@@ -25,19 +24,7 @@ class NotDescribable(ValueError):
 
 
 def describe(value: Any, *, where: str = "module") -> Any:
-    """Returns JSON for a Linen module, for an object of this library, or for plain values.
-
-    Objects are described by the arguments of their constructors.
-
-    Args:
-        value: Numbers, strings, sequences, dicts, dtypes, functions and classes that can be
-            imported, `functools.partial`, Linen modules, losses, metrics, optimizers and schedules
-            of this library, classes derived from them, and those of Keras.
-        where: Name of the value, for errors.
-
-    Raises:
-        NotDescribable: If a part of it has no JSON form; the message names the part.
-    """
+    """Returns JSON for plain values, and for objects the arguments of their constructors."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -67,7 +54,7 @@ def _describe_object(value: Any, where: str) -> Any:
         return {"linen": [_name(type(value), where), _describe_fields(value, where), value.name]}
     if isinstance(value, type) and issubclass(value, np.generic):
         return {"dtype": np.dtype(value).name}
-    if _root(type(value)) == "keras" and hasattr(value, "get_config"):
+    if type(value).__module__.split(".")[0] == "keras" and hasattr(value, "get_config"):
         return {"keras": keras_descriptions.describe(value)}
     if isinstance(value, Recorded):
         args, kwargs = value.given_arguments
@@ -126,7 +113,3 @@ def is_linen(value: Any) -> bool:
     """Returns whether a value is a Linen module, without importing Linen."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(value, linen.Module)
-
-
-def _root(cls: type) -> str:
-    return cls.__module__.split(".")[0]

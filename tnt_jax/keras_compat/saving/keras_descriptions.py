@@ -22,24 +22,16 @@ _CHOSEN_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
 
 
 def describe(value: Any) -> Any:
-    """Returns the configuration of a Keras object as JSON values.
-
-    The object is a model, layer, loss, metric or optimizer.
-    """
+    """Returns a Keras model, layer, loss, metric or optimizer as JSON values."""
     import keras
 
     return keras.saving.serialize_keras_object(value)
 
 
 def describe_compile(optimizer: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of `compile` in the form of Keras's `get_compile_config`.
+    """Returns the arguments of `compile` as Keras's `get_compile_config` does, for Keras's objects.
 
-    Objects of tnt_jax become Keras's objects of the same name. The result is None, with a line in
-    the log, if Keras cannot create one of them.
-
-    Args:
-        optimizer: An optimizer with its current learning rate.
-        given: The other arguments by name.
+    None, with a line in the log, if Keras cannot create one of them.
     """
     try:
         state = {"config": configuration.plain(optimizer.get_config())}
@@ -90,17 +82,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
 
 
 def rebuild(config: Any, *, custom_objects: Mapping[str, Any], trust: bool) -> Any:
-    """Returns the object that `describe` described.
-
-    Args:
-        config: The entry `"keras"` of the description.
-        custom_objects: Classes and functions of the user by name.
-        trust: Whether code in the description may run: Keras's `safe_mode=False`.
-
-    Raises:
-        ValueError: If the description names modules outside Keras, or what Keras refuses to load
-            from a file.
-    """
+    """Returns the object that `describe` described."""
     import keras
 
     if not trust:
@@ -118,10 +100,7 @@ def rebuild(config: Any, *, custom_objects: Mapping[str, Any], trust: bool) -> A
 
 
 def _refuse_foreign_modules(config: Any, custom_objects: Mapping[str, Any]) -> None:
-    """Refuses names of modules that Keras would import.
-
-    Keras imports modules named `keras`, `keras_hub` and the like.
-    """
+    """Refuses modules that Keras would import, such as `keras` and `keras_hub`."""
     if isinstance(config, dict):
         module = config.get("module") if "class_name" in config else None
         is_new = (

@@ -1,7 +1,4 @@
-"""Files in Keras's own layouts for wrapped Keras models.
-
-The optimizer state is added where Keras does not look.
-"""
+"""Files in Keras's layouts, with the optimizer state where Keras does not look."""
 
 import copy
 import json
@@ -30,12 +27,7 @@ def is_keras(module: Any) -> bool:
 
 
 def describe_model(model: Any, inputs: Any) -> dict[str, Any]:
-    """Returns the configuration of a Keras model as JSON values.
-
-    Args:
-        model: Model.
-        inputs: Pytree of shapes and dtypes of its inputs; None if they are unknown.
-    """
+    """Returns the configuration of a Keras model as JSON values."""
     import jax
 
     listed = jax.tree.map(
@@ -45,11 +37,7 @@ def describe_model(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def described_inputs(config: Mapping[str, Any]) -> Any:
-    """Returns the inputs that were passed to `describe_model`; None if they are unknown.
-
-    Raises:
-        ValueError: If they are not shapes and dtypes.
-    """
+    """Returns the inputs that were passed to `describe_model`; None if they are unknown."""
     import jax
 
     def struct(text: Any) -> jax.ShapeDtypeStruct:
@@ -73,15 +61,8 @@ def write(
 ) -> None:
     """Writes a Keras model, or its weights, to a new file that Keras can read.
 
-    Only the weights are written if the name ends in `.weights.h5`.
-
-    Args:
-        model: Model whose variables are up to date.
-        path: File to write.
-        arrays: Arrays to add: the optimizer state.
-        notes: JSON values to add.
-        compile_config: Arguments of `compile` for Keras, as its `get_compile_config` returns them;
-            None for those of the model itself.
+    Only the weights are written if the name ends in `.weights.h5`. `arrays` and `notes` are added;
+    `compile_config` is what `get_compile_config` of Keras returns, None for the model's own.
     """
     if path.name.endswith(H5_ENDING):
         model.save_weights(path)
@@ -103,10 +84,7 @@ def write(
 
 
 def _legacy(compile_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns arguments of `compile` as Keras's legacy files hold them.
-
-    None, with a line in the log, if its reader of such files does not know the optimizer.
-    """
+    """Returns `compile_config` as Keras's legacy files hold it; None, logged, if they cannot."""
     import jax
     import keras
 
@@ -142,13 +120,7 @@ def _legacy(compile_config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def add_to_archive(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Adds arrays and notes to a zip file, which is created if necessary.
-
-    Args:
-        path: The file.
-        arrays: Host arrays by path.
-        notes: JSON values.
-    """
+    """Adds arrays and notes to a zip file, which is created if necessary."""
     extra = path.with_name(path.name + ".extra")
     try:
         write_h5(extra, arrays)
@@ -167,12 +139,6 @@ def holds_keras_model(path: Path) -> bool:
         return True
     with zipfile.ZipFile(path) as file:
         return _KERAS_CONFIG in file.namelist()
-
-
-def read_weights(model: Any, path: Path, *, skip_mismatch: bool) -> list[np.ndarray]:
-    """Returns the weights in a file for a Keras model, and also loads them into the model."""
-    model.load_weights(path, skip_mismatch=skip_mismatch)
-    return model.get_weights()
 
 
 def read_extra(path: Path) -> dict[str, np.ndarray]:
@@ -206,11 +172,7 @@ def read_notes(path: Path) -> dict[str, Any]:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, or nested too deeply.
-    """
+    """Returns the value of a JSON text."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -220,13 +182,7 @@ def read_json(text: str | bytes) -> Any:
 def compile_arguments(
     model: Any, *, custom_objects: Mapping[str, Any], trust: bool
 ) -> dict[str, Any] | None:
-    """Returns the compile arguments of a Keras model as Keras objects; None if it is not compiled.
-
-    Args:
-        model: A Keras model.
-        custom_objects: Classes and functions of the user by name.
-        trust: See `keras_descriptions.rebuild`.
-    """
+    """Returns what a Keras model was compiled with, as Keras objects; None if it was not."""
     config = model.get_compile_config() if model.compiled else None
     if not config:
         return None

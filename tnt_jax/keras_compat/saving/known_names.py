@@ -47,65 +47,35 @@ _OPTAX_LOSSES = """
     safe_softmax_cross_entropy sigmoid_binary_cross_entropy sigmoid_focal_loss smooth_labels
     softmax_cross_entropy softmax_cross_entropy_with_integer_labels squared_error
 """.split()
-_OPTAX_SCHEDULES = (
-    "constant_schedule",
-    "cosine_decay_schedule",
-    "cosine_onecycle_schedule",
-    "exponential_decay",
-    "linear_onecycle_schedule",
-    "linear_schedule",
-    "piecewise_constant_schedule",
-    "polynomial_schedule",
-    "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule",
-    "warmup_exponential_decay_schedule",
-)
+_OPTAX_SCHEDULES = """
+    constant_schedule cosine_decay_schedule cosine_onecycle_schedule exponential_decay
+    linear_onecycle_schedule linear_schedule piecewise_constant_schedule polynomial_schedule
+    warmup_constant_schedule warmup_cosine_decay_schedule warmup_exponential_decay_schedule
+""".split()
 _LOSSES = """
     binary_crossentropy binary_focal_crossentropy categorical_crossentropy
     categorical_focal_crossentropy categorical_hinge cosine_similarity hinge huber kl_divergence
     log_cosh mean_absolute_error mean_absolute_percentage_error mean_squared_error
     mean_squared_logarithmic_error poisson sparse_categorical_crossentropy squared_hinge
 """.split()
-_METRICS = (
-    "binary_accuracy",
-    "categorical_accuracy",
-    "sparse_categorical_accuracy",
-    "sparse_top_k_categorical_accuracy",
-    "top_k_categorical_accuracy",
-)
-_MODELS = (
-    "Attention",
-    "BasicBlock",
-    "BottleneckBlock",
-    "CNN",
-    "CifarResNet",
-    "ResNet",
-    "ResNetSmall",
-    "TextClassifier",
-    "Transformer",
-    "sinusoids",
-)
-_SCHEDULES = (
-    "Constant",
-    "CosineDecay",
-    "CosineDecayRestarts",
-    "ExponentialDecay",
-    "InverseTimeDecay",
-    "PiecewiseConstantDecay",
-    "PolynomialDecay",
-    "GradualWarmup",
-    "InverseSquareRoot",
-    "WarmupSteps",
-)
+_METRICS = """
+    binary_accuracy categorical_accuracy sparse_categorical_accuracy
+    sparse_top_k_categorical_accuracy top_k_categorical_accuracy
+""".split()
+_MODELS = """
+    Attention BasicBlock BottleneckBlock CNN CifarResNet ResNet ResNetSmall TextClassifier
+    Transformer sinusoids
+""".split()
+_SCHEDULES = """
+    Constant CosineDecay CosineDecayRestarts ExponentialDecay InverseTimeDecay
+    PiecewiseConstantDecay PolynomialDecay GradualWarmup InverseSquareRoot WarmupSteps
+""".split()
 
 
 # Both caches depend on nothing but what is installed.
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """Returns the classes and functions that a description may name, by `module:name`.
-
-    An object may have several names.
-    """
+    """Returns what a description may name, by `module:name`; an object may have several names."""
     import builtins
 
     import flax.linen

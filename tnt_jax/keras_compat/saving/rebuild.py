@@ -13,29 +13,19 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tnt_jax.keras_compat import configuration
 from tnt_jax.keras_compat.configuration import Recorded
 from tnt_jax.keras_compat.saving import keras_descriptions
 from tnt_jax.keras_compat.saving.known_names import dtype_names, table
 
+_M = TypeVar("_M")
+
 
 class Rebuilder:
-    """Makes objects from results of `describe`.
-
-    Args:
-        custom_objects: Classes and functions of the user, by their name (`"Net"`) or by module and
-            name (`"my_package.nets:Net"`).
-        trust: Whether names that are neither known nor in `custom_objects` are imported, which runs
-            code, and Keras's safe mode is turned off.
-        caller: Name of the function that offers the two arguments, for errors.
-
-    Attributes:
-        custom_objects: See above.
-        trust: See above.
-    """
+    """Makes objects from results of `describe`."""
 
     def __init__(
         self,
@@ -60,12 +50,7 @@ class Rebuilder:
         }
 
     def __call__(self, description: Any) -> Any:
-        """Returns the described object.
-
-        Raises:
-            ValueError: If a class or function is unknown, or the description does not fit; the
-                message says what to do.
-        """
+        """Returns the described object."""
         try:
             return self._rebuild(description)
         except RecursionError as error:
@@ -163,17 +148,7 @@ def _imported(name: str) -> Any:
 
 
 def construct(function: Callable[..., Any], name: str, args: list[Any], kwargs: Any) -> Any:
-    """Returns the result of a function for arguments from a description.
-
-    Args:
-        function: A constructor, or another function.
-        name: Its name, for errors.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-
-    Raises:
-        ValueError: For any error of the function: the description does not fit it.
-    """
+    """Returns the result of a function for arguments from a description."""
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
         raise ValueError(f"The description gives {name} arguments without names: {_shown(kwargs)}")
     try:
@@ -182,6 +157,45 @@ def construct(function: Callable[..., Any], name: str, args: list[Any], kwargs: 
         raise ValueError(
             f"{name} cannot be created with the arguments of the description: {error}"
         ) from error
+
+
+def model_from(config: Any, rebuild: Rebuilder, kind: Callable[..., _M]) -> _M:
+    """Returns a model from a result of `Model.get_config`, with fresh weights, not compiled."""
+    if (
+        not isinstance(config, Mapping)
+        or "options" not in config
+        or not {"keras", "module"} & set(config)
+    ):
+        raise ValueError(
+            "A configuration is what Model.get_config returned: a dict with 'options' and with "
+            "'module' or 'keras'."
+        )
+    module = rebuild({"keras": config["keras"]} if "keras" in config else config["module"])
+    return model_around(module, config["options"], rebuild, kind)
+
+
+def model_around(module: Any, options: Any, rebuild: Rebuilder, kind: Callable[..., _M]) -> _M:
+    """Returns a model that wraps a module, with the described options."""
+    given = described_arguments(
+        rebuild(options), kind, leave_out=("module", "variables", "ranks_per_host")
+    )
+    return construct(kind, "tnt_jax.Model", [module], given)
+
+
+def described_arguments(
+    given: Any, function: Any, *, leave_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns a description, which must be the arguments of a function."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    known = parameters.keys() - set(leave_out)
+    named = given.keys() if isinstance(given, dict) else {None}
+    if not (named <= known or (takes_any and named.isdisjoint({None, *leave_out}))):
+        raise ValueError(
+            f"A saved model has these arguments of {function.__name__}: {sorted(known)}, but this "
+            f"one has {given!r:.200}."
+        )
+    return given
 
 
 def _list(content: Any, length: int | None = None) -> list[Any]:

@@ -1,12 +1,8 @@
 """Arrays by path in one file, `.weights.h5` (HDF5) or safetensors, written atomically.
 
-Checksums of single files, so that a damaged file is an error rather than other weights.
-
-Archives (`.keras`) have a checksum of each member by themselves. An HDF5 file gets one after the
-end that its head states. HDF5 ignores what is there, and removes it when a program changes the
-file. Nothing else may be there, so a checksum that was overwritten is noticed. Those of safetensors
-are in its metadata. Files without checksums, such as those of other programs,
-are loaded as they are.
+Checksums make a damaged file an error rather than other weights. Archives (`.keras`) have their
+own. An HDF5 file gets one after the end that its head states: HDF5 ignores what is there, and
+removes it when a program changes the file. Files without checksums are loaded as they are.
 """
 
 import json
@@ -43,15 +39,7 @@ def write_h5(
     notes: str = "",
     attributes: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes arrays to an HDF5 file, each at its path below the group `tnt_jax`.
-
-    Args:
-        path: File to write.
-        arrays: Host or device arrays by path.
-        mode: `"w"` for a new file, `"a"` to add to one.
-        notes: Text to write along.
-        attributes: Texts to write as attributes of the file.
-    """
+    """Writes arrays to an HDF5 file, each at its path below the group `tnt_jax`."""
     import h5py
 
     with h5py.File(path, mode) as file:
@@ -71,12 +59,7 @@ def write_h5(
 
 
 def read_h5(path: Path | IO[bytes]) -> dict[str, np.ndarray]:
-    """Returns the arrays that `write_h5` wrote, by path; none for a file of another program.
-
-    Raises:
-        ValueError: If a part of the file links elsewhere, for instance to another file, or holds an
-            array that tnt_jax did not write.
-    """
+    """Returns the arrays that `write_h5` wrote, by path; none for a file of another program."""
     import h5py
 
     with h5py.File(path, "r") as file:
@@ -147,10 +130,7 @@ def read_h5_notes(path: Path) -> str:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays to a safetensors file; their names are the paths with dots for slashes.
-
-    The metadata hold a checksum of each.
-    """
+    """Writes arrays by dotted path to a safetensors file, with checksums in its metadata."""
     from safetensors.numpy import save_file
 
     tensors = {name.replace("/", "."): np.array(leaf, order="C") for name, leaf in arrays.items()}
@@ -160,11 +140,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a safetensors file by name.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
+    """Returns the arrays of a safetensors file by name."""
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
 
@@ -193,15 +169,7 @@ _EXTENSION = re.compile(r"\.([a-z]+|h(df)?5)", re.IGNORECASE)
 
 
 def is_file_name(path: Path, *, of_keras: bool) -> bool:
-    """Returns whether a path is that of one file rather than of a directory.
-
-    Args:
-        path: Where a model is saved.
-        of_keras: Whether the model wraps a Keras model.
-
-    Raises:
-        ValueError: If the extension is not supported.
-    """
+    """Returns whether a path is that of one file rather than of a directory."""
     if path.name.endswith(
         (H5_ENDING, SAFETENSORS_ENDING, ".keras", *((".h5",) if of_keras else ()))
     ):

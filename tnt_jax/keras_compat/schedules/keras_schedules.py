@@ -1,9 +1,4 @@
-"""Learning-rate schedules with Keras's names, arguments and values.
-
-A schedule maps a step to a rate.
-"""
-
-from __future__ import annotations
+"""Keras's learning-rate schedules, from a step to a rate: its names, arguments and values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +43,6 @@ class ExponentialDecay(LearningRateSchedule):
         decay_steps: Number of steps after which the rate is multiplied by `decay_rate`; positive.
         decay_rate: The factor.
         staircase: Whether the exponent is rounded down.
-        name: Name of the schedule.
     """
 
     def __init__(
@@ -80,7 +74,6 @@ class InverseTimeDecay(LearningRateSchedule):
         decay_steps: Length of one period, in steps; positive.
         decay_rate: The amount that one period adds to the divisor.
         staircase: Whether the number of periods is rounded down.
-        name: Name of the schedule.
     """
 
     def __init__(
@@ -114,7 +107,6 @@ class PolynomialDecay(LearningRateSchedule):
         power: Exponent; 1 is linear.
         cycle: Whether, instead of staying at the end, `decay_steps` is stretched to its next
             multiple above the step.
-        name: Name of the schedule.
     """
 
     def __init__(
@@ -154,7 +146,6 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     Args:
         boundaries: Steps in increasing order.
         values: Rates, one more than boundaries.
-        name: Name of the schedule.
     """
 
     def __init__(
@@ -186,7 +177,6 @@ class CosineDecay(LearningRateSchedule):
         initial_learning_rate: The rate at step 0, and without warm-up the largest.
         decay_steps: Length of the decay in steps, after the warm-up; positive.
         alpha: The last rate, as a fraction of the largest.
-        name: Name of the schedule.
         warmup_target: The rate at the end of the warm-up; no warm-up if None.
         warmup_steps: Length of the warm-up, in steps.
     """
@@ -236,7 +226,6 @@ class CosineDecayRestarts(LearningRateSchedule):
         t_mul: Length of a period relative to the one before.
         m_mul: First rate of a period relative to the one before.
         alpha: Smallest rate, as a fraction of the initial one.
-        name: Name of the schedule.
     """
 
     def __init__(
@@ -280,12 +269,7 @@ def serialize(learning_rate_schedule: LearningRateSchedule) -> dict[str, Any]:
 def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
     """Returns the schedule that `serialize`, or Keras's own, wrote.
 
-    Args:
-        config: What it returned.
-        custom_objects: Classes and functions of the user by name.
-
-    Raises:
-        ValueError: If a name is unknown.
+    Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
     return configuration.deserialize(config, "schedules", custom_objects)
 

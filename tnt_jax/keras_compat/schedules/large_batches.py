@@ -1,7 +1,5 @@
 """Learning rates for large batches: how they grow with the batch, and how training warms up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,15 +28,8 @@ def scale_linearly(learning_rate: float, *, batch_size: int, base_batch_size: in
 def scale_by_square_root(learning_rate: float, *, batch_size: int, base_batch_size: int) -> float:
     """Returns the rate for a global batch, in proportion to the square root of its size.
 
-    This keeps the variance of an update (Krizhevsky 2014, arXiv:1404.5997, section 5).
-
-    Args:
-        learning_rate: A good rate for `base_batch_size`.
-        batch_size: Rows of the global batch.
-        base_batch_size: Rows of the batch for which the rate was found.
-
-    Raises:
-        ValueError: If a size is below 1.
+    This keeps the variance of an update (Krizhevsky 2014, arXiv:1404.5997, section 5). Arguments
+    and errors are those of `scale_linearly`.
     """
     return learning_rate * _ratio(batch_size, base_batch_size) ** 0.5
 
@@ -57,7 +48,6 @@ class GradualWarmup(LearningRateSchedule):
             beginning of training; the warm-up ends at its rate of step `warmup_steps`.
         warmup_steps: Length of the warm-up, in updates; 0 for none.
         initial_learning_rate: The rate at step 0.
-        name: Name of the schedule.
 
     Raises:
         ValueError: If `warmup_steps` is negative.
@@ -104,7 +94,6 @@ class WarmupSteps(LearningRateSchedule):
         warmup_epochs: Length of the warm-up.
         boundaries: Epochs at which the rate changes, rising.
         multipliers: Factors of `peak`, one more than boundaries.
-        name: Name of the schedule.
 
     Raises:
         ValueError: If there is not one multiplier more than boundaries, or the boundaries do not
@@ -152,7 +141,6 @@ class InverseSquareRoot(LearningRateSchedule):
         factor: 1 in the paper.
         width: Width of the model.
         warmup_steps: Updates until the rate is highest.
-        name: Name of the schedule.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Creates a model's variables for its inputs, and checks that it can be called with them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,20 +11,11 @@ from tnt_jax.adapters.base import CallError, CallStyle
 from tnt_jax.data.arguments import check_numbers
 from tnt_jax.keras_compat.saving.keras_files import is_keras
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.wrapped import take_over_changes
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.trainer import trace_outputs
 
 # The number of characters that an error quotes of another.
 _QUOTED = 400
-
-
-def check_batch(batch: Batch) -> None:
-    """Checks that the arrays of a batch hold numbers; see `check_arguments`."""
-    # Named as arguments, though they may come from a dataset.
-    for name, value in (("x", batch.inputs), ("y", batch.targets), ("sample_weight", batch.weight)):
-        for leaf in jax.tree.leaves(value):
-            check_numbers(name, leaf)
 
 
 def kinds(tree: Any) -> Any:
@@ -46,45 +36,24 @@ def shapes(tree: Any) -> str:
     )
 
 
-@contextmanager
-def refusing_inputs(name: str, inputs: Any, known: Sequence[str]) -> Iterator[None]:
-    """Turns errors of a model's forward pass into a `ValueError` about inputs of other shapes.
-
-    Args:
-        name: Name of the model.
-        inputs: Its inputs.
-        known: A description of the shapes that it was called with before.
-    """
-    try:
-        yield
-    except CallError:
-        raise
-    except Exception as error:  # Any error of a module; the message quotes it.
-        reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
-        raise ValueError(
-            f"The model {name!r} cannot be called with inputs {shapes(inputs)}; before, they were "
-            f"{known[0]}. Pass inputs of the shape for which its variables were created. It says: "
-            f"{reason}"
-        ) from None
-
-
 def input_problem(module: Any, inputs: Any) -> str | None:
-    """Returns what is wrong with the number of inputs, or None if the signature does not tell.
-
-    The text has both numbers.
-
-    Args:
-        module: A Flax or Keras model.
-        inputs: Inputs of a batch: one array, or a tuple, list or dict of them.
-    """
+    """Returns what is wrong with the number of inputs, or None if the signature does not tell."""
     if isinstance(inputs, Mapping):
         return None
     if is_keras(module):
-        names = _keras_inputs(module)
+        # The call of models that are neither functional nor Sequential accepts any number.
+        tensors = getattr(module, "inputs", None) if module.built else None
+        names = tuple(x.name for x in tensors) if tensors else None
         num_given = len(jax.tree.leaves(inputs))
     else:
         num_given = len(inputs) if isinstance(inputs, (tuple, list)) else 1
-        names = _flax_inputs(module, num_given)
+        style = CallStyle.of(module.__call__)
+        names = style.positional
+        most = num_given if style.is_variadic else len(names)
+        if not style.unpack or style.num_required <= num_given <= most:
+            return None
+        if num_given < style.num_required:
+            names = names[: style.num_required]
     if names is None or num_given == len(names):
         return None
     example = f"(({', '.join(names)}), targets)" if len(names) > 1 else "(inputs, targets)"
@@ -96,10 +65,7 @@ def input_problem(module: Any, inputs: Any) -> str | None:
 
 
 def signature_tells(module: Any, inputs: Any) -> bool:
-    """Returns whether the signature says that the module takes inputs of this structure.
-
-    A tuple, for instance, may be a single argument.
-    """
+    """Returns whether the signature takes such inputs; a tuple, say, may be one argument."""
     if not isinstance(inputs, (tuple, list, Mapping)) or is_keras(module):
         return True
     style = CallStyle.of(module.__call__)
@@ -133,35 +99,8 @@ def unusable_inputs(module: Any, inputs: Any, error: Exception) -> str:
     )
 
 
-def _flax_inputs(module: Any, num_given: int) -> tuple[str, ...] | None:
-    """Returns the names of the expected arguments; None if the number fits or is not fixed."""
-    style = CallStyle.of(module.__call__)
-    if not style.unpack or style.num_required <= num_given <= (
-        num_given if style.is_variadic else len(style.positional)
-    ):
-        return None
-    return (
-        style.positional[: style.num_required]
-        if num_given < style.num_required
-        else style.positional
-    )
-
-
-def _keras_inputs(module: Any) -> tuple[str, ...] | None:
-    """Returns the names of the inputs of a functional or Sequential model, otherwise None.
-
-    The call of other models accepts any number.
-    """
-    inputs = getattr(module, "inputs", None) if module.built else None
-    return tuple(x.name for x in inputs) if inputs else None
-
-
 class Builder:
-    """Creates the variables of a model for its inputs, and explains invalid inputs.
-
-    Args:
-        core: The shared parts of the model.
-    """
+    """Creates the variables of a model for its inputs, and explains invalid inputs."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -180,10 +119,7 @@ class Builder:
         self._core.trainer.require_state()  # Errors of the program that makes variables come here.
 
     def problem_of_inputs(self, inputs: Any) -> ValueError | None:
-        """Returns what is wrong with the structure of inputs, or None.
-
-        If the signature does not tell, the model is built for the inputs as a test.
-        """
+        """Returns what is wrong with inputs; if the signature does not tell, the model is built."""
         module = self._core.module
         structure = jax.tree.structure(inputs)
         if (problem := input_problem(module, inputs)) is not None:
@@ -205,13 +141,12 @@ class Builder:
         return None
 
     def build_for(self, batch: Batch) -> None:
-        """Creates missing variables, and applies changes that the user made to the object.
-
-        Raises:
-            ValueError: If the data does not hold numbers, or if a built model cannot be called with
-                such inputs.
-        """
-        check_batch(batch)
+        """Creates missing variables, and applies changes that the user made to the object."""
+        # Named as arguments, though they may come from a dataset.
+        given = {"x": batch.inputs, "y": batch.targets, "sample_weight": batch.weight}
+        for name, value in given.items():
+            for leaf in jax.tree.leaves(value):
+                check_numbers(name, leaf)
         trainer = self._core.trainer
         was_built = trainer.is_built
         if (problem := self.problem_of_inputs(batch.inputs)) is not None:
@@ -220,15 +155,24 @@ class Builder:
         # While fit runs, only what callbacks assign is news in the wrapped object.
         if self._core.is_fitting:
             self._core.read_assigned()
-        elif take_over_changes(trainer, batch.inputs) and self._core.compilation is not None:
+        elif self._core.take_over_changes(batch.inputs) and self._core.compilation is not None:
             self._core.compilation.forget_data()
         self._check_shapes(batch, was_built=was_built)
 
     def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:
         """Traces the model with inputs of new shapes, without computing anything."""
-        kind = kinds(batch.inputs)
-        known = self._known_inputs
+        kind, known = kinds(batch.inputs), self._known_inputs
         if was_built and self._core.calls_model and known and kind not in known:
-            with refusing_inputs(self._core.adapter.name, batch.inputs, list(known.values())):
+            try:
                 trace_outputs(self._core.trainer, batch)
+            except CallError:
+                raise
+            except Exception as error:  # Any error of a module; the message quotes it.
+                reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
+                raise ValueError(
+                    f"The model {self._core.adapter.name!r} cannot be called with inputs "
+                    f"{shapes(batch.inputs)}; before, they were {next(iter(known.values()))}. Pass "
+                    "inputs of the shape for which its variables were created. It says: "
+                    f"{reason}"
+                ) from None
         known[kind] = shapes(batch.inputs)

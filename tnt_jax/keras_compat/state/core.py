@@ -10,21 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tnt_jax import reproducible, sharded
+from tnt_jax import _jax, reproducible, sharded
 from tnt_jax.adapters import wrap
+from tnt_jax.adapters.base import Variables
+from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.keras_compat.callbacks.base import check_can_read
+from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.state.options import ModelOptions
-from tnt_jax.keras_compat.state.wrapped import read_assigned, write_back, writing_back
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardingOptions, auto, planning
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import WholeBatches, log_choice
@@ -98,13 +100,18 @@ class Core:
         self._plain_apply = self.adapter.apply
         self._use_options(options)
         self.compilation: Compilation | None = None
+        # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: auto.Choice | None = None
+        # Most rows of a rank that are computed in one pass, in training and outside; None for all.
         self.rows_at_once: int | None = None
         self.evaluated_at_once: int | None = None
         self.fits_memory = False
         # Calls and batches for which a step was chosen by its memory.
         self._fitted: set[Any] = set()
-        self.is_fitting, self.knows_outputs = False, False
+        # While `fit` runs, the wrapped object is out of date.
+        self.is_fitting = False
+        # How rows of the model's outputs depend on one another in prediction, once that is known.
+        self.knows_outputs = False
         self.dependence_of_outputs: str | None = None
         self._trainer: Trainer | None = None
         # The state whose variables the wrapped object shows within `fit`.
@@ -117,9 +124,13 @@ class Core:
             job = self.options.on_mesh(runtime.init(), self._sharding)
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
-            self._trainer = Trainer(
-                self.adapter, job, self._choose_steps(job), seed=self.options.seed
-            )
+            steps: Steps
+            if self.options.reproducible:
+                ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
+                steps = reproducible.ReproducibleSteps(ranks)
+            else:
+                steps = self._steps(job)
+            self._trainer = Trainer(self.adapter, job, steps, seed=self.options.seed)
         return self._trainer
 
     def view(self, owner: Trainer) -> None:
@@ -143,13 +154,6 @@ class Core:
         apply = options.apply(self._plain_apply)
         # This object's own method: another model of the module has other options.
         self.adapter.apply = evaluated_in_passes(apply, lambda: self.evaluated_at_once)
-
-    def _choose_steps(self, job: runtime.Runtime) -> Steps:
-        """Returns the `Steps` that compile the model for the devices of the job."""
-        if self.options.reproducible:
-            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
-            return reproducible.ReproducibleSteps(ranks)
-        return self._steps(job)
 
     def _steps(
         self, job: runtime.Runtime, *, whole: bool = False
@@ -321,13 +325,7 @@ class Core:
         return self.splits_rows or self.fits_memory
 
     def choose_step_of_rows(self) -> None:
-        """Computes whole global batches if rows were found to depend on one another.
-
-        Otherwise each rank computes its part.
-
-        Raises:
-            ValueError: If an option needs parts of batches, and rows are dependent.
-        """
+        """Computes whole batches if rows were found to depend on one another, otherwise parts."""
         trainer, compilation = self.trainer, self.compilation
         of_steps = None if compilation is None else compilation.dependence
         dependence = of_steps or self.dependence_of_outputs
@@ -402,11 +400,7 @@ class Core:
         return self.compilation is None or not self.compilation.has_objective
 
     def require_compiled(self) -> Compilation:
-        """Returns the compilation.
-
-        Raises:
-            RuntimeError: If the model was not compiled.
-        """
+        """Returns the compilation."""
         if self.compilation is None:
             does_not_count = getattr(self.module, "compiled", False)
             own = " The Keras model's own compile() does not count." if does_not_count else ""
@@ -416,11 +410,7 @@ class Core:
         return self.compilation
 
     def require_trainable(self) -> Compilation:
-        """Returns the compilation of a model that can be trained.
-
-        Raises:
-            RuntimeError: If the model was not compiled, or is a view.
-        """
+        """Returns the compilation of a model that can be trained."""
         compilation = self.require_compiled()
         if self.trainer.owner is not None:
             raise RuntimeError(
@@ -430,10 +420,7 @@ class Core:
 
     @property
     def functions(self) -> Compiled | CompiledObjective | None:
-        """Losses and metrics for the model's outputs.
-
-        None before `compile` and the first batch after it.
-        """
+        """Losses and metrics for the outputs; None before the first batch after `compile`."""
         return None if self.compilation is None else self.compilation.functions
 
     @property
@@ -480,12 +467,22 @@ class Core:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Surrounds training: stores the variables in the wrapped object when it ends."""
+        """Surrounds training: stores the variables in the wrapped object when it ends.
+
+        Also after an exception, but not in a job of several processes: the others may wait for this
+        one, which is about to end.
+        """
         self.is_fitting = True
         try:
-            with writing_back(self.trainer):
-                yield
-                self.read_assigned()
+            yield
+            self.read_assigned()
+        except BaseException:
+            state = self.trainer.state
+            if jax.process_count() == 1 and state is not None and _is_whole(state):
+                self._store()
+            raise
+        else:
+            self._store()
         finally:
             self.is_fitting = False
 
@@ -503,14 +500,61 @@ class Core:
     def write_back(self) -> None:
         """See `Model.write_back`."""
         self.read_assigned()
-        write_back(self.trainer)
+        self._store()
+
+    def _store(self) -> None:
+        if self.adapter.holds_variables and self.trainer.state is not None:
+            self.adapter.write_back(self.trainer.variables())
 
     def read_assigned(self) -> None:
-        """Reads what a callback has assigned to variables of the wrapped object."""
-        if self.is_fitting:
-            read_assigned(self.trainer)
+        """Reads what a callback has assigned to the wrapped object, alike on all processes."""
+        state = self.trainer.state if self.is_fitting else None
+        if state is None or not self.adapter.has_assigned():
+            return
+        check_changes_model("Assigning a variable of the wrapped object")
+        held = Variables(state.params, state.model_state)
+        self._put(state, self.adapter.with_assigned(held))
+
+    def take_over_changes(self, inputs: Any) -> bool:
+        """Reads the variables of the wrapped object again if the user has changed them.
+
+        On every process those of the master count. Returns whether others than before are trained:
+        the optimizer then starts afresh, and steps are compiled anew.
+        """
+        trainer, adapter = self.trainer, self.adapter
+        if not adapter.holds_variables or trainer.owner is not None:
+            return False
+        if (state := trainer.state) is None:
+            return False
+        trains_others = adapter.trains_others()
+        if not collectives.broadcast(np.int8(trains_others or adapter.has_assigned())):
+            return False
+        variables = Variables(*collectives.broadcast(tuple(adapter.init(inputs, seed=0))))
+        if _shapes(tuple(variables)) != _shapes((state.params, state.model_state)):
+            trainer.build_from(variables)
+        else:
+            self._put(state, variables)
+        return trains_others
+
+    def _put(self, state: TrainState, variables: Variables) -> None:
+        """Replaces the variables of the state by host arrays or by its own."""
+
+        def put(new: Any, old: jax.Array) -> jax.Array:
+            return old if new is old else _jax.put(np.asarray(new, old.dtype), old.sharding)
+
+        params, model_state = jax.tree.map(put, tuple(variables), (state.params, state.model_state))
+        self.trainer.state = replace(state, params=params, model_state=model_state)
 
     def write_back_outside_fit(self) -> None:
         """Stores the variables in the wrapped object, unless `fit` runs, which does so itself."""
         if not self.is_fitting:
             self.write_back()
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def _is_whole(state: TrainState) -> bool:
+    """Returns whether no array was donated to a step whose results never arrived."""
+    return not any(x.is_deleted() for x in jax.tree.leaves((state.params, state.model_state)))

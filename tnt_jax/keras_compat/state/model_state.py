@@ -19,11 +19,7 @@ from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
 
 
 class ModelState:
-    """Reads and replaces the training state.
-
-    Args:
-        core: What the parts of the model share.
-    """
+    """Reads and replaces the training state."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -38,19 +34,12 @@ class ModelState:
 
     @property
     def state(self) -> TrainState:
-        """The whole training state, on the devices.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """The whole training state, on the devices."""
         self.start_optimizer()
         return self.require_built()
 
     def gathered(self) -> TrainState:
-        """Returns the whole training state, with no array spread over processes.
-
-        All processes must call it.
-        """
+        """Returns the whole training state, on each of the processes, which call it together."""
         return jax.tree.map(self._core.trainer.gather, self.state)
 
     def settle(self) -> None:
@@ -58,11 +47,7 @@ class ModelState:
         self._core.trainer.settle()
 
     def require_built(self) -> TrainState:
-        """Returns the current training state.
-
-        Raises:
-            RuntimeError: If the model has no variables yet.
-        """
+        """Returns the current training state."""
         self._core.read_assigned()
         return self._core.trainer.require_state()
 
@@ -77,11 +62,9 @@ class ModelState:
     def optimizer(self) -> OptimizerView | None:
         """The optimizer, or None before `compile`."""
         compilation = self._core.compilation
-        return (
-            None
-            if compilation is None
-            else OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
-        )
+        if compilation is None:
+            return None
+        return OptimizerView(compilation.optimizer, self._core.trainer, self.start_optimizer)
 
     def get_weights(self) -> list[np.ndarray]:
         """See `Model.get_weights`."""
@@ -112,24 +95,16 @@ class ModelState:
         leaves, structure = jax.tree.flatten((state.params, state.model_state))
         numbers = structure.unflatten([np.int64(index) for index in range(len(leaves))])
         exported = self._core.adapter.export(Variables(*numbers))
-        return (
-            [int(number) for number in exported]
-            if isinstance(exported, list)
-            else list(range(len(leaves)))
-        )
+        if isinstance(exported, list):
+            return [int(number) for number in exported]
+        return list(range(len(leaves)))
 
     def build_from(self, params: Any, model_state: Any) -> None:
         """Creates the state of a Flax module from host arrays in the form of a checkpoint."""
         self._core.trainer.build_from(Variables(params, model_state))
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replaces all parts of the training state that `arrays` holds, by path.
-
-        Before `build` this happens as soon as the model is built.
-
-        Args:
-            arrays: Arrays of a checkpoint; an optimizer state requires a compiled model.
-        """
+        """Replaces the parts of the state that `arrays` holds, as soon as the model is built."""
         if not self.built:
             self._waiting = arrays
             return
@@ -141,13 +116,7 @@ class ModelState:
     def replace_variables(
         self, arrays: Mapping[str, np.ndarray], *, skip_mismatch: bool = False
     ) -> None:
-        """Replaces parameters and model state by host arrays.
-
-        Args:
-            arrays: Arrays by path.
-            skip_mismatch: Whether to warn of leaves that do not fit, which keep their values,
-                rather than to raise an error.
-        """
+        """Replaces parameters and model state by host arrays."""
         self._replace(self._fitting(arrays) if skip_mismatch else arrays, "params", "model_state")
         self._core.write_back_outside_fit()
 

@@ -1,4 +1,4 @@
-"""`model.optimizer`: the attributes of the running optimizer that callbacks may read and set."""
+"""Arrays of the training state, and its optimizer, as callbacks may read and set them."""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import optax
 
-from tnt_jax.keras_compat.callbacks.base import check_changes_model
+from tnt_jax import _jax
+from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
 from tnt_jax.keras_compat.optimizers import Optimizer, read_learning_rate, write_learning_rate
-from tnt_jax.keras_compat.state.state_variable import StateVariable, state_variables
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -21,11 +21,105 @@ _NO_RATE = (
 )
 
 
-class Rate(float):
-    """A learning rate that can be set like a Keras variable.
+class StateVariable:
+    """One array of the training state, read and assigned like a Keras variable.
 
-    For example `optimizer.learning_rate.assign(0.1)`.
+    It shows the current value. Its `path` is such as `Dense_0/kernel`, and `name` the last part;
+    gradients change it if it is `trainable`.
     """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        get: Callable[[TrainState], Any],
+        put: Callable[[TrainState, Any], TrainState],
+        index: int,
+        path: str = "",
+        *,
+        trainable: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._get = get
+        self._put = put
+        self._index = index
+        self._after = after
+        self.path = path
+        self.name = path.rpartition("/")[2]
+        self.trainable = trainable
+
+    @property
+    def value(self) -> jax.Array:
+        """The array on the devices; the next step donates it, so keep a copy."""
+        return self._leaves()[0][self._index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        return np.dtype(self.value.dtype)
+
+    def numpy(self) -> np.ndarray:
+        """Returns a copy; all processes must call it for an array that is sharded over several."""
+        check_can_read(self.value)
+        return np.array(self._trainer.gather(self.value))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns a copy for NumPy."""
+        return np.array(self.numpy(), dtype)
+
+    def assign(self, value: Any) -> None:
+        """Replaces the array by one of its shape; all processes must call it alike."""
+        check_changes_model(f"Assigning {self.path or 'an array'}")
+        leaves, structure = self._leaves()
+        old = leaves[self._index]
+        if np.shape(value) != old.shape:
+            raise ValueError(
+                f"{self.path or 'The array'} has the shape {old.shape}, but was assigned one of "
+                f"{np.shape(value)}."
+            )
+        leaves[self._index] = _jax.put(np.asarray(value, old.dtype), old.sharding)
+        state = self._trainer.state
+        assert state is not None
+        self._trainer.state = self._put(state, structure.unflatten(leaves))
+        if self._after is not None:
+            self._after()
+
+    def __repr__(self) -> str:
+        """Shows path, shape and dtype."""
+        return f"<StateVariable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
+
+    def _leaves(self) -> tuple[list[Any], Any]:
+        assert self._trainer.state is not None
+        return jax.tree.flatten(self._get(self._trainer.state))
+
+
+def state_variables(
+    trainer: Trainer,
+    get: Callable[[TrainState], Any],
+    put: Callable[[TrainState, Any], TrainState],
+    *,
+    trainable: bool = False,
+    after: Callable[[], None] | None = None,
+) -> list[StateVariable]:
+    """Returns a part of the trainer's state as `StateVariable`s, in the order of its leaves."""
+    assert trainer.state is not None
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(get(trainer.state))
+    ]
+    return [
+        StateVariable(trainer, get, put, index, path, trainable=trainable, after=after)
+        for index, path in enumerate(paths)
+    ]
+
+
+class Rate(float):
+    """A learning rate that can be set like a Keras variable: `learning_rate.assign(0.1)`."""
 
     _set: Callable[[Any], None]
 
@@ -50,13 +144,7 @@ class Rate(float):
 class OptimizerView:
     """The optimizer of a compiled model, with the Keras attributes that callbacks use.
 
-    Args:
-        optimizer: The optimizer passed to `compile`.
-        trainer: The trainer whose state holds its values.
-        start: Ensures that the trainer's state belongs to this optimizer.
-
     Attributes:
-        name: Name of the optimizer.
         use_ema: Whether it keeps averaged weights.
     """
 
@@ -117,11 +205,7 @@ class OptimizerView:
 
     @property
     def inner_optimizer(self) -> "OptimizerView":
-        """The optimizer inside a `LossScaleOptimizer`.
-
-        Raises:
-            AttributeError: If the optimizer is another one.
-        """
+        """The optimizer inside a `LossScaleOptimizer`; others have no such attribute."""
         return OptimizerView(self._optimizer.inner_optimizer, self._trainer, self._start)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -132,20 +216,13 @@ class OptimizerView:
 
     @property
     def iterations(self) -> int:
-        """Number of updates so far.
-
-        With gradient accumulation, several steps make one update. Reading it waits for the running
-        step.
-        """
+        """Number of updates so far; reading it waits for the running step."""
         steps_of_update = self._optimizer.gradient_accumulation_steps or 1
         return 0 if self._trainer.state is None else int(self._state().step) // steps_of_update
 
     @property
     def variables(self) -> list[StateVariable]:
-        """The step count and the arrays of the optimizer, in the order of its state.
-
-        Empty before the model is built.
-        """
+        """The step count and the optimizer's arrays in the state's order; none before `build`."""
         if self._trainer.state is None:
             return []
         step = self._variables(
@@ -160,11 +237,9 @@ class OptimizerView:
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the optimizer, with its current learning rate."""
         config = self.given.get_config()
-        return (
-            config
-            if callable(self._optimizer.learning_rate)
-            else config | {"learning_rate": float(self.learning_rate)}
-        )
+        if callable(self._optimizer.learning_rate):
+            return config
+        return config | {"learning_rate": float(self.learning_rate)}
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the optimizer passed to `compile`, such as `beta_1`."""
@@ -183,11 +258,7 @@ class OptimizerView:
         return getattr(self._optimizer, "keras_optimizer", self._optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the learning rate.
-
-        Raises:
-            AttributeError: For any other setting: it is part of the compiled step.
-        """
+        """Sets the learning rate; an AttributeError for all that is part of the compiled step."""
         if not name.startswith("_") and name not in ("learning_rate", "name", "use_ema"):
             raise AttributeError(
                 f"{name} is part of the compiled step: call compile() with an optimizer that has "
@@ -196,11 +267,7 @@ class OptimizerView:
         object.__setattr__(self, name, value)
 
     def swap_average(self) -> None:
-        """Swaps the weights and their averages.
-
-        Raises:
-            ValueError: If the optimizer keeps no averages.
-        """
+        """Swaps the weights and their averages; a ValueError if the optimizer keeps none."""
         state = self._state()
         average = self._average()
         opt_state = optax.tree.set(state.opt_state, average=state.params)

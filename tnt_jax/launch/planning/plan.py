@@ -12,7 +12,7 @@ from tnt_jax.launch.planning.options import Options
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
 # Runs a script up to the end of its first fit.
-_TUNE_ENTRY = "tnt_jax.keras_compat.fit.trials.tune_script"
+_TUNE_ENTRY = "tnt_jax.keras_compat.fit.tune_script"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`fit` in a process of `tnt-jax scale`: it times steps instead of training."""
+"""`fit` in a process of `tnt-jax tune`, `plan` or `scale`, which measures instead of training."""
 
 import resource
 import sys
@@ -13,55 +13,83 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.streams import read_in_lockstep
 from tnt_jax.distributed import goodput
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import is_master_rank
-from tnt_jax.keras_compat.fit.data_intake import DataArguments
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.fit_plan import FitArguments, Plan
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
-from tnt_jax.keras_compat.fit.trials.trial_loop import TrialLoop
-from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
+from tnt_jax.keras_compat.fit.tune_script import TrialsDone
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.runs import as_line
 from tnt_jax.settings import Settings
+from tnt_jax.sharded.planning import plan_step
+from tnt_jax.train.timing import tuning
 from tnt_jax.train.timing.timed_steps import time_steps
+
+_LIBRARIES = ("jax", "jaxlib", "flax")
+
+
+class TrialLoop(FitLoop):
+    """Times ways to sum gradients on the model and data of a `fit`, instead of training."""
+
+    compiles_ahead = False
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Prints the options to use, on the master, and hands back to the entry of the process."""
+        trainer = self._core.trainer
+        compilation = self._core.require_compiled()
+        transformation = compilation.transformation
+        assert transformation is not None
+        step = tuning.Step(
+            self._core.step_parts(),
+            transformation,
+            compilation.accumulation_steps,
+            compilation.steps_per_execution or 1,
+        )
+        by_argument = self._core.options.fusion_threshold is not None
+        tuning.tune(trainer, step, plan.first, plan.unpack, by_argument=by_argument)
+        raise TrialsDone
+
+
+class PlanLoop(FitLoop):
+    """Shows what a step of a `fit` needs, instead of training."""
+
+    compiles_ahead = False
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Prints the plan on the master, and hands back to the entry of the process."""
+        trainer = self._core.trainer
+        lowered = trainer.lower_train_step(plan.unpack(plan.first))
+        planned = plan_step(
+            lowered,
+            trainer.require_state(),
+            trainer.runtime.mesh,
+            notes=self._core.mesh_notes(),
+        )
+        if is_master_rank():
+            print(planned.text(), flush=True)
+        raise TrialsDone
 
 
 def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
     """Returns the data of a `fit` with the global batch for a number of ranks.
 
-    The lowest number of ranks has the script's own batch. With strong scaling all others have it,
-    too; with weak scaling it is multiplied.
-
-    Args:
-        data: The data, as the script passes it.
-        num_ranks: Number of ranks.
-        settings: Settings with the lowest number of ranks, and the kind of scaling.
-
-    Raises:
-        ValueError: If the batch cannot be kept, or cannot be multiplied.
+    That is the script's own; with weak scaling it is that of the lowest number, and multiplied.
     """
     factor = Fraction(num_ranks, settings.scale_from)
-    return _multiplied(data, factor) if settings.scale_weak else _kept(data, factor)
-
-
-def check_filled(source: Source, first: HostBatch) -> None:
-    """Raises a ValueError if the data has too few rows for one batch of weak scaling."""
-    size = source.global_batch_size
-    if size is not None and first.num_rows < size:
-        raise ValueError(
-            f"The data has {first.num_rows} rows, fewer than one global batch ({size}) of this "
-            "number of ranks. Measure on fewer ranks or with --strong, or give the script more "
-            "data."
-        )
-
-
-def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
     if factor == 1:
         return data
+    if settings.scale_weak:
+        # The rows of a rank, and the batches of a process, stay the same by themselves.
+        if not data.distribute or data.rows_per_rank is not None:
+            return data
+        from tnt_jax.data.dispatch import with_larger_batches
+
+        x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
+        return replace(data, x=x, batch_size=batch_size)
     if not data.distribute:
         raise ValueError(
             "tnt_distribute_dataset=False gives each process batches of its own, so that the "
@@ -79,19 +107,6 @@ def _kept(data: DataArguments, factor: Fraction) -> DataArguments:
     return replace(data, micro_batch_size=int(micro))
 
 
-def _multiplied(data: DataArguments, factor: Fraction) -> DataArguments:
-    # The rows of a rank, and the batches of a process, stay the same by themselves.
-    if factor == 1 or not data.distribute or data.rows_per_rank is not None:
-        return data
-    from tnt_jax.data.dispatch import with_larger_batches
-
-    x, batch_size = with_larger_batches(data.x, data.batch_size, factor)
-    return replace(data, x=x, batch_size=batch_size)
-
-
-_LIBRARIES = ("jax", "jaxlib", "flax")
-
-
 class ScaleLoop(FitLoop):
     """Times the steps of a `fit`, without callbacks and validation."""
 
@@ -105,17 +120,18 @@ class ScaleLoop(FitLoop):
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of this number of ranks."""
         plan = super().prepare(_scaled(self._core, data), arguments)
-        if self._core.trainer.runtime.settings.scale_weak:
-            check_filled(plan.stream.source, plan.first)
+        size, num_rows = plan.stream.source.global_batch_size, plan.first.num_rows
+        is_weak = self._core.trainer.runtime.settings.scale_weak
+        if is_weak and size is not None and num_rows < size:
+            raise ValueError(
+                f"The data has {num_rows} rows, fewer than one global batch ({size}) of this "
+                "number of ranks. Measure on fewer ranks or with --strong, or give the script more "
+                "data."
+            )
         return plan
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Tells the launcher, on the master, and hands back to the entry of the process.
-
-        Raises:
-            TrialsDone: At the end; `tune_script` waits for it.
-            ValueError: If the data has too few batches.
-        """
+        """Tells the launcher, on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         source = plan.stream.source
         steps = trainer.runtime.settings.scale_steps
@@ -130,6 +146,7 @@ class ScaleLoop(FitLoop):
             steps=steps,
         )
         params = jax.tree.leaves(trainer.require_state().params)
+        compile_s = goodput.account().report()["compiling_s"]
         memory, memory_of = _peak_memory()
         measured = {
             "ranks": trainer.runtime.num_ranks,
@@ -142,7 +159,7 @@ class ScaleLoop(FitLoop):
             "shares": dict(
                 zip(("compute", "communication", "data", "host"), times.shares, strict=True)
             ),
-            "compile_s": float(collectives.all_gather(_compile_s()).max()),
+            "compile_s": float(collectives.all_gather(np.array(compile_s)).max()),
             "memory_bytes": int(collectives.all_gather(np.array(memory, np.float64)).max()),
             "memory_of": memory_of,
             "gradient_bytes": sum(x.nbytes for x in params),
@@ -170,11 +187,7 @@ def _scaled(core: Core, data: DataArguments) -> DataArguments:
 
 
 def full_batches(plan: Plan) -> Iterator[HostBatch]:
-    """Yields batches without an end, epoch after epoch, without those that are smaller than full.
-
-    Raises:
-        ValueError: If an epoch has no batch, as of a generator that was read to its end.
-    """
+    """Yields full batches without an end, epoch after epoch."""
     is_fixed = plan.stream.source.global_batch_size is not None
     for epoch in count(plan.arguments.initial_epoch):
         is_empty = True
@@ -187,10 +200,6 @@ def full_batches(plan: Plan) -> Iterator[HostBatch]:
                 f"The data of fit has ended after {epoch} epoch(s), before all steps were timed: a "
                 "generator is read once. Pass data that can be read again, or name fewer --steps."
             )
-
-
-def _compile_s() -> np.ndarray:
-    return np.array(goodput.account().report()["compiling_s"])
 
 
 def _peak_memory() -> tuple[int, str]:

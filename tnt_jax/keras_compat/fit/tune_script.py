@@ -1,7 +1,7 @@
 """The entry of a process of `tnt-jax tune`: runs a script, whose first `fit` runs the trials.
 
-    python -m tnt_jax.keras_compat.fit.trials.tune_script script.py [arguments]
-    python -m tnt_jax.keras_compat.fit.trials.tune_script -m module [arguments]
+    python -m tnt_jax.keras_compat.fit.tune_script script.py [arguments]
+    python -m tnt_jax.keras_compat.fit.tune_script -m module [arguments]
 
 It imports neither JAX nor a library on it: the script may set their variables first.
 """
@@ -12,15 +12,16 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from tnt_jax.keras_compat.fit.trials.trials_done import TrialsDone
+
+class TrialsDone(BaseException):
+    """Ends the script after the trials: its further lines count on a trained model.
+
+    Not an `Exception`, so that the script's own handlers of errors let it pass.
+    """
 
 
 def run(words: Sequence[str]) -> None:
-    """Runs a script as Python's own command line does, up to the end of its trials.
-
-    Args:
-        words: A script, or `-m` and a module, and the arguments.
-    """
+    """Runs a script as Python's own command line does, up to the end of its trials."""
     with contextlib.suppress(TrialsDone):
         if words[0] == "-m":
             sys.argv = [*words[1:]]
@@ -33,4 +34,6 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    # `fit` imports `TrialsDone` by this name: it must be the class of this very module.
+    sys.modules["tnt_jax.keras_compat.fit.tune_script"] = sys.modules[__name__]
     run(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""`fit` in a script that is searched over, tuned or timed."""
