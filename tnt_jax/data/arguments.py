@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax.data.elements import as_dense, is_numbers, is_torch_tensor
-from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator
+from tnt_jax.data.ray.spec import is_ray_dataset, is_ray_iterator
 
 _NAMED_COLUMNS = 6
 # A model with more inputs than this is less likely than rows that nobody has stacked.

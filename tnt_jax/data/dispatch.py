@@ -13,8 +13,7 @@ from tnt_jax.data.elements import is_torch_tensor, torch_to_numpy
 from tnt_jax.data.indexed.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import ReadOptions, resolve_batch_size
-from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
-from tnt_jax.data.ray.spec import RayData
+from tnt_jax.data.ray.spec import RayData, is_ray_dataset, is_ray_iterator, is_ray_shard
 from tnt_jax.data.recipes.token_batches import TokenBatches, TokenBatchSource
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import (
