@@ -2,14 +2,18 @@
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from tnt_jax._jax.fallbacks import or_plain
 from tnt_jax.job import Slot
 
 
@@ -134,3 +138,33 @@ def stand_around(stage: Callable, *, outermost: bool = False) -> None:
         _compilation.set(compilation)
         compiler.compile_or_get_cached = compilation
     compilation.stages.insert(len(compilation.stages) if outermost else 0, stage)
+
+
+_FOLDER = str(Path(jax.__file__).parent) + os.sep
+_KEPT = str(Path(__file__).with_name("kept_programs.py"))
+
+
+@cache
+@or_plain(
+    lambda: (_KEPT,), lost="A long compilation counts as a step, and may be taken for a stall."
+)
+def _compiling() -> tuple[str, ...]:
+    """Returns the files that trace, lower and compile programs."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0; no public question exists before it is
+    # done.
+    parts = ("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py")
+    files = [_FOLDER + os.path.join("_src", *names) for names in parts]
+    for file in files:
+        if not os.path.exists(file):
+            raise ImportError(f"{file} does not exist")
+    return (*files, _KEPT)
+
+
+def is_of_jax(frame: FrameType) -> bool:
+    """Returns whether a frame runs code of JAX."""
+    return frame.f_code.co_filename.startswith(_FOLDER)
+
+
+def compiles(frames: Iterable[FrameType]) -> bool:
+    """Returns whether one of the frames of a stack traces, lowers or compiles a program."""
+    return any(frame.f_code.co_filename in _compiling() for frame in frames)
