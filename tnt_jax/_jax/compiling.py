@@ -18,10 +18,7 @@ from tnt_jax.job import Slot
 
 
 def convolution_options(mesh: Mesh) -> dict[str, Any]:
-    """Returns the compiler options that make convolutions faster on the devices of `mesh`.
-
-    Results differ by rounding.
-    """
+    """Returns compiler options for faster convolutions, whose results differ by rounding."""
     return _without_ynn_convolutions() if mesh.devices.flat[0].platform == "cpu" else {}
 
 
@@ -85,11 +82,7 @@ _PARAMETERS = (
 
 
 class _Compilation:
-    """Stands for JAX's function until the job ends.
-
-    Args:
-        plain: JAX's function.
-    """
+    """Stands for JAX's function `plain` until the job ends."""
 
     def __init__(self, plain: Callable) -> None:
         self.plain = plain
@@ -116,14 +109,9 @@ _compilation = Slot[_Compilation | None](lambda: None, close=_restore)
 def stand_around(stage: Callable, *, outermost: bool = False) -> None:
     """Has a function called for every program that this process compiles, until its job ends.
 
-    Args:
-        stage: Called as `stage(compile, backend, computation, devices, compile_options,
-            host_callbacks, executable_devices, pgle_profiler)`, where `compile` takes the arguments
-            after itself; returns the loaded program.
-        outermost: Whether it comes before those that stand there now.
-
-    Raises:
-        TypeError: If JAX's function has other parameters in this version.
+    It is called as `stage(compile, backend, computation, devices, compile_options, host_callbacks,
+    executable_devices, pgle_profiler)`, where `compile` takes the arguments after itself, and
+    returns the loaded program. The outermost one comes before those that stand there now.
     """
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No setting has processes other than the
     # first write programs, and none changes a program before it is compiled.

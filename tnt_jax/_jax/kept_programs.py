@@ -187,10 +187,7 @@ def _open_cache(backend: Any) -> Any:
 
 
 def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
-    """Returns a kept program, ready to run, or None.
-
-    One that cannot be read is removed, with a warning.
-    """
+    """Returns a kept program, ready to run, or None; one that cannot be read is removed."""
     begin = time.monotonic()
     try:
         entry = cache.get(key)
