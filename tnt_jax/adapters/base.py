@@ -70,6 +70,8 @@ class Applied(NamedTuple):
 class Adapter(Protocol):
     """A model as pure functions; the step calls `apply` inside `shard_map` over the axis `data`.
 
+    The methods with a body say what is true of a model without variables or metrics of its own.
+
     Attributes:
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables, into which `write_back` writes.
@@ -83,32 +85,19 @@ class Adapter(Protocol):
 
     def sample_inputs(self) -> Any:
         """Returns inputs to build the model with, or None if the model does not know them."""
-        ...
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""
         ...
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns a function that JAX can trace, and that returns what `init` does.
-
-        It is None if the variables exist already.
-        """
-        ...
+        """Returns a function like `init` that JAX can trace; None if the variables exist."""
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
-        """Returns the program whose results are what `init` returns.
-
-        It is None if the variables exist already.
-        """
-        ...
+        """Returns the program that makes what `init` returns; None if that exists already."""
 
     def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model, for inputs like `inputs`.
-
-        Replaces `init`.
-        """
-        ...
+        """Prepares, in place of `init`, to compute with variables of another model."""
 
     def apply(
         self,
@@ -139,48 +128,44 @@ class Adapter(Protocol):
 
         Names that stand beside the arrays, as in Linen, are left out.
         """
-        ...
+        return {}
 
     def held_variables(self) -> Mapping[str, Any]:
         """Returns a Keras model's variables, as Keras objects, by the paths of their arrays."""
-        ...
+        return {}
 
     def held_metrics(self) -> dict[str, Any]:
         """Returns the model's own metrics, as objects of its library, by their log names."""
-        ...
+        return {}
 
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns the results of the model's own metrics by name.
 
         `sums` are those of `Applied.increments` over rows, ranks and steps.
         """
-        ...
+        return {}
 
     def export(self, variables: Variables) -> Any:
         """Returns variables in the form that the model's library uses."""
         ...
 
     def trains_others(self) -> bool:
-        """Returns whether the user's object trains other variables than when last read.
-
-        For instance because a layer was frozen.
-        """
-        ...
+        """Returns whether the user's object trains other variables than when last read."""
+        return False
 
     def has_assigned(self) -> bool:
         """Returns whether arrays were assigned to the user's object since last read or written.
 
         Training asks before each step.
         """
-        ...
+        return False
 
     def with_assigned(self, variables: Variables) -> Variables:
         """Returns variables with the arrays that were assigned to the user's object."""
-        ...
+        return variables
 
     def write_back(self, variables: Variables) -> None:
         """Stores trained variables in the user's own object, if it holds any."""
-        ...
 
 
 def check_trains_the_same(adapter: Adapter) -> None:

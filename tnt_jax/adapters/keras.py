@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tnt_jax.adapters.base import Applied, VariablePath, Variables, check_trains_the_same
+from tnt_jax.adapters.base import (
+    Adapter,
+    Applied,
+    VariablePath,
+    Variables,
+    check_trains_the_same,
+)
 from tnt_jax.adapters.keras_layers import layers_of_a_rank, paths_of, require_trainable
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.penalties import Kind, kinds_of_losses, penalty_of, warn_of_repeated_rows
@@ -31,7 +37,7 @@ class _Call(NamedTuple):
     losses: list[jax.Array]
 
 
-class KerasAdapter:
+class KerasAdapter(Adapter):
     """A Keras model, which holds its own variables.
 
     Training starts from these variables and is written back into them.
@@ -110,12 +116,6 @@ class KerasAdapter:
         values = {id(v): np.array(v.value) for v in self.module.variables}
         return Variables(self._params(values), self._state(values))
 
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns None: the model holds its variables already."""
-
-    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
-        """Returns None: the model holds its variables already."""
-
     def attach(self, inputs: Any) -> None:
         """Builds the model if necessary, and examines its metrics and losses."""
         if inputs is None:
@@ -176,10 +176,6 @@ class KerasAdapter:
         return Applied(
             call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
         )
-
-    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns none: Keras variables have paths alone."""
-        return {}
 
     def held_variables(self) -> Mapping[str, keras.Variable]:
         """Returns all variables by path."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, Variables
+from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
@@ -22,7 +22,7 @@ from tnt_jax.distributed.sums.random_rows import Draws
 _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
 
 
-class NnxAdapter:
+class NnxAdapter(Adapter):
     """An NNX module, which holds its own variables.
 
     Training starts from these variables and is written back into them.
@@ -67,15 +67,6 @@ class NnxAdapter:
         _, _, params, _, rest = nnx.split(self.module, is_loss, nnx.Param, is_random, ...)
         return Variables(_nested(params), _nested(rest))
 
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns None: the model holds its variables already."""
-
-    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
-        """Returns None: the model holds its variables already."""
-
-    def attach(self, inputs: Any) -> None:
-        """Does nothing: a Flax module needs no preparation."""
-
     @with_penalty_of_real_rows
     @with_draws_by_row
     @with_varying_loops
@@ -119,18 +110,6 @@ class NnxAdapter:
             "/".join(_names(path)): _axis_names(leaf) for path, leaf in nnx.to_flat_state(params)
         }
         return {path: names for path, names in named.items() if names}
-
-    def held_variables(self) -> Mapping[str, Any]:
-        """Returns none: the array of an NNX variable is all there is to it."""
-        return {}
-
-    def held_metrics(self) -> dict[str, Any]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
-
-    def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
 
     def export(self, variables: Variables) -> nnx.State:
         """Returns variables as a state for `nnx.update(module, state)`."""
