@@ -94,7 +94,7 @@ class Adapter(Protocol):
         """Returns a function like `init` that JAX can trace; None if the variables exist."""
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
-        """Returns the program that makes what `init` returns; None if that exists already."""
+        """Returns the program that makes what `init` returns; None if that exists."""
 
     def attach(self, inputs: Any) -> None:
         """Prepares, in place of `init`, to compute with variables of another model."""
@@ -229,11 +229,8 @@ class CallStyle:
         """Returns positional and keyword arguments for one call.
 
         A dict whose keys are argument names is passed by name, a tuple or list by position if the
-        module takes several arguments; anything else is the one argument.
-
-        Raises:
-            CallError: If a dict has keys for some arguments but lacks required ones or has unknown
-                ones.
+        module takes several arguments; anything else is the one argument. A dict that lacks
+        required keys or has unknown ones is a `CallError`.
         """
         flags = {flag: TRAIN_FLAGS[flag] is train for flag in self.flags}
         if (
@@ -260,13 +257,8 @@ class VariablePath(str):
     """A path in a library that numbers objects, with the variable's name in files.
 
     It is a key of parameters or model state, such as `dense_3/kernel`, whose last parts the library
-    numbers anew for every object.
-
-    It equals the plain string. Two of them are equal if they also have the same name in files.
-
-    Args:
-        path: Path in the library.
-        saved_as: Name of the variable in files, which depends only on the structure of the model.
+    numbers anew for every object, while `saved_as` depends only on the structure of the model. It
+    equals the plain string. Two of them are equal if they also have the same name in files.
     """
 
     __slots__ = ("saved_as",)
@@ -279,17 +271,14 @@ class VariablePath(str):
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Compares paths, and names in files where both have one."""
         return str.__eq__(self, other) is True and self.saved_as == getattr(
             other, "saved_as", self.saved_as
         )
 
     def __ne__(self, other: object) -> bool:
-        """Returns whether paths differ."""
         return not self == other
 
     __hash__ = str.__hash__
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Pickles and copies with the name."""
         return type(self), (str(self), self.saved_as)

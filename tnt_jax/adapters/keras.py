@@ -30,8 +30,6 @@ _PROBE_ROWS = 8
 
 
 class _Call(NamedTuple):
-    """The result of one call of the model."""
-
     outputs: Any
     values: dict[int, Any]
     losses: list[jax.Array]
@@ -52,15 +50,6 @@ class KerasAdapter(Adapter):
     Random numbers follow from the step, in evaluation from the place of a row in the data, and not
     from the states of the seed generators, which do not change. Dropout therefore differs from that
     of `keras_model.fit`.
-
-    Args:
-        model: Model to train.
-        synchronized: Whether batch normalisation computes its statistics over all ranks instead of
-            each rank's rows.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, or a metric of a layer cannot be summed
-            over ranks.
     """
 
     holds_variables = True
@@ -201,10 +190,7 @@ class KerasAdapter(Adapter):
         return [np.asarray(values[id(v)]) for v in self.module.weights]
 
     def write_back(self, variables: Variables) -> None:
-        """Assigns variables to the user's model.
-
-        It can then be saved, for instance with `model.save("m.keras")`.
-        """
+        """Assigns variables to the user's model, which can then be saved."""
         values = self._by_variable(*variables)
         for variable in self.module.variables:
             variable.assign(values[id(variable)])
@@ -285,10 +271,7 @@ class KerasAdapter(Adapter):
     def _warn_of_repeated_rows(
         self, losses: list[jax.Array], num_regularized: int, num_rows: int
     ) -> None:
-        """Warns once that padded rows count in scalar losses of the model.
-
-        Weight and activity regularizers are exempt.
-        """
+        """Warns once that padded rows count in scalar losses, but for regularizers."""
         num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in losses)
         num_exact = num_regularized + sum(
             v.regularizer is not None for v in self.module.trainable_variables

@@ -71,12 +71,7 @@ def _hashable(x: Any) -> Any:
 
 
 class LinenAdapter(Adapter):
-    """A Linen module; its variables live outside it, so there is nothing to write back.
-
-    Args:
-        module: Module to train.
-        variables: Variables to start from, as `module.init` returns them; fresh ones by default.
-    """
+    """A Linen module, and the variables to start from, as `module.init` returns them, if given."""
 
     holds_variables = False
     knows_penalty = False
@@ -96,10 +91,7 @@ class LinenAdapter(Adapter):
         self.has_warned = False
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the given variables, or those of `module.init(jax.random.key(seed), ...)`.
-
-        `init` is called with one row of zeros.
-        """
+        """Returns the given variables, or those of `module.init` with one row of zeros."""
         if self._given is not None:
             return self._separated(self._given)
         return self._fresh(inputs, seed)
