@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf import private
 
 _ELEMENTWISE = frozenset(
     """Identity Cast Neg Abs Exp Expm1 Log Log1p Sqrt Rsqrt Square Reciprocal Inv Tanh Sigmoid
@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset(["Mean", "Sum", "Max", "Min", "Prod", "Any", "All", "Arg
 
 def why_not_rowwise(wrapper: Any) -> str | None:
     """Returns the operation of a dataset function that may not be row-wise, or None."""
-    graph = _tensorflow.graph_of(wrapper)
+    graph = private.graph_of(wrapper)
     num_arguments = len(graph.inputs) - len(graph.external_captures)
     rows = {id(tensor) for tensor in graph.inputs[:num_arguments]}
     if any(not _rank(tensor) for tensor in graph.inputs[:num_arguments]):

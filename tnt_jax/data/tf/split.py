@@ -23,8 +23,8 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tnt_jax.data.layout import RankSlice, micro_batch_size
-from tnt_jax.data.tf import private as _tensorflow
-from tnt_jax.data.tf.functions import callable_of, calls_python, stateful_operations
+from tnt_jax.data.tf import private
+from tnt_jax.data.tf.functions import calls_python, stateful_operations
 from tnt_jax.data.tf.replay import (
     BATCHES,
     INDEX_OPERATIONS,
@@ -47,9 +47,10 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
         rank_slice: The process's part of the data axis.
         drop_remainder: Whether an incomplete last window is dropped.
     """
+    is_tuple = type(dataset.element_spec) is tuple
 
     def own(*window: Any) -> Any:
-        parts = window if type(dataset.element_spec) is tuple else window[0]
+        parts = window if is_tuple else window[0]
         rows: Any = tf.data.Dataset.zip(parts) if tf.nest.is_nested(parts) else parts
         count = rows.cardinality()
         micro = -(-count // rank_slice.num_ranks)
@@ -60,7 +61,7 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
             rows.skip(first)
             .take(real)
             .concatenate(padding)
-            .map(lambda *element: (count, _joined(element, dataset)))
+            .map(lambda *element: (count, element if is_tuple else element[0]))
         )
 
     return dataset.window(size, drop_remainder=drop_remainder).flat_map(own)
@@ -86,14 +87,9 @@ def take_own(batches: Any, rank_slice: RankSlice) -> Any:
     return batches.map(own)
 
 
-def _joined(element: tuple[Any, ...], dataset: Any) -> Any:
-    return element if type(dataset.element_spec) is tuple else element[0]
-
-
-Split = Literal["auto", "before", "after"]
 # Bytes up to which a whole batch is prepared, and own rows are taken from it.
 _SMALL_BYTES = 2**22
-read = _tensorflow.parameter
+read = private.parameter
 
 
 class CannotSplitEarly(Exception):
@@ -144,7 +140,7 @@ class Splitter:
     """
 
     rank_slice: RankSlice
-    split: Split
+    split: Literal["auto", "before", "after"]
     repairs: Repairs
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
@@ -173,29 +169,29 @@ class Splitter:
 
     def _local_batches(self, dataset: Any) -> Any:
         kind = type(dataset).__name__
-        inputs = _tensorflow.inputs(dataset)
+        inputs = private.inputs(dataset)
         if kind in BATCHES:
             return self._local_batch(dataset)
         if kind == "_OptionsDataset":
             return self.local_batches(inputs[0])
         if kind in INDEX_OPERATIONS or kind == "_PrefetchDataset":
-            return self._record(
-                dataset, self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
-            )
-        if kind == "CacheDataset":
-            return self._record(dataset, self._cached(dataset, self.local_batches(inputs[0])))
-        if kind == "_ConcatenateDataset":
-            return self._record(
-                dataset, self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
-            )
-        if kind == "_ZipDataset":
-            return self._record(dataset, self._zipped(dataset))
-        if kind in MAPS:
+            own = self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
+        elif kind == "CacheDataset":
+            own = self._cached(dataset, self.local_batches(inputs[0]))
+        elif kind == "_ConcatenateDataset":
+            own = self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
+        elif kind == "_ZipDataset":
+            own = self._zipped(dataset)
+        elif kind in MAPS:
             self._check_rowwise(dataset)
-            return self._record(dataset, self._map_of_own_rows(dataset, inputs[0]))
-        raise CannotSplitEarly(
-            f"{operation_name(dataset)} stands after the batching and may look at the whole batch"
-        )
+            own = self._map_of_own_rows(dataset, inputs[0])
+        else:
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} stands after the batching and may look at the whole "
+                "batch"
+            )
+        self.after.append(operation_name(dataset))
+        return own
 
     def _map_of_own_rows(self, dataset: Any, source: Any) -> Any:
         rows = self.local_batches(source)
@@ -208,10 +204,6 @@ class Splitter:
                 f"{operation_name(dataset)} takes whole batches alone "
                 f"({str(error).strip().splitlines()[-1].strip()})"
             ) from error
-
-    def _record(self, dataset: Any, result: Any) -> Any:
-        self.after.append(operation_name(dataset))
-        return result
 
     def _check_rowwise(self, dataset: Any) -> None:
         if self.split == "before":
@@ -237,7 +229,7 @@ class Splitter:
                 f"only whole batches tell; "
                 "give padded_shapes without None to split before it"
             )
-        hoisted = self._hoist(_tensorflow.inputs(dataset)[0], at_selection=True)
+        hoisted = self._hoist(private.inputs(dataset)[0], at_selection=True)
         if not all(
             isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(hoisted.base.element_spec)
         ):
@@ -265,7 +257,7 @@ class Splitter:
             return own.padded_batch(
                 rows, ((), shapes), (zero, read(dataset, "padding_values")), drop
             )
-        if _tensorflow.is_parallel(dataset):
+        if private.is_parallel(dataset):
             return own.batch(
                 rows, drop, int(read(dataset, "num_parallel_calls")), deterministic=True
             )
@@ -283,7 +275,7 @@ class Splitter:
 
     def _take_apart(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         kind = type(dataset).__name__
-        inputs = _tensorflow.inputs(dataset)
+        inputs = private.inputs(dataset)
         if kind == "_OptionsDataset":
             return self._hoist(inputs[0], at_selection=at_selection)
         if kind in MAPS and self._may_move(dataset):
@@ -329,9 +321,9 @@ class Splitter:
         # A function that was traced for whole batches of a fixed size does not take own rows: the
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")
-        function = (_tensorflow.user_function if retrace else callable_of)(wrapper)
+        function = (private.user_function if retrace else private.traced_function)(wrapper)
         parallel = (
-            (int(read(dataset, "num_parallel_calls")),) if _tensorflow.is_parallel(dataset) else ()
+            (int(read(dataset, "num_parallel_calls")),) if private.is_parallel(dataset) else ()
         )
         self.repairs.note_order(dataset)
 
@@ -394,7 +386,7 @@ def _mapped(on_element: Callable[[Any], Any], parallel: tuple[Any, ...]) -> Call
 def _on_branch(structure: Any, number: int, operation: Later) -> Later:
     function = operation.on_element
     assert function is not None
-    flatten_up_to = _tensorflow.function("flatten_up_to")
+    flatten_up_to = private.function("flatten_up_to")
 
     def on_element(element: Any) -> Any:
         branches = flatten_up_to(structure, element)
@@ -428,7 +420,7 @@ def _has_open_rows(dataset: Any) -> bool:
 
 
 def _random_reason(dataset: Any, kinds: list[str]) -> str:
-    parallel = _tensorflow.is_parallel(dataset)
+    parallel = private.is_parallel(dataset)
     effect = (
         "draws in parallel, so that its results differ from run to run"
         if parallel and not any("PyFunc" in kind for kind in kinds)

@@ -264,18 +264,18 @@ class TfDataSource:
             if (reason := self._why_not_early()) is not None:
                 raise CannotSplitEarly(reason)
             stream = splitter.local_batches(self._dataset)
-            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
-            notes = [*splitter.notes, *repairs.notes]
-            return Rebuilt(stream, True, splitter.before, splitter.after, notes, repairs.slowed)
         except CannotSplitEarly as reason:
             if self._split == "before":
                 raise ValueError(
                     f"split='before' is impossible: {reason}. Use 'auto', or change the pipeline."
                 ) from None
             stream = repairs.repaired(self._dataset)
-            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
-            notes = [f"Rows are selected last: {reason}.", *repairs.notes]
-            return Rebuilt(stream, False, operation_names(self._dataset), [], notes, repairs.slowed)
+            is_early, before, after = False, operation_names(self._dataset), []
+            notes = [f"Rows are selected last: {reason}."]
+        else:
+            is_early, before, after, notes = True, splitter.before, splitter.after, splitter.notes
+        warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
+        return Rebuilt(stream, is_early, before, after, [*notes, *repairs.notes], repairs.slowed)
 
     def _untouched(self, error: Unreadable) -> Rebuilt:
         """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
