@@ -19,6 +19,14 @@ _ADVICE = {
 }
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError if an argument is none of its choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
+        )
+
+
 def is_arrays(x: Any) -> bool:
     """Returns whether `x` is an array, or a dict, tuple or list of arrays, not a stream of batches.
 

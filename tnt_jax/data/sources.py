@@ -260,10 +260,10 @@ def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
         rows: The process's rows.
         num_rows: Real rows of the batch.
     """
+    own = rows.indices
     if rows.mask is None:
-        data = _slice(jax.tree.map(np.asarray, batch), rows.first_row, len(rows.indices))
-    else:
-        data = _take(jax.tree.map(np.asarray, batch), rows.indices)
+        own = slice(rows.first_row, rows.first_row + len(rows.indices))
+    data = jax.tree.map(lambda x: np.asarray(x)[own], batch)
     return HostBatch(data, rows.mask, num_rows)
 
 
@@ -333,14 +333,6 @@ def common_length(arrays: Any) -> int:
             f"All arrays must have the same number of rows, but got {found or 'no array at all'}."
         )
     return next(iter(lengths.values()))[0]
-
-
-def _slice(arrays: Any, first: int, size: int) -> Any:
-    return jax.tree.map(lambda x: x[first : first + size], arrays)
-
-
-def _take(arrays: Any, indices: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: x[indices], arrays)
 
 
 def _length(batches: Iterable[Any]) -> int | None:

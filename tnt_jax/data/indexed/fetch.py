@@ -28,7 +28,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from tnt_jax.data.elements import as_tuple
-from tnt_jax.log import logger
 
 _ALIGNMENT = 64
 
@@ -74,7 +73,8 @@ class Block:
         if self._memory is None or len(self._memory) < size:
             # Arrays that are still in use keep the old mapping.
             self._memory = mmap.mmap(self._file.fileno(), size)
-        views = _views(self._memory, found.spans)
+        whole = memoryview(self._memory)
+        views = [whole[first : first + length] for first, length in found.spans]
         return pickle.loads(found.head, buffers=map(bytearray, views) if copy else views)
 
 
@@ -94,7 +94,9 @@ def write(path: str, value: Any) -> Any:
         try:
             for buffer in buffers:
                 with buffer.raw() as raw:
-                    _write_at(file, raw, end)
+                    done = 0
+                    while done < raw.nbytes:  # A call writes 2 GB at most.
+                        done += os.pwrite(file, raw[done:], end + done)
                     spans.append((end, raw.nbytes))
                     end += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
         finally:
@@ -102,18 +104,6 @@ def write(path: str, value: Any) -> Any:
     except OSError:
         return value
     return Written(head, spans)
-
-
-def _write_at(file: int, raw: memoryview, first: int) -> None:
-    done = 0
-    # A call writes 2 GB at most.
-    while done < raw.nbytes:
-        done += os.pwrite(file, raw[done:], first + done)
-
-
-def _views(memory: mmap.mmap, spans: list[tuple[int, int]]) -> list[memoryview]:
-    whole = memoryview(memory)
-    return [whole[first : first + length] for first, length in spans]
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -157,16 +147,6 @@ def stack_examples(examples: Sequence[Any]) -> Any:
             f"{' and '.join(list(shapes)[:3])}. Pad or crop them to one shape in the dataset, or "
             "filter them."
         ) from error
-
-
-def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Returns the rows of `batches`, one after another, as one batch.
-
-    A single batch is returned as it is.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    return map_arrays(lambda *parts: np.concatenate(parts), *batches)
 
 
 def take_rows(batch: Any, indices: np.ndarray) -> Any:
@@ -423,10 +403,7 @@ def _join(chunks: list[Chunk]) -> Chunk:
         else chunk.data
         for chunk in chunks
     ]
-    return Chunk(concatenate_batches(parts), is_good, failures)
-
-
-def report_failures(failures: list[str], total: int) -> None:
-    """Warns of each skipped example, with the number skipped by this process so far."""
-    for text in failures:
-        logger.warning("Skipped %s (%d skipped on this process so far).", text, total)
+    data = parts[0]
+    if len(parts) > 1:
+        data = map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
+    return Chunk(data, is_good, failures)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tnt_jax.cluster.devices import count_cores
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.tf.records import OnError
 from tnt_jax.data.tf.tfdata import TfData
 
@@ -53,14 +54,8 @@ class ImageFormat:
     layout: Layout = "channels_last"
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("scaling", self.scaling, ("mean", "mean_std", "none")),
-            ("layout", self.layout, ("channels_last", "channels_first")),
-        ):
-            if value not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
-                )
+        check_choice("scaling", self.scaling, ("mean", "mean_std", "none"))
+        check_choice("layout", self.layout, ("channels_last", "channels_first"))
 
     def __call__(self, image: Any) -> Any:
         """Returns float32 pixels in this format.
@@ -107,7 +102,8 @@ def training_images(
     shuffled = tf.data.Dataset.zip((records.shuffle(shuffle_buffer, seed), numbers))
 
     def prepare(record: Any, number: Any) -> Any:
-        return finish(random_crop_and_flip(_jpeg_of(record), _seed_pair(number), size=finish.size))
+        seed = tf.stack([number, tf.constant(0, tf.int64)])
+        return finish(random_crop_and_flip(_jpeg_of(record), seed, size=finish.size))
 
     return _batches(shuffled, prepare, finish, batch_size, drop_remainder, on_error)
 
@@ -263,10 +259,6 @@ def _jpeg_of(record: Any) -> Any:
     return record["jpeg"] if "jpeg" in record else tf.io.read_file(record["name"])
 
 
-def _seed_pair(number: Any) -> Any:
-    return tf.stack([number, tf.constant(0, tf.int64)])
-
-
 def _batches(
     numbered: Any,
     prepare: Callable[[Any, Any], Any],
@@ -275,8 +267,7 @@ def _batches(
     drop_remainder: bool,
     on_error: OnError,
 ) -> TfData:
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
+    check_choice("on_error", on_error, ("raise", "skip"))
 
     def fast(record: Any, number: Any) -> Any:
         return prepare(record, number), record["label"]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.files import replacing
 from tnt_jax.log import logger
 
@@ -295,8 +296,7 @@ def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None
 def _corpus(
     rows: Iterable[tuple[int, tuple[str, str] | None, str]], on_error: OnError
 ) -> ParallelCorpus:
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
+    check_choice("on_error", on_error, ("raise", "skip"))
     sources = []
     targets = []
     num_skipped = 0

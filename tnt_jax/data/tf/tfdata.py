@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.layout import RankSlice, last_padded_rows, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.sources import HostBatch, Source, announced_batch, batch_length, select_rows
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 Split = Literal["auto", "before", "after"]
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
-_SPLITS = ("auto", "before", "after")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,7 @@ class TfData:
     named: Any = None
 
     def __post_init__(self) -> None:
-        if self.split not in _SPLITS:
-            raise ValueError(
-                f"split must be one of {', '.join(map(repr, _SPLITS))}, but is {self.split!r}."
-            )
+        check_choice("split", self.split, get_args(Split))
 
 
 class TfDataSource:
