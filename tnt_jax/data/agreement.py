@@ -23,15 +23,10 @@ reader_stopped: ContextVar[threading.Event | None] = ContextVar("reader_stopped"
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a process on its next batches.
+    """The report of a process on the rows of its next batches, and whether its data ends then.
 
-    Attributes:
-        num_rows: Number of real rows in each of its next batches.
-        has_ended: Whether its data ends after them.
-        local_ranks: Number of ranks of the process.
-        error: What went wrong in its data; empty when nothing did.
-        batches: A description of its next batches: rows, structure, shapes and dtypes, as far as
-            they must be the same on all processes.
+    `error` says what went wrong in its data; `batches` describes what must be the same in a batch
+    on all processes: rows, structure, shapes and dtypes.
     """
 
     num_rows: list[int]
@@ -61,10 +56,7 @@ class Board(Protocol):
 
 
 class CoordinationBoard:
-    """A board in the key-value store of `jax.distributed`.
-
-    With one process nothing leaves the process.
-    """
+    """A board in the key-value store of `jax.distributed`; one process keeps all to itself."""
 
     def __init__(self) -> None:
         self.num_processes, self.process = jax.process_count(), jax.process_index()
@@ -97,9 +89,7 @@ class CoordinationBoard:
 class Exchange:
     """A sequence of rounds: in each, every process posts one report and reads those of all.
 
-    Args:
-        board: Where reports are posted.
-        name: Unique name of the sequence, the same on all processes.
+    Its name is unique, and the same on all processes.
     """
 
     def __init__(self, board: Board, name: str) -> None:
@@ -115,9 +105,7 @@ class Exchange:
     def read(self) -> list[Report]:
         """Waits for the next round's reports of all processes and returns them, by process.
 
-        Raises:
-            PeerError: If a process reports an error in its data; the text names the process and
-                the error.
+        An error in the data of one is a PeerError, which names the process and the error.
         """
         reports = self.read_all()
         for process, report in enumerate(reports):

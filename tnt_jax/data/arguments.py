@@ -80,16 +80,9 @@ def is_tf_dataset(x: Any) -> bool:
 
 
 def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
-    """Checks that arrays hold numbers, and that a list does not hold rows.
+    """Raises a ValueError if an array holds no numbers, or a list holds rows.
 
-    Args:
-        x: Arrays, or anything else, which is not checked.
-        y: Targets, or None.
-        sample_weight: Weights, or None.
-
-    Raises:
-        ValueError: If an array holds text or other objects, a table has columns of mixed types, or
-            a list holds rows.
+    Data that is no arrays is not checked.
     """
     if as_dense(x) is not x or as_dense(y) is not y:
         raise ValueError(

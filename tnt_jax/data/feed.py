@@ -36,10 +36,7 @@ _running: dict[threading.Thread, threading.Event] = {}
 def start_reader(read: Callable[[], None], name: str, stopped: threading.Event) -> None:
     """Starts a thread for which the end of the interpreter waits for some seconds.
 
-    Args:
-        read: What it runs.
-        name: Its name, to which the package's is added.
-        stopped: Set at the end of the interpreter, when `read` should return.
+    That sets `stopped`, whereupon `read` should return.
     """
 
     def run() -> None:
@@ -77,12 +74,8 @@ def rank_slice_of(runtime: Runtime) -> RankSlice:
 def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     """Returns a function from this process's rows to arrays sharded by row over all ranks.
 
-    It takes a pytree of host arrays `[local_rows, ...]` and returns arrays `[ranks * rows per rank,
-    ...]` without waiting for the copy.
-
-    Args:
-        mesh: Ranks.
-        stacked: Whether arrays hold several batches, `[batches, local_rows, ...]`.
+    It takes a pytree of host arrays `[local_rows, ...]`, or stacked `[batches, local_rows, ...]`,
+    and returns arrays `[ranks * rows per rank, ...]` without waiting for the copy.
     """
     row_dim = 1 if stacked else 0
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.rank_axes(mesh)))

@@ -66,10 +66,7 @@ def micro_batch_size(num_rows: int, num_ranks: int) -> int:
 def local_rows(num_rows: int, rank_slice: RankSlice) -> LocalRows:
     """Returns the rows that the process at `rank_slice` feeds of a global batch of `num_rows` rows.
 
-    Args:
-        num_rows: Real rows of the global batch, at least 1; fewer than `rank_slice.num_ranks` are
-            allowed.
-        rank_slice: The process's part of the data axis.
+    There may be fewer real rows than ranks.
     """
     assert num_rows >= 1
     micro = micro_batch_size(num_rows, rank_slice.num_ranks)
@@ -87,10 +84,7 @@ def num_padded_rows(num_rows: int, num_ranks: int) -> int:
 
 
 def num_batches(num_examples: int, global_batch_size: int, *, drop_remainder: bool = False) -> int:
-    """Returns the steps of an epoch over `num_examples`.
-
-    An incomplete last batch counts unless it is dropped.
-    """
+    """Returns the steps of an epoch, of which an incomplete last batch is one unless dropped."""
     return (
         num_examples // global_batch_size
         if drop_remainder
@@ -117,9 +111,7 @@ def resolve_batch_size(
         num_examples: Rows of the dataset, where known.
 
     Raises:
-        ValueError: If neither or contradicting sizes are given, if a size is below 1, if the global
-            batch has fewer rows than there are ranks, or if the dataset is empty or (with
-            `drop_remainder`) smaller than one batch.
+        ValueError: If neither or contradicting sizes are given, or a size is too small.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
         if size is not None and size < 1:

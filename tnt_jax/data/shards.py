@@ -41,12 +41,7 @@ class ShardSource:
         board: Where processes report; the coordination service of the job by default.
 
     Attributes:
-        global_batch_size: Rows of all ranks in a full step; None until known.
-        num_batches: Batches of the longest shard; None if a shard does not know its length.
-        num_examples: None: shards are not counted.
-        in_memory: False: a thread reads ahead.
         is_in_lockstep: True: all processes have the same number of batches in an epoch.
-        row_order: By how many processes the shards are brought, and whether they can be read again.
     """
 
     in_memory = False
@@ -80,13 +75,7 @@ class ShardSource:
         self.num_batches: int | None = self._longest()
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows, one batch a step, until the data of all processes has ended.
-
-        Raises:
-            PeerError: If the data of another process failed; the text names the process and its
-                error.
-            ValueError: If a batch has more rows than fit, or a shard is empty.
-        """
+        """Yields this process's rows, one batch a step, until the data of all has ended."""
         exchange = Exchange(self._board, f"{self._name}/{self._num_passes}")
         self._num_passes += 1
         reader = _Reader(
@@ -209,10 +198,7 @@ class ShardSource:
 
 
 class _Reader:
-    """Reads this process's batches ahead and reports them.
-
-    The attribute `error` keeps an error in the data.
-    """
+    """Reads this process's batches ahead and reports them; keeps an error in the data."""
 
     def __init__(self, batches: Iterator[Any], exchange: Exchange, local_ranks: int) -> None:
         self._batches = batches

@@ -35,14 +35,8 @@ def read_in_lockstep(
 ) -> Iterator[HostBatch]:
     """Returns batches that are checked by `in_lockstep`, unless they agree anyway.
 
-    All processes must call it equally often.
-
-    Args:
-        items: Batches of this process.
-        source: Their source. Arrays of equal length give equal batches, and shards have their own
-            agreement.
-        where: Which pass over the data this is, for messages.
-        first_step: Number of the first batch, for messages.
+    All processes must call it equally often. Arrays of equal length give equal batches, and shards
+    have their own agreement.
     """
     if jax.process_count() == 1 or source.in_memory or getattr(source, "is_in_lockstep", False):
         return items
@@ -57,18 +51,10 @@ def read_in_lockstep(
 def in_lockstep(
     items: Iterator[HostBatch], exchange: Exchange, *, where: str, first_step: int = 1
 ) -> Iterator[HostBatch]:
-    """Yields batches as long as all processes have the same ones.
+    """Yields batches as long as all processes have the same ones; else raises an error on all.
 
-    Args:
-        items: Batches of this process.
-        exchange: Messages to all processes, used for nothing else.
-        where: Which pass over the data this is, for messages.
-        first_step: Number of the first batch, for messages.
-
-    Raises:
-        RuntimeError: On every process, if the data of one ended or failed before that of the
-            others; the failing one raises its error.
-        ValueError: On every process, if a batch has another size, shape or dtype on one of them.
+    The exchange is used for nothing else; the pass over the data and the number of the first batch
+    are for messages.
     """
     reader = _Reader(items)
     size = 1
@@ -137,10 +123,7 @@ class _Reader:
 
 
 def describe(item: HostBatch) -> str:
-    """Describes what must be the same in a batch on all processes.
-
-    This is the number of rows, and the shapes and dtypes of a row's arrays.
-    """
+    """Describes what must be the same in a batch on all processes: rows, shapes and dtypes."""
     shapes = [f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for x in jax.tree.leaves(item.data)]
     return f"{item.num_rows} rows of {', '.join(shapes)}"
 
@@ -205,14 +188,6 @@ class EpochStream:
     Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many
     steps, and the next epoch continues where this one stopped; a pass that ends early ends the
     epoch, with a warning, as in Keras.
-
-    Args:
-        source: Where batches come from.
-        steps_per_epoch: Steps of an epoch.
-
-    Attributes:
-        steps_per_epoch: See above.
-        num_steps: Steps of an epoch, None when unknown.
     """
 
     def __init__(self, source: Source, *, steps_per_epoch: int | None = None) -> None:
@@ -227,15 +202,7 @@ class EpochStream:
         self._resumed: tuple[int, Iterator[HostBatch]] | None = None
 
     def require_end(self, steps: int | None = None) -> "EpochStream":
-        """Returns itself if its epochs end.
-
-        Args:
-            steps: Steps after which the caller stops by itself.
-
-        Raises:
-            ValueError: If the source is known to be infinite (its `is_infinite` is true) and
-                nothing else ends an epoch.
-        """
+        """Returns itself if its epochs end, or the caller stops after some steps."""
         if (
             steps is None
             and self.steps_per_epoch is None
@@ -253,11 +220,7 @@ class EpochStream:
         return self.steps_per_epoch if self.steps_per_epoch is not None else self.source.num_batches
 
     def peek(self, epoch: int) -> HostBatch:
-        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again."""
         if self._peeked is None or self._peeked[0] != epoch:
             batches = self._begin(epoch)
             first = next(batches, None)
@@ -281,12 +244,7 @@ class EpochStream:
     def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
         """Continues the next `epoch(epoch)` after `batch` batches.
 
-        It is as if everything from `first_epoch` on had been read.
-
-        Args:
-            epoch: Epoch that is read next.
-            batch: Batches of it that are done.
-            first_epoch: Epoch that the stream begins with.
+        It is as if everything from `first_epoch` on, with which the stream begins, had been read.
         """
         if (epoch, batch) != (first_epoch, 0):
             self._resumed = (epoch, self._from(epoch, batch, first_epoch))

@@ -33,12 +33,7 @@ _ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A value whose arrays lie in a block.
-
-    Attributes:
-        head: The pickled value without the bytes of its arrays.
-        spans: First byte and length of each array in the block.
-    """
+    """A pickled value without the bytes of its arrays, which begin and end as `spans` say."""
 
     head: bytes
     spans: list[tuple[int, int]]
@@ -47,8 +42,7 @@ class Written(NamedTuple):
 class Block:
     """Memory into which a worker writes one value at a time.
 
-    Attributes:
-        path: Name by which a worker opens it, or "" if there is no such memory on this system.
+    A worker opens it by its path, which is "" if there is no such memory on this system.
     """
 
     def __init__(self) -> None:
@@ -62,10 +56,7 @@ class Block:
     def read(self, found: Any, *, copy: bool) -> Any:
         """Returns what `write` has returned in a worker, or the value that it stands for.
 
-        Args:
-            found: What came from the worker.
-            copy: Whether the arrays are the value's own. Without it they are those of the block,
-                and change with the next value.
+        Unless they are copied, its arrays are those of the block, and change with the next value.
         """
         if not isinstance(found, Written):
             return found
@@ -81,8 +72,7 @@ class Block:
 def write(path: str, value: Any) -> Any:
     """Writes the arrays of a value into a block of another process, from a worker.
 
-    Returns:
-        A `Written`, or `value` itself if it has no arrays or the block cannot be used.
+    Returns a `Written`, or `value` itself if it has no arrays or the block cannot be used.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -127,14 +117,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
 
     Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can
     read); a Python float becomes float32 and a Python int int32 where it fits, as they would in
-    JAX.
-
-    Args:
-        examples: At least one example; all with the same structure and, leaf by leaf, the same
-            shape.
-
-    Raises:
-        ValueError: If the examples differ in structure or shape; the message names both.
+    JAX. All examples must have the same structure and, leaf by leaf, the same shape.
     """
     try:
         return map_arrays(lambda *values: _stack(values), *examples)
@@ -150,13 +133,9 @@ def stack_examples(examples: Sequence[Any]) -> Any:
 
 
 def take_rows(batch: Any, indices: np.ndarray) -> Any:
-    """Returns the rows of `batch` at `indices`, in that order.
+    """Returns the rows of `batch` at `indices`, which may repeat, in that order.
 
     Consecutive rows are a view, without a copy.
-
-    Args:
-        batch: Tree of arrays `[rows, ...]`.
-        indices: int64 `[local_rows]`, repetitions allowed.
     """
     first = int(indices[0])
     count = len(indices)
@@ -195,12 +174,9 @@ class Dataset(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Some rows of a batch.
+    """Some rows of a batch; `data` is None if no example could be fetched.
 
-    Attributes:
-        data: Tree of arrays `[rows, ...]`, or None if no example could be fetched.
-        is_good: bool `[rows]`; False where the example failed and another one stands in.
-        failures: Text of each failure.
+    Where `is_good`, bool `[rows]`, is False, the example failed and another one stands in.
     """
 
     data: Any
@@ -209,10 +185,7 @@ class Chunk(NamedTuple):
 
 
 class AnyRecipe(Protocol):
-    """How indices become rows.
-
-    Worker processes receive it once, so it must be picklable for them.
-    """
+    """How indices become rows; it must be picklable, as worker processes receive it once."""
 
     def fetch(self, epoch: int, indices: list[int]) -> Chunk:
         """Returns the rows of `indices`."""
@@ -221,14 +194,7 @@ class AnyRecipe(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an index becomes an example.
-
-    Attributes:
-        dataset: The random-access dataset.
-        transform: Called with each example and its own generator, or None.
-        seed: Seed of the generators.
-        on_error: Whether a failing example ends the run or is skipped.
-    """
+    """How an index becomes an example; see `RandomAccess`, whose attributes these are."""
 
     dataset: Dataset
     transform: Callable[[Any, np.random.Generator], Any] | None
@@ -289,10 +255,8 @@ class _Part(NamedTuple):
 class Fetcher:
     """Runs a recipe over batches of indices, ahead of the consumer.
 
-    Attributes:
-        num_workers: Threads or processes; with 0 the caller fetches.
-        num_batches_ahead: Batches in preparation or waiting, apart from the one that the consumer
-            holds.
+    With no workers the caller fetches. `num_batches_ahead` are in preparation or waiting, apart
+    from the one that the consumer holds.
     """
 
     def __init__(

@@ -92,12 +92,8 @@ class RandomAccessSource:
     """The rows of one process of a `RandomAccess` dataset.
 
     Attributes:
-        global_batch_size: Rows of a full global batch.
-        num_batches: Batches of an epoch.
         num_examples: Examples of an epoch; without the dropped remainder.
         num_skipped: Examples that failed on this process so far.
-        in_memory: False: fetching is worth a thread.
-        row_order: What the order of the examples depends on.
     """
 
     in_memory = False
@@ -150,12 +146,8 @@ class RandomAccessSource:
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
-        Args:
-            epoch: Number of the pass, from 0; it chooses the order.
-            start_batch: Batches to leave out; nothing of them is fetched.
-
-        Raises:
-            Exception: What the dataset raised, with a note that names the example.
+        Of earlier batches nothing is fetched. What the dataset raises has a note that names the
+        example.
         """
         chunks = self._fetcher.batches(epoch, self._index_batches(epoch, start_batch))
         for batch, chunk in enumerate(chunks, start_batch):

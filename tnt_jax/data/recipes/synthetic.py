@@ -48,7 +48,6 @@ class SyntheticImages:
         self._patterns = values.astype(dtype)
 
     def __len__(self) -> int:
-        """Returns the number of examples."""
         return self._num_examples
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.int32]:
@@ -87,7 +86,6 @@ class SyntheticTokens:
         self._seed = seed
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return self._num_examples
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,18 +37,12 @@ def function_nodes(wrapper: Any) -> list[Any]:
 
 
 def stateful_operations(wrapper: Any) -> list[str]:
-    """Returns the kinds of operation in a function that depend on earlier calls.
-
-    The result of such an operation may depend on how often, or for which elements, it ran before.
-    """
+    """Returns the kinds of operation in a function whose results depend on earlier calls."""
     return sorted({node.op for node in function_nodes(wrapper) if _keeps_state(node)})
 
 
 def calls_python(wrapper: Any) -> bool:
-    """Returns whether a function calls Python code that may keep state.
-
-    Such code is in `tf.numpy_function` and `tf.py_function`.
-    """
+    """Returns whether a function calls Python code that may keep state."""
     return any(node.op in _PYTHON for node in function_nodes(wrapper))
 
 
@@ -69,10 +63,7 @@ def seed_of_unseeded() -> int:
 
 
 def seeded_tracing() -> AbstractContextManager[None]:
-    """Seeds unseeded random operations and shuffles that are traced inside the block.
-
-    Their seeds are derived from `seed_of_unseeded()`.
-    """
+    """Seeds the unseeded random operations and shuffles that are traced in the block."""
     return private.global_seed(seed_of_unseeded())
 
 

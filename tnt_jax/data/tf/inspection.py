@@ -25,9 +25,9 @@ from tnt_jax.log import logger
 
 
 def run_to_run_differences(stream: Any) -> list[str]:
-    """Returns a clause for each operation that may differ between two runs.
+    """Returns a clause for each operation whose elements or order may differ between two runs.
 
-    Its elements or their order may differ. Python functions, files and generators are not checked.
+    Python functions, files and generators are not checked.
     """
     operations = private.operations(stream)
     return list(dict.fromkeys(reason for each in operations for reason in _reasons(each)))
@@ -161,10 +161,7 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
 
 
 def _leading_sizes(dataset: Any) -> list[int | None]:
-    """Returns the leading dimension of each component of an element.
-
-    It is None where it is unknown and 0 where there is none.
-    """
+    """Returns the leading dimension of each component: None if unknown, 0 if there is none."""
     specs = tf.nest.flatten(dataset.element_spec)
     return [
         spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else 0
@@ -221,10 +218,7 @@ def reshuffles_within_a_pass(dataset: Any) -> bool:
 
 
 def seeds_of_order(dataset: Any) -> list[int]:
-    """Returns the seeds of the shuffles of a pipeline, from its end on.
-
-    Those of a version of TensorFlow that does not tell are left out.
-    """
+    """Returns the known seeds of the shuffles of a pipeline, from its end on."""
     try:
         return _seeds_of_order(dataset)
     except private.Unreadable:

@@ -123,10 +123,8 @@ _ONE_BY_ONE: dict[str, _Replay] = {
 class Repairs:
     """Rebuilds pipelines so that every process sees the same stream, and records the changes.
 
-    Args:
-        one_by_one: Whether parallel operations whose functions keep state, random generators for
-            instance, call them for one element at a time: in parallel the order of the draws is
-            random.
+    With `one_by_one`, parallel operations whose functions keep state, random generators for
+    instance, call them for one element at a time: in parallel the order of the draws is random.
 
     Attributes:
         notes: One sentence for each change, and for what could not be changed.
@@ -143,11 +141,7 @@ class Repairs:
         self._done: dict[int, Any] = {}
 
     def repaired(self, dataset: Any) -> Any:
-        """Returns the dataset with seeds and a fixed order.
-
-        Unseeded shuffles and random operations are seeded. A dataset that needs nothing is returned
-        itself.
-        """
+        """Returns the dataset with seeds and a fixed order, itself if it needs nothing."""
         if id(dataset) not in self._done:
             inputs = [self.repaired(source) for source in private.inputs(dataset)]
             changed = any(
@@ -168,10 +162,7 @@ class Repairs:
             )
 
     def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
-        """Returns the operation `dataset` applied to `inputs`, repaired.
-
-        A dataset of an unknown kind is returned itself.
-        """
+        """Returns the operation `dataset` on `inputs`, repaired; itself if of an unknown kind."""
         kind = type(dataset).__name__
         if kind not in _REPLAYS:
             self.notes.append(
@@ -242,10 +233,7 @@ def _kinds(dataset: Any, found_in: Callable[[Any], list[str]]) -> list[str]:
 
 
 def is_unseeded_source_of_order(dataset: Any) -> bool:
-    """Returns whether the operation is a shuffle or random stream without a seed.
-
-    Each process would draw a seed of its own.
-    """
+    """Returns whether a shuffle or random stream has no seed: each process would draw one."""
     return (
         type(dataset).__name__ in _ORDERS
         and int(read(dataset, "seed")) == 0
@@ -254,10 +242,7 @@ def is_unseeded_source_of_order(dataset: Any) -> bool:
 
 
 def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
-    """Returns `make(seed)` with the pair of seeds of `operation`.
-
-    Without one, it is that of `seed_of_unseeded()`.
-    """
+    """Returns `make(seed)` with the pair of seeds of `operation`, or of `seed_of_unseeded()`."""
     unseeded = is_unseeded_source_of_order(operation)
     # An operation's pair is the global seed, or this constant without one, and its own.
     pair = (

@@ -19,9 +19,7 @@ from tnt_jax.log import logger
 def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
     """Returns the existing files that the sources of a pipeline name.
 
-    Args:
-        dataset: The pipeline.
-        most: Sources with more strings than this are passed over.
+    Sources with more strings than `most` are passed over.
     """
     names: list[str] = []
     if type(dataset).__name__ == "TFRecordDatasetV2":
@@ -51,9 +49,6 @@ def check_skips_alike(dataset: Any) -> None:
     """Compares, over all processes, the files of a pipeline that ignores errors.
 
     Each process must read the pipeline by itself.
-
-    Raises:
-        ValueError: On all processes, if a file has different sizes.
     """
     board = CoordinationBoard()
     if board.num_processes == 1:
@@ -93,12 +88,9 @@ def file_sizes(dataset: Any) -> dict[str, int]:
 
 
 def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
-    """Raises a ValueError on all processes if the size of a file differs between them.
+    """Raises a ValueError on all processes if the size in bytes of a file differs between them.
 
-    Args:
-        sizes: Bytes of this process's files.
-        board: Where processes post them.
-        name: Unique name for the board, the same on all processes.
+    The name on the board is unique, and the same on all processes.
     """
     board.post(name, json.dumps(sizes))
     first, *others = [

@@ -37,15 +37,9 @@ from tnt_jax.data.tf.rowwise import why_not_rowwise
 
 
 def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder: bool) -> Any:
-    """Selects the elements that one process feeds from each window of `size`.
+    """Selects the elements that one process feeds from each window of `size`, in the global order.
 
     The result has elements `(number of rows, element)`, with the number of rows of the window.
-
-    Args:
-        dataset: Elements in the global order.
-        size: Rows of a global batch.
-        rank_slice: The process's part of the data axis.
-        drop_remainder: Whether an incomplete last window is dropped.
     """
     is_tuple = type(dataset.element_spec) is tuple
 
@@ -126,10 +120,7 @@ class Hoisted:
 class Splitter:
     """Rebuilds a pipeline with the selection of rows as early as possible.
 
-    The result is a dataset of `(number of rows, own rows)`.
-
     Attributes:
-        rank_slice: This process's part of the data axis.
         split: `"before"` trusts that maps with random operations or on whole batches may run on own
             rows only.
         repairs: Rebuilds operations with seeds and in order.
@@ -151,10 +142,8 @@ class Splitter:
     def local_batches(self, dataset: Any) -> Any:
         """Returns the dataset of this process's rows for a dataset of global batches.
 
-        Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar.
-
-        Raises:
-            CannotSplitEarly: If an operation after the batching has to see whole batches.
+        Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar. It
+        raises `CannotSplitEarly` if an operation after the batching has to see whole batches.
         """
         return self._once((id(dataset), None), lambda: self._local_batches(dataset))
 

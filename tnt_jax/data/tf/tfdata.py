@@ -76,21 +76,8 @@ class TfDataSource:
             differs.
 
     Attributes:
-        global_batch_size: Rows of a full global batch; None where batches differ or the pipeline
-            does not tell.
-        num_batches: Batches of an epoch; None when unknown or infinite. No pass counts them.
-        num_examples: Rows of an epoch; None when unknown or infinite.
-        is_infinite: Whether an epoch is known to have no end.
         num_skipped: Rows of this process that could not be read, and were masked.
-        in_memory: False: a thread reads ahead.
         distribution: Where the pipeline was split, and why.
-        row_order: What the order of the rows depends on.
-        announce: Returns zeros in the form in which the first batch should come, or None.
-
-    Raises:
-        TypeError: If the elements hold text, ragged or sparse tensors.
-        ValueError: If the dataset is unbatched and no `micro_batch_size` is given, if sizes
-            contradict one another, or if `split="before"` is impossible.
     """
 
     in_memory = False
@@ -371,10 +358,7 @@ def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
 
 
 class _NumpyBatches:
-    """The elements of a `tf.data.Dataset` as NumPy arrays.
-
-    It has a length if the dataset knows its cardinality.
-    """
+    """The elements of a `tf.data.Dataset` as NumPy arrays, with its length if that is known."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
