@@ -132,16 +132,7 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention and a feed-forward layer, each added to its input.
-
-    Attributes:
-        num_heads: Query heads N.
-        num_key_heads: Heads K of keys and values.
-        filter_dim: Width F of the inner layer.
-        max_wavelength: Base of the wavelengths of the rotary positions.
-        dtype: Dtype of the computation.
-        implementation: Attention kernel.
-    """
+    """Causal self-attention and a feed-forward layer, each added to its input."""
 
     num_heads: int
     num_key_heads: int
@@ -168,16 +159,7 @@ class DecoderBlock(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Causal self-attention in which N / K query heads share a head of keys and values.
-
-    Attributes:
-        num_heads: Query heads N; must divide the width D of the inputs.
-        num_key_heads: Heads K of keys and values; must divide N.
-        max_wavelength: Base of the wavelengths of the rotary positions.
-        dtype: Dtype of the computation.
-        implementation: Kernel of `jax.nn.dot_product_attention`; None chooses by
-            `fastest_implementation`.
-    """
+    """Causal self-attention in which N / K query heads share a head of keys and values."""
 
     num_heads: int
     num_key_heads: int
@@ -193,14 +175,11 @@ class GroupedAttention(nn.Module):
         head_width = width // self.num_heads
 
         def project(num_heads: int, name: str) -> jax.Array:
-            features = (num_heads, head_width)
-            return _dense(features, self.dtype, name)(x_BTD)
+            return _dense((num_heads, head_width), self.dtype, name)(x_BTD)
 
         query_BTNH = project(self.num_heads, "query")
-        key_BTKH, value_BTKH = (
-            project(self.num_key_heads, "key"),
-            project(self.num_key_heads, "value"),
-        )
+        key_BTKH = project(self.num_key_heads, "key")
+        value_BTKH = project(self.num_key_heads, "value")
         positions_T = jnp.arange(x_BTD.shape[1])
         x_BTNH = jax.nn.dot_product_attention(
             rotate(query_BTNH, positions_T, max_wavelength=self.max_wavelength),
@@ -225,12 +204,7 @@ class GroupedAttention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Maps x to (silu(x gate) * (x up)) down: SwiGLU (Shazeer 2020, equation 6).
-
-    Attributes:
-        filter_dim: Width F of the inner layer.
-        dtype: Dtype of the computation.
-    """
+    """Maps x to (silu(x gate) * (x up)) down: SwiGLU (Shazeer 2020, equation 6)."""
 
     filter_dim: int
     dtype: Any
@@ -248,11 +222,6 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array, *, max_wavelength: float) 
 
     Value i and value i + H/2 make a pair, which turns by `position * max_wavelength ** (-2 i / H)`
     (Su et al. 2021, section 3.4.2, which pairs neighbors; the order of the dimensions is free).
-
-    Args:
-        x_BTNH: Queries or keys, with even H.
-        positions_T: Positions in the text, from 0 on.
-        max_wavelength: Base of the wavelengths, theta in the papers.
     """
     half = x_BTNH.shape[-1] // 2
     rates = max_wavelength ** (-jnp.arange(half, dtype=jnp.float32) / half)
