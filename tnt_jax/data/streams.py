@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed.leaving.last_words import PeerError
 from tnt_jax.job import Slot
@@ -56,12 +56,12 @@ def in_lockstep(
     The exchange is used for nothing else; the pass over the data and the number of the first batch
     are for messages.
     """
-    reader = _Reader(items)
+    reader = ReadAhead(items, lambda item: (item.num_rows, describe(item)))
     size = 1
     step = first_step
     posted_at = time.perf_counter()
     while True:
-        reader.read(1)
+        reader.read(1, at_most=1)
         start = time.perf_counter()
         exchange.post(reader.report())
         reports = exchange.read_all()
@@ -71,65 +71,18 @@ def in_lockstep(
         posted_at = start
         num_alike = _num_alike(reports)
         for _ in range(num_alike):
-            yield reader.take()
+            yield from reader.take(1)
             step += 1
-            reader.read(2, at_most=size)
+            reader.read(2, at_most=size, most_bytes=_MOST_BYTES)
         _check_next(reports, num_alike, where, step, reader.error)
         if all(report.has_ended and len(report.batches) == num_alike for report in reports):
             return
-
-
-class _Reader:
-    """Reads batches ahead and describes them."""
-
-    def __init__(self, items: Iterator[HostBatch]) -> None:
-        self._items = items
-        self._ahead: list[tuple[HostBatch, str]] = []
-        self._num_bytes = 0
-        self._has_ended = False
-        self.error: Exception | None = None
-
-    def read(self, num_batches: int, *, at_most: int = 1) -> None:
-        """Reads up to `num_batches` more, until `at_most` wait or they are large."""
-        for _ in range(num_batches):
-            is_full = len(self._ahead) >= at_most or (
-                self._ahead and self._num_bytes >= _MOST_BYTES
-            )
-            if self._has_ended or is_full:
-                return
-            try:
-                item = next(self._items)
-                self._ahead.append((item, describe(item)))
-                self._num_bytes += _num_bytes(item)
-            except StopIteration:
-                self._has_ended = True
-            except Exception as error:  # Raised by the caller, after the preceding steps.
-                self._has_ended = True
-                self.error = error
-
-    def report(self) -> Report:
-        """Returns a report on the waiting batches."""
-        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-        rows = [item.num_rows for item, _ in self._ahead]
-        return Report(
-            rows, self._has_ended, 0, text, [description for _, description in self._ahead]
-        )
-
-    def take(self) -> HostBatch:
-        """Returns the next batch."""
-        item, _ = self._ahead.pop(0)
-        self._num_bytes -= _num_bytes(item)
-        return item
 
 
 def describe(item: HostBatch) -> str:
     """Describes what must be the same in a batch on all processes: rows, shapes and dtypes."""
     shapes = [f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for x in jax.tree.leaves(item.data)]
     return f"{item.num_rows} rows of {', '.join(shapes)}"
-
-
-def _num_bytes(item: HostBatch) -> int:
-    return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(item.data))
 
 
 def _num_alike(reports: list[Report]) -> int:
