@@ -88,6 +88,12 @@ class CoordinationBoard:
             _jax.coordination_client().key_value_delete(f"tnt_jax/{name}/{self.process}")
 
 
+def gather(board: Board, name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, by process, that each posts under a name."""
+    board.post(name, json.dumps(value))
+    return [json.loads(board.read(name, process)) for process in range(board.num_processes)]
+
+
 class Exchange:
     """A sequence of rounds: in each, every process posts one report and reads those of all.
 

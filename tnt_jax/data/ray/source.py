@@ -1,6 +1,5 @@
 """A whole Ray dataset as a source of global batches, of which each process fetches its rows."""
 
-import json
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -12,7 +11,7 @@ from uuid import uuid4
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, reader_stopped
+from tnt_jax.data.agreement import Board, CoordinationBoard, gather, reader_stopped
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
@@ -76,11 +75,7 @@ class Connection:
         except Exception as raised:  # Raised once the others know.
             error = raised
             report["error"] = f"{type(raised).__name__}: {raised}"
-        self._board.post(self._name, json.dumps(report))
-        reports = [
-            json.loads(self._board.read(self._name, process))
-            for process in range(self._board.num_processes)
-        ]
+        reports = gather(self._board, self._name, report)
         if error is not None:
             raise error
         for process, found in enumerate(reports):

@@ -3,13 +3,12 @@
 Otherwise its stream shifts against those of the others.
 """
 
-import json
 from itertools import count, islice
 from typing import Any
 
 import tensorflow as tf
 
-from tnt_jax.data.agreement import Board, CoordinationBoard
+from tnt_jax.data.agreement import Board, CoordinationBoard, gather
 from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import function_nodes
 from tnt_jax.job import Slot
@@ -46,10 +45,7 @@ _numbers = Slot(count)
 
 
 def check_skips_alike(dataset: Any) -> None:
-    """Compares, over all processes, the files of a pipeline that ignores errors.
-
-    Each process must read the pipeline by itself.
-    """
+    """Compares, over all processes, the files of a pipeline that ignores errors."""
     board = CoordinationBoard()
     if board.num_processes == 1:
         return
@@ -92,10 +88,7 @@ def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
 
     The name on the board is unique, and the same on all processes.
     """
-    board.post(name, json.dumps(sizes))
-    first, *others = [
-        json.loads(board.read(name, process)) for process in range(board.num_processes)
-    ]
+    first, *others = gather(board, name, sizes)
     for process, other in enumerate(others, 1):
         for file in sorted(set(first) | set(other)):
             if first.get(file) != other.get(file):
