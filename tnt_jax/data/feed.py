@@ -97,17 +97,10 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
 class Feed:
     """Iterates over items that a thread prepares while the caller works on earlier ones.
 
-    Args:
-        items: Items to prepare, read in the thread only.
-        prepare: Maps an item to what the caller gets, for instance puts it on the devices.
-        threaded: Whether a thread reads ahead; otherwise each item is prepared on request.
-        gives_up: Whether the items end while one is waited for, asked a few times a second.
-
-    Attributes:
-        wait_s: Seconds that the caller has waited for items.
-
-    The caller gets an exception of `items` or `prepare` in place of the item. Use it as a context
-    manager: leaving it stops the thread.
+    `prepare` maps an item to what the caller gets, for instance puts it on the devices. The items
+    end if it `gives_up`, asked a few times a second, while one is waited for. The caller gets an
+    exception of `items` or `prepare` in place of the item, and has waited `wait_s` seconds in all.
+    Use it as a context manager: leaving it stops the thread.
     """
 
     def __init__(

@@ -47,10 +47,8 @@ class LocalRows:
     Attributes:
         indices: Row of the global batch for each local row, int64 `[local_rows]`; padding repeats
             the batch's last row.
-        mask: 1.0 for real rows and 0.0 for padding, float32 `[local_rows]`; None when no process
-            pads this batch.
-        first_row: Index of the first local row, `first_rank * micro_batch_size`, which may be
-            beyond the last real row.
+        mask: 1.0 for real rows and 0.0 for padding, float32; None when no process pads this batch.
+        first_row: Index of the first local row, which may be beyond the last real row.
     """
 
     indices: np.ndarray
@@ -102,16 +100,8 @@ def resolve_batch_size(
 ) -> int:
     """Returns the global batch size, which can be given in two ways that must agree.
 
-    Args:
-        rank_slice: The process's part of the data axis, whose ranks are to be fed.
-        batch_size: Rows that the dataset is batched with (the global batch), or None for an
-            unbatched dataset.
-        micro: `tnt_micro_batch_size`, rows of one rank, or None.
-        drop_remainder: Whether an incomplete last batch is dropped.
-        num_examples: Rows of the dataset, where known.
-
-    Raises:
-        ValueError: If neither or contradicting sizes are given, or a size is too small.
+    These are the rows that the dataset is batched with, and with `micro` those of one rank, either
+    of which may be None. It is a ValueError if they contradict one another or the data, if known.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
         if size is not None and size < 1:

@@ -86,10 +86,7 @@ class PyDatasetSource:
         }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
-
-        Earlier batches are not computed.
-        """
+        """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""
         self._dataset.on_epoch_begin()
         for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
             batch = chunk.data

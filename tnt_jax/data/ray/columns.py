@@ -120,13 +120,7 @@ def _checksum(arrays: list[np.ndarray]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a block.
-
-    Attributes:
-        block: Reference to the block, a `ray.ObjectRef`.
-        start: First row of the block that belongs to the piece.
-        num_rows: Number of rows.
-    """
+    """Consecutive rows of a block, a `ray.ObjectRef`."""
 
     block: Any
     start: int

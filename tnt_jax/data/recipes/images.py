@@ -133,19 +133,12 @@ def evaluation_images(
 
 
 def random_crop_and_flip(jpeg: Any, seed: Any, *, size: int = 224) -> Any:
-    """Decodes a random part of an image, flips it half of the time and resizes it.
+    """Decodes a random part of a JPEG, flips it half of the time and resizes it: `[size, size, 3]`.
 
     The part covers 5 to 100 % of the image with an aspect ratio from 3:4 to 4:3 and at least 10 %
     of its area; without such a part in 100 attempts it is the whole image (Szegedy et al. 2014,
-    arXiv:1409.4842, section 6). Only the part is decoded.
-
-    Args:
-        jpeg: The JPEG's bytes.
-        seed: int64 `[2]`; the same seed gives the same pixels.
-        size: Height and width of the result, whatever the aspect ratio of the part.
-
-    Returns:
-        float32 `[size, size, 3]`, values from 0 to 255.
+    arXiv:1409.4842, section 6). Only the part is decoded. Pixels are float32, from 0 to 255; the
+    same seed, int64 `[2]`, gives the same ones.
     """
     start, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
         tf.io.extract_jpeg_shape(jpeg),
@@ -164,17 +157,9 @@ def random_crop_and_flip(jpeg: Any, seed: Any, *, size: int = 224) -> Any:
 
 
 def central_crop(jpeg: Any, *, size: int = 224, short_side: int = 256) -> Any:
-    """Decodes an image, resizes its shorter side to `short_side`, and crops the centre.
+    """Decodes a JPEG, resizes its shorter side to `short_side`, and crops the centre.
 
-    The aspect ratio is kept.
-
-    Args:
-        jpeg: The JPEG's bytes.
-        size: Height and width of the result.
-        short_side: Shorter side before the crop, at least `size`.
-
-    Returns:
-        float32 `[size, size, 3]`, values from 0 to 255.
+    The result is float32 `[size, size, 3]`, values from 0 to 255.
     """
     if short_side < size:
         raise ValueError(f"short_side ({short_side}) must be at least size ({size}).")

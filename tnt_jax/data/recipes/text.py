@@ -27,31 +27,21 @@ PAD_ID, END_ID, UNKNOWN_ID = 0, 1, 2
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentences and their translations.
-
-    Attributes:
-        sources: Sentences.
-        targets: As many translations, in the same order.
-        num_skipped: Pairs left out because a side was empty or a line malformed.
-    """
+    """Sentences and as many translations; `num_skipped` pairs were empty or malformed."""
 
     sources: list[str]
     targets: list[str]
     num_skipped: int = 0
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self.sources)
 
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """Encoded pairs; each sequence ends with `END_ID`.
+    """Encoded pairs, int32 `[tokens]` each, which end with `END_ID`.
 
-    Attributes:
-        sources: int32 `[tokens]` for each pair.
-        targets: int32 `[tokens]` for each pair.
-        num_too_long: Pairs left out because a side was longer than allowed.
+    Of `num_too_long` pairs, which are left out, a side was longer than allowed.
     """
 
     sources: list[np.ndarray]
@@ -59,11 +49,9 @@ class TokenPairs:
     num_too_long: int = 0
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self.sources)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns source and target of a pair."""
         return self.sources[index], self.targets[index]
 
 

@@ -54,10 +54,7 @@ def unseeded_operations(wrapper: Any) -> list[str]:
 
 
 def seed_of_unseeded() -> int:
-    """Returns the seed of everything that the user left unseeded: that of `set_seed`, or 42.
-
-    With it all processes draw the same numbers.
-    """
+    """Returns the seed of all that the user left unseeded: that of `set_seed`, or 42."""
     # TensorFlow treats a pair of zeros as no seed.
     return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
 

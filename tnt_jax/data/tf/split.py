@@ -94,11 +94,8 @@ class CannotSplitEarly(Exception):
 class Later:
     """An operation on elements that may run after the selection.
 
-    Attributes:
-        name: For the log.
-        apply: From a dataset of `(number of rows, element)` to one of the same form.
-        on_element: The function on an element, for maps; None for others.
-        parallel: `(num_parallel_calls,)` or empty.
+    It makes datasets of `(number of rows, element)` of others; maps also have their function on an
+    element, and `parallel` as `(num_parallel_calls,)` or empty.
     """
 
     name: str

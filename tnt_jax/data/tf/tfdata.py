@@ -64,20 +64,12 @@ class TfData:
 
 
 class TfDataSource:
-    """The rows of one process of a `tf.data` pipeline.
+    """The rows of one process of a `tf.data` pipeline, batched or to be batched for each rank.
 
-    Args:
-        data: A batched dataset, or with `micro_batch_size` an unbatched one.
-        rank_slice: This process's part of the data axis.
-        micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the
-            batch.
-        reproducible: Whether the elements must be the same in every run: parallel operations that
-            draw random numbers then run for one element at a time, and a warning names what still
-            differs.
-
-    Attributes:
-        num_skipped: Rows of this process that could not be read, and were masked.
-        distribution: Where the pipeline was split, and why.
+    Where its elements must be `reproducible`, parallel operations that draw random numbers run for
+    one element at a time, and a warning names what still differs. `num_skipped` rows of this
+    process could not be read, and were masked. `distribution` says where the pipeline was split,
+    and why.
     """
 
     in_memory = False
