@@ -24,8 +24,6 @@ from tnt_jax.adapters.base import VariablePath
 from tnt_jax.adapters.batch_statistics import real_row_moments
 from tnt_jax.adapters.loops import replaced
 
-_moments = keras.layers.BatchNormalization._moments
-
 
 def require_trainable(model: keras.Model) -> None:
     """Raises a ValueError if a model cannot be trained on several ranks."""
