@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.data.elements import as_dense, is_numbers, is_torch_tensor
+from tnt_jax.data.elements import as_dense, is_numbers, is_of_library, is_torch_tensor
 from tnt_jax.data.ray.spec import is_ray_dataset, is_ray_iterator
 
 _NAMED_COLUMNS = 6
@@ -73,10 +73,7 @@ def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:
 
 def is_tf_dataset(x: Any) -> bool:
     """Returns whether `x` is a `tf.data.Dataset`, without importing TensorFlow."""
-    return any(
-        cls.__module__.startswith("tensorflow.") and cls.__name__ == "DatasetV2"
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "tensorflow", "DatasetV2")
 
 
 def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:

@@ -12,6 +12,13 @@ import ml_dtypes
 import numpy as np
 
 
+def is_of_library(x: Any, package: str, name: str) -> bool:
+    """Returns whether `x` is of a class in a package, which is not imported to find out."""
+    return any(
+        cls.__name__ == name and cls.__module__.startswith(f"{package}.") for cls in type(x).__mro__
+    )
+
+
 def is_torch_tensor(x: Any) -> bool:
     """Returns whether `x` is a PyTorch tensor, without importing PyTorch."""
     return any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(x).__mro__)

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from tnt_jax.data.elements import as_batch, unpack
+from tnt_jax.data.elements import as_batch, is_of_library, unpack
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 
 
 def is_grain_map_dataset(x: Any) -> bool:
     """Returns whether `x` is a Grain `MapDataset`."""
-    return any(
-        cls.__module__.startswith("grain.") and cls.__name__ == "MapDataset"
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "grain", "MapDataset")
 
 
 def gives_batches(dataset: Any) -> bool:

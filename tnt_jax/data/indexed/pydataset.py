@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.data.elements import as_batch
+from tnt_jax.data.elements import as_batch, is_of_library
 from tnt_jax.data.indexed.fetch import Chunk, Fetcher, Worker
 from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import Permutation, RowOrder
@@ -114,7 +114,4 @@ class PyDatasetSource:
 
 def is_py_dataset(x: Any) -> bool:
     """Returns whether `x` is a Keras `PyDataset` (or `Sequence`), without importing Keras."""
-    return any(
-        cls.__name__ == "PyDataset" and cls.__module__.startswith("keras.")
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "keras", "PyDataset")

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tnt_jax.data.elements import is_of_library
+
 
 def is_ray_dataset(x: Any) -> bool:
     """Returns whether `x` is a `ray.data.Dataset`."""
-    return _is_of_ray(x, "Dataset")
+    return is_of_library(x, "ray.data", "Dataset")
 
 
 def is_ray_iterator(x: Any) -> bool:
     """Returns whether `x` is a `ray.data.DataIterator`."""
-    return _is_of_ray(x, "DataIterator")
+    return is_of_library(x, "ray.data", "DataIterator")
 
 
 def is_ray_shard(x: Any) -> bool:
@@ -29,12 +31,6 @@ def is_ray_shard(x: Any) -> bool:
 def is_function_of_epoch(x: Any) -> bool:
     """Returns whether `x` is a function that returns the dataset of an epoch."""
     return callable(x) and not (isinstance(x, type) or is_ray_dataset(x) or is_ray_iterator(x))
-
-
-def _is_of_ray(x: Any, name: str) -> bool:
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("ray.data.") for cls in type(x).__mro__
-    )
 
 
 Columns = str | Sequence[str]
