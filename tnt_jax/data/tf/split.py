@@ -207,20 +207,17 @@ class Splitter:
     def _local_batch(self, dataset: Any) -> Any:
         size = int(read(dataset, "batch_size"))
         drop = bool(read(dataset, "drop_remainder"))
-        if type(dataset).__name__ == "_PaddedBatchDataset" and not _has_fixed_rows(
-            dataset.element_spec
-        ):
+        is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
+        if is_padded and not _has_fixed_rows(dataset.element_spec):
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
                 f"only whole batches tell; "
                 "give padded_shapes without None to split before it"
             )
         hoisted = self._hoist(private.inputs(dataset)[0], at_selection=True)
-        if not all(
-            isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(hoisted.base.element_spec)
-        ):
+        specs = tf.nest.flatten(hoisted.base.element_spec)
+        if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
             raise CannotSplitEarly("the elements before the batching are not plain tensors")
-        is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
         if not hoisted.later and not is_padded and _is_small(hoisted.base.element_spec, size):
             self.before += [*hoisted.base_names, operation_name(dataset)]
             return take_own(self._batched(dataset, hoisted.base, size, drop), self.rank_slice)
@@ -229,12 +226,8 @@ class Splitter:
             own = operation.apply(own)
         self.before += hoisted.base_names
         self.after += [*(operation.name for operation in hoisted.later), operation_name(dataset)]
-        return self._batched(
-            dataset,
-            own,
-            micro_batch_size(size, self.rank_slice.num_ranks) * self.rank_slice.local_ranks,
-            drop,
-        )
+        rows = micro_batch_size(size, self.rank_slice.num_ranks) * self.rank_slice.local_ranks
+        return self._batched(dataset, own, rows, drop)
 
     def _batched(self, dataset: Any, own: Any, rows: int, drop: bool) -> Any:
         if type(dataset).__name__ == "_PaddedBatchDataset":
