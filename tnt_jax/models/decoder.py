@@ -25,44 +25,20 @@ from flax import linen as nn
 
 from tnt_jax.models.attention import Implementation, fastest_implementation
 
+_FIELDS = ("vocab_size", "width", "num_layers", "num_heads", "num_key_heads", "filter_dim")
 # 8b: Grattafiori et al. 2024, table 3; 7b: Touvron et al. 2023 (arXiv:2302.13971), table 2, with
 # the inner width of the published weights; 1.1b: Zhang et al. 2024, arXiv:2401.02385, table 1. tiny
 # is for experiments.
-DECODER_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 256,
-        "width": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_key_heads": 2,
-        "filter_dim": 64,
-    },
-    "1.1b": {
-        "vocab_size": 32000,
-        "width": 2048,
-        "num_layers": 22,
-        "num_heads": 32,
-        "num_key_heads": 4,
-        "filter_dim": 5632,
-    },
-    "7b": {
-        "vocab_size": 32000,
-        "width": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_key_heads": 32,
-        "filter_dim": 11008,
-    },
-    "8b": {
-        "vocab_size": 128256,
-        "width": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_key_heads": 8,
-        "filter_dim": 14336,
-        "max_wavelength": 5e5,
-    },
+_SIZES = {
+    "tiny": (256, 32, 4, 4, 2, 64),
+    "1.1b": (32000, 2048, 22, 32, 4, 5632),
+    "7b": (32000, 4096, 32, 32, 32, 11008),
+    "8b": (128256, 4096, 32, 32, 8, 14336),
 }
+DECODER_SIZES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_FIELDS, sizes, strict=True)) for name, sizes in _SIZES.items()
+}
+DECODER_SIZES["8b"]["max_wavelength"] = 5e5
 
 _NORMAL = nn.initializers.normal(0.02)
 
