@@ -73,24 +73,6 @@ def _inner_reasons(function: Any) -> Iterator[str]:
 
 read = private.parameter
 
-_TRANSPARENT = (
-    *MAPS,
-    "_OptionsDataset",
-    "_PrefetchDataset",
-    "CacheDataset",
-    "_TakeDataset",
-    "_SkipDataset",
-    "_RepeatDataset",
-    "_ShardDataset",
-    "_ShuffleDataset",
-    "_FilterDataset",
-    "_TakeWhileDataset",
-    "_ConcatenateDataset",
-    "_ZipDataset",
-    "_ScanDataset",
-    "_IgnoreErrorsDataset",
-    "_AssertCardinalityDataset",
-)
 _KEEPS_EVERY_EXAMPLE = (
     *MAPS,
     "_OptionsDataset",
@@ -98,6 +80,19 @@ _KEEPS_EVERY_EXAMPLE = (
     "CacheDataset",
     "_ShuffleDataset",
     "_AssertCardinalityDataset",
+)
+_TRANSPARENT = (
+    *_KEEPS_EVERY_EXAMPLE,
+    "_TakeDataset",
+    "_SkipDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_FilterDataset",
+    "_TakeWhileDataset",
+    "_ConcatenateDataset",
+    "_ZipDataset",
+    "_ScanDataset",
+    "_IgnoreErrorsDataset",
 )
 
 
