@@ -44,7 +44,7 @@ OF_THE_PROCESS = {
     # What a fork must close.
     "train.checkpoints.lock._open_files",
     # What this version of JAX has.
-    "_jax.frames._compiling",
+    "_jax.compiling._compiling",
 }
 
 

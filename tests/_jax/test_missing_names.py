@@ -17,7 +17,7 @@ from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax._jax import arrays, fallbacks, frames, kept_programs, programs
+from tnt_jax._jax import arrays, compiling, fallbacks, kept_programs, programs
 
 FOLDER = Path(_jax.__file__).parent
 PRIVATE = ("jax._src", "jax.extend", "jax.interpreters", "jax.experimental", "jaxlib")
@@ -211,12 +211,12 @@ def test_programs_are_cut_and_run_by_what_is_documented():
 
 
 def test_files_that_compile_are_known(monkeypatch):
-    files = frames._compiling()
+    files = compiling._compiling()
     assert len(files) == 4
-    assert frames._compiling.__wrapped__.plain() == files[-1:]
-    monkeypatch.setattr(frames, "_FOLDER", "/nowhere/")
+    assert compiling._compiling.__wrapped__.plain() == files[-1:]
+    monkeypatch.setattr(compiling, "_FOLDER", "/nowhere/")
     with pytest.raises(ImportError, match="nowhere"):
-        frames._compiling.__wrapped__.__wrapped__()
+        compiling._compiling.__wrapped__.__wrapped__()
 
 
 def test_random_numbers_are_refused_on_several_devices_without_a_generator(monkeypatch):

@@ -46,10 +46,8 @@ def abstract_data_mesh(num_ranks: int) -> Any:
 def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
     """Returns the axis, or axes, of a mesh over which the rows of a batch are split.
 
-    These are `data` and `fsdp`, without an axis of one device unless there is no other.
-
-    Args:
-        mesh: The mesh; by default the axes that the traced function is mapped over.
+    These are `data` and `fsdp`, without an axis of one device unless there is no other. Without a
+    mesh they are among the axes that the traced function is mapped over.
     """
     sizes = mapped_sizes() if mesh is None else mesh.shape
     axes = tuple(name for name in RANK_AXES if sizes.get(name, 1) > 1)
@@ -64,12 +62,7 @@ def num_ranks(mesh: Any) -> int:
 
 
 def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
-    """Returns the ranks on a mesh of which a process has a device, in order.
-
-    Args:
-        mesh: The mesh.
-        process: Number of the process; this one by default.
-    """
+    """Returns the ranks on a mesh, in order, of which a process (this one) has a device."""
     sizes = [mesh.shape[name] for name in mesh.axis_names if name in RANK_AXES]
     others = [axis for axis, name in enumerate(mesh.axis_names) if name not in RANK_AXES]
     # A rank is spread over the devices of the axes that do not split the rows.
@@ -109,10 +102,7 @@ def all_gather_invariant(x: jax.Array, axis_name: Any = None) -> jax.Array:
 
 
 def local_parts(x: jax.Array) -> Sequence[jax.Array]:
-    """Returns the part of `x` on each device of this process, in the order of the mesh.
-
-    Each part is an array on one device.
-    """
+    """Returns the part of `x` on each device of this process, in the order of the mesh."""
     whole, parts = _known_parts.get().get(id(x), (None, ()))
     if whole is not None and whole() is x:
         return parts
@@ -165,12 +155,7 @@ _known_parts = Slot[dict[int, tuple[ref[jax.Array], Sequence[jax.Array]]]](dict)
 
 
 def is_varying(x: jax.Array, axis_name: str | None = None) -> bool:
-    """Returns whether `x` may differ between ranks inside `shard_map`.
-
-    Args:
-        x: The array.
-        axis_name: An axis of the ranks; any of them by default.
-    """
+    """Returns whether `x` may differ between ranks inside `shard_map`, over one axis or any."""
     varying = varying_axes(x)
     return any(name in varying for name in (RANK_AXES if axis_name is None else (axis_name,)))
 
@@ -227,12 +212,7 @@ def local_copy(x: Any) -> Any:
 
 
 def finished(tree: Any) -> Any:
-    """Returns arrays once they are computed, so that NumPy may read them.
-
-    Raises:
-        jax.errors.JaxRuntimeError: If a program that makes one of them failed, as for want of
-            memory.
-    """
+    """Returns arrays once they are computed, so that NumPy may read them."""
     # NumPy reads the array without asking. Checked with jaxlib 0.10.2 on CPUs: where there was no
     # memory for the array itself, that ends the process or waits for ever.
     return jax.block_until_ready(tree)
@@ -255,10 +235,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def shard_rows(tree: Any, mesh: Mesh) -> Any:
-    """Places arrays `[ranks, ...]` with one row on each rank.
-
-    Host arrays must be the same on every process.
-    """
+    """Places arrays `[ranks, ...]`, the same on every process, with one row on each rank."""
     sharding = NamedSharding(mesh, PartitionSpec(rank_axes(mesh)))
     return put(tree, jax.tree.map(lambda _: sharding, tree))
 

@@ -2,22 +2,23 @@
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from tnt_jax._jax.fallbacks import or_plain
 from tnt_jax.job import Slot
 
 
 def convolution_options(mesh: Mesh) -> dict[str, Any]:
-    """Returns the compiler options that make convolutions faster on the devices of `mesh`.
-
-    Results differ by rounding.
-    """
+    """Returns compiler options for faster convolutions, whose results differ by rounding."""
     return _without_ynn_convolutions() if mesh.devices.flat[0].platform == "cpu" else {}
 
 
@@ -81,11 +82,7 @@ _PARAMETERS = (
 
 
 class _Compilation:
-    """Stands for JAX's function until the job ends.
-
-    Args:
-        plain: JAX's function.
-    """
+    """Stands for JAX's function `plain` until the job ends."""
 
     def __init__(self, plain: Callable) -> None:
         self.plain = plain
@@ -112,14 +109,9 @@ _compilation = Slot[_Compilation | None](lambda: None, close=_restore)
 def stand_around(stage: Callable, *, outermost: bool = False) -> None:
     """Has a function called for every program that this process compiles, until its job ends.
 
-    Args:
-        stage: Called as `stage(compile, backend, computation, devices, compile_options,
-            host_callbacks, executable_devices, pgle_profiler)`, where `compile` takes the arguments
-            after itself; returns the loaded program.
-        outermost: Whether it comes before those that stand there now.
-
-    Raises:
-        TypeError: If JAX's function has other parameters in this version.
+    It is called as `stage(compile, backend, computation, devices, compile_options, host_callbacks,
+    executable_devices, pgle_profiler)`, where `compile` takes the arguments after itself, and
+    returns the loaded program. The outermost one comes before those that stand there now.
     """
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No setting has processes other than the
     # first write programs, and none changes a program before it is compiled.
@@ -134,3 +126,33 @@ def stand_around(stage: Callable, *, outermost: bool = False) -> None:
         _compilation.set(compilation)
         compiler.compile_or_get_cached = compilation
     compilation.stages.insert(len(compilation.stages) if outermost else 0, stage)
+
+
+_FOLDER = str(Path(jax.__file__).parent) + os.sep
+_KEPT = str(Path(__file__).with_name("kept_programs.py"))
+
+
+@cache
+@or_plain(
+    lambda: (_KEPT,), lost="A long compilation counts as a step, and may be taken for a stall."
+)
+def _compiling() -> tuple[str, ...]:
+    """Returns the files that trace, lower and compile programs."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0; no public question exists before it is
+    # done.
+    parts = ("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py")
+    files = [_FOLDER + os.path.join("_src", *names) for names in parts]
+    for file in files:
+        if not os.path.exists(file):
+            raise ImportError(f"{file} does not exist")
+    return (*files, _KEPT)
+
+
+def is_of_jax(frame: FrameType) -> bool:
+    """Returns whether a frame runs code of JAX."""
+    return frame.f_code.co_filename.startswith(_FOLDER)
+
+
+def compiles(frames: Iterable[FrameType]) -> bool:
+    """Returns whether one of the frames of a stack traces, lowers or compiles a program."""
+    return any(frame.f_code.co_filename in _compiling() for frame in frames)

@@ -15,13 +15,9 @@ CHANGED = (ImportError, AttributeError, TypeError, KeyError, NotImplementedError
 def or_plain(plain: Callable, *, lost: str) -> Callable[[Callable], Callable]:
     """Decorates a function that uses private names; where they fail, `plain` is called instead.
 
-    The first failure is followed by one warning, and all later calls are of `plain`. If `plain`
-    fails as well, the arguments are wrong, and its error is raised. Private names are imported
-    inside the function.
-
-    Args:
-        plain: Function of the same arguments that needs no private name.
-        lost: What the job does without, for the warning.
+    The first failure is followed by one warning, which says what the job does without (`lost`), and
+    all later calls are of `plain`. If `plain` fails as well, the arguments are wrong, and its error
+    is raised. Private names are imported inside the function.
     """
 
     def decorate(function: Callable) -> Callable:

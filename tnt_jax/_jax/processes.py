@@ -45,7 +45,6 @@ class SignedStore:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the client itself has."""
         return getattr(self._client, name)
 
     def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
@@ -80,10 +79,7 @@ def _bytes_of(digits: str) -> bytes:
 
 
 def coordination_client() -> SignedStore:
-    """Returns the client of the job's coordination service.
-
-    Its key/value store and its barriers need no device.
-    """
+    """Returns the client of the job's coordination service, which needs no device."""
     client = _client()
     assert client is not None, (
         "The coordination service exists after jax.distributed.initialize only."
@@ -171,10 +167,8 @@ def coordinator_listens() -> bool:
 def before_abort(function: Callable[[], None]) -> Callable[[], None]:
     """Has a function called when C++ aborts this process; returns what undoes that.
 
-    JAX aborts a process whose coordination service has gone, from a thread of its own.
-
-    Args:
-        function: Ends the process, or returns if that is another abort, which then goes on.
+    JAX aborts a process whose coordination service has gone, from a thread of its own. The function
+    ends the process, or returns if that is another abort, which then goes on.
     """
     # JAX's client takes a callback for this, but fails to convert the error that it passes to it
     # (std::bad_cast, checked with JAX 0.10.2), and Python's signal handlers run in the main thread

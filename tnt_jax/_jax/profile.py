@@ -39,11 +39,7 @@ def _session(options: ProfileOptions) -> Any:
 
 
 class Recording:
-    """What the profiler has recorded.
-
-    Attributes:
-        data: A `jax.profiler.ProfileData` of planes, lines and events; None as long as it records.
-    """
+    """The `ProfileData` of what the profiler has recorded; None as long as it records."""
 
     def __init__(self) -> None:
         self.data: Any = None
@@ -51,11 +47,7 @@ class Recording:
 
 @contextmanager
 def profile() -> Iterator[Recording]:
-    """Records what devices and threads do in the block.
-
-    Raises:
-        RuntimeError: If the profiler records already.
-    """
+    """Records what devices and threads do in the block; a second profiler raises a RuntimeError."""
     options = ProfileOptions()
     # Calls of Python functions would slow down what is measured.
     options.python_tracer_level = 0

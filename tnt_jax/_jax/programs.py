@@ -51,9 +51,9 @@ def check_local(function: Callable, *args: Any, advice: str) -> None:
 
 
 def refusing_draws(function: Callable) -> Callable:
-    """Returns a function that draws no random numbers if they cannot be drawn per global row.
+    """Returns a function that raises a ValueError if `function` draws random numbers.
 
-    Then, and if `function` draws some, it raises a ValueError.
+    It does so only where they cannot be drawn per row of the global batch.
     """
     if threefry2x32_p is not None:
         return function
@@ -110,12 +110,7 @@ def without_dead_code(jaxpr: Any) -> Any:
 def needed_operands(traced: Any, results: Any) -> Any:
     """Returns which operands of a traced function some of its results are computed from.
 
-    Args:
-        traced: The value of `jitted.trace(...)`.
-        results: For each leaf of the results, whether it is one of them.
-
-    Returns:
-        The positional arguments, with True or False in the place of each leaf.
+    Both are flags in the place of the leaves of the results and of the positional arguments.
     """
     _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
     positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
@@ -208,11 +203,9 @@ def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
 
 
 def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns what a program draws in order: `"random_bits"` or `"random_split"`, and the shape.
+    """Returns what a program draws by keys of a dtype, in order, and the shape.
 
-    Args:
-        jaxpr: The program.
-        key_dtype: Dtype of the keys to look for.
+    It is `"random_bits"` or `"random_split"`.
     """
     return [
         (equation.primitive.name, tuple(equation.params["shape"]))
@@ -282,10 +275,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def communicates(traced: Any) -> bool:
-    """Returns whether the results of a traced function need communication over the data axis.
-
-    `traced` is the value of `jitted.trace(...)`.
-    """
+    """Returns whether the results of `jitted.trace(...)` need communication over the data axis."""
     return _communication(without_dead_code(traced.jaxpr.jaxpr)) is not None
 
 
@@ -296,12 +286,7 @@ _SAME_VALUES = ("convert_element_type", "reshape", "broadcast_in_dim", "transpos
 def looked_up(jaxpr: Any, labels: Mapping[Any, Any]) -> Iterator[tuple[Any, int]]:
     """Yields the tables that `jnp.take` reads by labelled variables, NaN beyond their ends.
 
-    Args:
-        jaxpr: The program.
-        labels: Labels of some of its variables.
-
-    Yields:
-        The label of the indices, and the number of entries of the table.
+    They are given as the label of the indices and the number of entries of the table.
     """
     labels = dict(labels)
     for equation in jaxpr.eqns:
@@ -344,10 +329,7 @@ def computes_in_half(traced: Any) -> bool:
 
 
 def last_activations(traced: Any) -> list[str | None]:
-    """Returns what last made each leaf of a traced function's results.
-
-    It is `"sigmoid"`, `"softmax"` or None.
-    """
+    """Returns what made each leaf of a function's results: `sigmoid`, `softmax` or None."""
     jaxpr = traced.jaxpr.jaxpr
     return [_activation(jaxpr, var) for var in jaxpr.outvars]
 
@@ -404,10 +386,7 @@ def _made_by(jaxpr: Any, var: Any) -> str:
 
 
 def convolves(jitted: Any, *args: Any) -> bool:
-    """Returns whether a jitted function contains a convolution.
-
-    A later call with such arguments is not traced again.
-    """
+    """Returns whether a jitted function, which is traced for it, contains a convolution."""
     return any(
         equation.primitive.name == "conv_general_dilated"
         for equation in _equations(jitted.trace(*args).jaxpr.jaxpr)

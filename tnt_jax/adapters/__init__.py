@@ -21,12 +21,7 @@ def wrap(
     frozen: Sequence[str],
     synchronize_batch_norm: bool,
 ) -> Adapter:
-    """Returns the adapter for a model with the options of `tnt_jax.Model`.
-
-    Raises:
-        TypeError: If the kind of `module` is unknown, or `trainable` or `frozen` is a string.
-        ValueError: If an option is invalid, or is for another kind of model.
-    """
+    """Returns the adapter for a model with the options of `tnt_jax.Model`, which it checks."""
     for name, paths in (("trainable", trainable), ("frozen", frozen)):
         if isinstance(paths, str):
             raise TypeError(
@@ -53,17 +48,7 @@ def adapter_for(
 ) -> Adapter:
     """Returns the adapter for a model of any supported library.
 
-    Args:
-        module: A Flax Linen module, a Flax NNX module, or a Keras 3 model on the JAX backend.
-        variables: Variables to start from, for Linen modules, which hold none themselves.
-        synchronize_batch_norm: Whether a Keras model's batch normalisation computes its statistics
-            over all ranks.
-
-    Raises:
-        TypeError: If the kind of `module` is unknown, or if its class was passed instead of an
-            object.
-        ValueError: If `variables` are given with a module that holds its own, or a Keras model
-            computes on another backend.
+    `variables`, to start from, are for Linen modules, which hold none themselves.
     """
     if isinstance(module, type):
         raise TypeError(
@@ -116,10 +101,7 @@ def batch_norm_off() -> Iterator[None]:
 
 
 def _kind_with_variables(module: Any) -> str | None:
-    """Returns the library of a module that holds its own variables.
-
-    Libraries that are not in use are not imported.
-    """
+    """Returns the library, if it is in use, of a module that holds its own variables."""
     keras, nnx = sys.modules.get("keras"), sys.modules.get("flax.nnx")
     # Keras first: with its NNX integration switched on, its models are NNX modules, too.
     if keras is not None and isinstance(module, keras.Model):

@@ -16,10 +16,7 @@ from tnt_jax.adapters.nnx import batch_norm_of
 def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
     """Keeps padded rows out of the statistics of all `BatchNorm`s in the `with` block.
 
-    It works for Linen and NNX.
-
-    Args:
-        mask: float32 `[rows]`, 0 for padded rows; None if there are none.
+    These rows have a 0 in the mask, float32 `[rows]`, which is None if there are none.
     """
     if mask is None:
         yield

@@ -70,6 +70,8 @@ class Applied(NamedTuple):
 class Adapter(Protocol):
     """A model as pure functions; the step calls `apply` inside `shard_map` over the axis `data`.
 
+    The methods with a body say what is true of a model without variables or metrics of its own.
+
     Attributes:
         name: Name of the model in tables.
         holds_variables: Whether the user's object holds variables, into which `write_back` writes.
@@ -83,32 +85,19 @@ class Adapter(Protocol):
 
     def sample_inputs(self) -> Any:
         """Returns inputs to build the model with, or None if the model does not know them."""
-        ...
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns fresh variables for inputs like `inputs`, a pytree of arrays `[rows, ...]`."""
         ...
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns a function that JAX can trace, and that returns what `init` does.
-
-        It is None if the variables exist already.
-        """
-        ...
+        """Returns a function like `init` that JAX can trace; None if the variables exist."""
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
-        """Returns the program whose results are what `init` returns.
-
-        It is None if the variables exist already.
-        """
-        ...
+        """Returns the program that makes what `init` returns; None if that exists."""
 
     def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model, for inputs like `inputs`.
-
-        Replaces `init`.
-        """
-        ...
+        """Prepares, in place of `init`, to compute with variables of another model."""
 
     def apply(
         self,
@@ -139,48 +128,44 @@ class Adapter(Protocol):
 
         Names that stand beside the arrays, as in Linen, are left out.
         """
-        ...
+        return {}
 
     def held_variables(self) -> Mapping[str, Any]:
         """Returns a Keras model's variables, as Keras objects, by the paths of their arrays."""
-        ...
+        return {}
 
     def held_metrics(self) -> dict[str, Any]:
         """Returns the model's own metrics, as objects of its library, by their log names."""
-        ...
+        return {}
 
     def metric_results(self, sums: Any) -> dict[str, float]:
         """Returns the results of the model's own metrics by name.
 
         `sums` are those of `Applied.increments` over rows, ranks and steps.
         """
-        ...
+        return {}
 
     def export(self, variables: Variables) -> Any:
         """Returns variables in the form that the model's library uses."""
         ...
 
     def trains_others(self) -> bool:
-        """Returns whether the user's object trains other variables than when last read.
-
-        For instance because a layer was frozen.
-        """
-        ...
+        """Returns whether the user's object trains other variables than when last read."""
+        return False
 
     def has_assigned(self) -> bool:
         """Returns whether arrays were assigned to the user's object since last read or written.
 
         Training asks before each step.
         """
-        ...
+        return False
 
     def with_assigned(self, variables: Variables) -> Variables:
         """Returns variables with the arrays that were assigned to the user's object."""
-        ...
+        return variables
 
     def write_back(self, variables: Variables) -> None:
         """Stores trained variables in the user's own object, if it holds any."""
-        ...
 
 
 def check_trains_the_same(adapter: Adapter) -> None:
@@ -244,11 +229,8 @@ class CallStyle:
         """Returns positional and keyword arguments for one call.
 
         A dict whose keys are argument names is passed by name, a tuple or list by position if the
-        module takes several arguments; anything else is the one argument.
-
-        Raises:
-            CallError: If a dict has keys for some arguments but lacks required ones or has unknown
-                ones.
+        module takes several arguments; anything else is the one argument. A dict that lacks
+        required keys or has unknown ones is a `CallError`.
         """
         flags = {flag: TRAIN_FLAGS[flag] is train for flag in self.flags}
         if (
@@ -275,13 +257,8 @@ class VariablePath(str):
     """A path in a library that numbers objects, with the variable's name in files.
 
     It is a key of parameters or model state, such as `dense_3/kernel`, whose last parts the library
-    numbers anew for every object.
-
-    It equals the plain string. Two of them are equal if they also have the same name in files.
-
-    Args:
-        path: Path in the library.
-        saved_as: Name of the variable in files, which depends only on the structure of the model.
+    numbers anew for every object, while `saved_as` depends only on the structure of the model. It
+    equals the plain string. Two of them are equal if they also have the same name in files.
     """
 
     __slots__ = ("saved_as",)
@@ -294,17 +271,14 @@ class VariablePath(str):
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Compares paths, and names in files where both have one."""
         return str.__eq__(self, other) is True and self.saved_as == getattr(
             other, "saved_as", self.saved_as
         )
 
     def __ne__(self, other: object) -> bool:
-        """Returns whether paths differ."""
         return not self == other
 
     __hash__ = str.__hash__
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Pickles and copies with the name."""
         return type(self), (str(self), self.saved_as)

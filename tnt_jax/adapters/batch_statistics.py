@@ -12,15 +12,9 @@ def real_row_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and biased variance `[features]` of the rows of `x` whose mask is 1.
 
-    The dtype is at least float32. A rank without real rows and without synchronised statistics uses
-    its padding: its share of every average is 0.
-
-    Args:
-        x: Activations `[rows, ...]`.
-        mask: float32 `[rows]`, 0 for padded rows.
-        feature_dim: Dimension of `x`, other than the first, that keeps its own statistics.
-        axis_name: Mesh axis, or axes, over which the statistics are computed; None for this rank's
-            rows alone.
+    The dtype is at least float32. They are those of the ranks on the named axes, or of this rank
+    alone. A rank without real rows and without synchronised statistics uses its padding: its share
+    of every average is 0.
     """
     features = feature_dim % x.ndim
     others = tuple(dim for dim in range(x.ndim) if dim != features)
@@ -48,17 +42,7 @@ def normalize(
     feature_dim: int,
     epsilon: float,
 ) -> jax.Array:
-    """Returns `(x - mean) / sqrt(var + epsilon) * scale + bias`, at least float32.
-
-    Args:
-        x: Activations `[rows, ...]`.
-        mean: Mean `[features]`.
-        var: Variance `[features]`.
-        scale: Factor `[features]`, or None for 1.
-        bias: Summand `[features]`, or None for 0.
-        feature_dim: Dimension of `x` that holds the features.
-        epsilon: Added to the variance.
-    """
+    """Returns `(x - mean) / sqrt(var + epsilon) * scale + bias`, at least float32."""
     shape = [1] * x.ndim
     shape[feature_dim] = -1
     gain = jax.lax.rsqrt(var + epsilon)

@@ -16,13 +16,7 @@ _FLAG = (
 
 @contextmanager
 def explained(name: str, inputs: Any, *, train: bool) -> Iterator[None]:
-    """Turns errors of a forward pass with a missing flag, wrong key or axis into a `CallError`.
-
-    Args:
-        name: Name of the model.
-        inputs: Its inputs.
-        train: Whether the call is for training.
-    """
+    """Turns errors of a forward pass with a missing flag, wrong key or axis into a `CallError`."""
     try:
         yield
     except errors.InvalidRngError as error:

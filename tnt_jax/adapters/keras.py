@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tnt_jax.adapters.base import Applied, VariablePath, Variables, check_trains_the_same
+from tnt_jax.adapters.base import (
+    Adapter,
+    Applied,
+    VariablePath,
+    Variables,
+    check_trains_the_same,
+)
 from tnt_jax.adapters.keras_layers import layers_of_a_rank, paths_of, require_trainable
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
 from tnt_jax.adapters.penalties import Kind, kinds_of_losses, penalty_of, warn_of_repeated_rows
@@ -24,14 +30,12 @@ _PROBE_ROWS = 8
 
 
 class _Call(NamedTuple):
-    """The result of one call of the model."""
-
     outputs: Any
     values: dict[int, Any]
     losses: list[jax.Array]
 
 
-class KerasAdapter:
+class KerasAdapter(Adapter):
     """A Keras model, which holds its own variables.
 
     Training starts from these variables and is written back into them.
@@ -46,15 +50,6 @@ class KerasAdapter:
     Random numbers follow from the step, in evaluation from the place of a row in the data, and not
     from the states of the seed generators, which do not change. Dropout therefore differs from that
     of `keras_model.fit`.
-
-    Args:
-        model: Model to train.
-        synchronized: Whether batch normalisation computes its statistics over all ranks instead of
-            each rank's rows.
-
-    Raises:
-        ValueError: If Keras uses a backend other than JAX, or a metric of a layer cannot be summed
-            over ranks.
     """
 
     holds_variables = True
@@ -109,12 +104,6 @@ class KerasAdapter:
         self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
         return Variables(self._params(values), self._state(values))
-
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns None: the model holds its variables already."""
-
-    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
-        """Returns None: the model holds its variables already."""
 
     def attach(self, inputs: Any) -> None:
         """Builds the model if necessary, and examines its metrics and losses."""
@@ -177,10 +166,6 @@ class KerasAdapter:
             call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
         )
 
-    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns none: Keras variables have paths alone."""
-        return {}
-
     def held_variables(self) -> Mapping[str, keras.Variable]:
         """Returns all variables by path."""
         return {path: variable for part in self._parts for path, variable in part.items()}
@@ -205,10 +190,7 @@ class KerasAdapter:
         return [np.asarray(values[id(v)]) for v in self.module.weights]
 
     def write_back(self, variables: Variables) -> None:
-        """Assigns variables to the user's model.
-
-        It can then be saved, for instance with `model.save("m.keras")`.
-        """
+        """Assigns variables to the user's model, which can then be saved."""
         values = self._by_variable(*variables)
         for variable in self.module.variables:
             variable.assign(values[id(variable)])
@@ -289,10 +271,7 @@ class KerasAdapter:
     def _warn_of_repeated_rows(
         self, losses: list[jax.Array], num_regularized: int, num_rows: int
     ) -> None:
-        """Warns once that padded rows count in scalar losses of the model.
-
-        Weight and activity regularizers are exempt.
-        """
+        """Warns once that padded rows count in scalar losses, but for regularizers."""
         num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in losses)
         num_exact = num_regularized + sum(
             v.regularizer is not None for v in self.module.trainable_variables

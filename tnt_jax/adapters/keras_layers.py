@@ -24,16 +24,9 @@ from tnt_jax.adapters.base import VariablePath
 from tnt_jax.adapters.batch_statistics import real_row_moments
 from tnt_jax.adapters.loops import replaced
 
-_moments = keras.layers.BatchNormalization._moments
-
 
 def require_trainable(model: keras.Model) -> None:
-    """Checks that a model and its layers can be trained on several ranks.
-
-    Raises:
-        ValueError: If a layer keeps a state for each row of a batch, a variable's gradient is its
-            new value, or Keras itself distributes variables over devices.
-    """
+    """Raises a ValueError if a model cannot be trained on several ranks."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
@@ -126,10 +119,7 @@ def _children(layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
 def _held(
     layer: keras.Layer, wanted: Mapping[int, keras.Layer]
 ) -> Iterator[tuple[str, keras.Layer]]:
-    """Yields those of the wanted layers, given by `id`, that attributes of a layer hold.
-
-    They may be inside lists and dicts.
-    """
+    """Yields those of the wanted layers, given by `id`, that attributes, lists or dicts hold."""
     searched: set[int] = set()
 
     def search(name: str, value: Any) -> Iterator[tuple[str, keras.Layer]]:

@@ -20,7 +20,7 @@ import numpy as np
 from flax import errors
 from flax.core import Scope
 
-from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, FreshVariables, Variables
+from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import replaced, with_draws_by_row, with_varying_loops
@@ -70,13 +70,8 @@ def _hashable(x: Any) -> Any:
     return tuple(map(_hashable, x)) if isinstance(x, (tuple, list)) else x
 
 
-class LinenAdapter:
-    """A Linen module; its variables live outside it, so there is nothing to write back.
-
-    Args:
-        module: Module to train.
-        variables: Variables to start from, as `module.init` returns them; fresh ones by default.
-    """
+class LinenAdapter(Adapter):
+    """A Linen module, and the variables to start from, as `module.init` returns them, if given."""
 
     holds_variables = False
     knows_penalty = False
@@ -95,14 +90,8 @@ class LinenAdapter:
         self.draws: dict[Any, Draws] = {}
         self.has_warned = False
 
-    def sample_inputs(self) -> None:
-        """Returns None: a Linen module does not know its inputs."""
-
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the given variables, or those of `module.init(jax.random.key(seed), ...)`.
-
-        `init` is called with one row of zeros.
-        """
+        """Returns the given variables, or those of `module.init` with one row of zeros."""
         if self._given is not None:
             return self._separated(self._given)
         return self._fresh(inputs, seed)
@@ -122,9 +111,6 @@ class LinenAdapter:
         with explained(self.name, inputs, train=False):
             traced = make.trace(jax.eval_shape(key), args)
         return FreshVariables(traced, lambda: (key(), args), self._separated)
-
-    def attach(self, inputs: Any) -> None:
-        """Does nothing: a Flax module needs no preparation."""
 
     @with_penalty_of_real_rows
     @with_draws_by_row
@@ -165,37 +151,6 @@ class LinenAdapter:
             penalty,
         )
 
-    def trains_others(self) -> bool:
-        """Returns False: a Linen module holds no variables."""
-        return False
-
-    def has_assigned(self) -> bool:
-        """Returns False: a Linen module holds no variables."""
-        return False
-
-    def with_assigned(self, variables: Variables) -> Variables:
-        """Returns the variables: a Linen module holds none."""
-        return variables
-
-    def write_back(self, variables: Variables) -> None:
-        """Does nothing: a Linen module holds no variables."""
-
-    def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns none: Linen's boxes name them beside the arrays."""
-        return {}
-
-    def held_variables(self) -> Mapping[str, Any]:
-        """Returns none: a Linen module holds no variables."""
-        return {}
-
-    def held_metrics(self) -> dict[str, Any]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
-
-    def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
-
     def export(self, variables: Variables) -> dict[str, Any]:
         """Returns variables in the form that `module.apply` takes."""
         return {"params": variables.params, **variables.model_state}
@@ -212,14 +167,12 @@ class LinenAdapter:
         return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs)), args
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
-        return Variables(variables.get("params", {}), self._without_params(variables))
-
-    def _without_params(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        others = {
             name: value
             for name, value in variables.items()
             if name not in ("params", "intermediates", *LOSSES)
         }
+        return Variables(variables.get("params", {}), others)
 
 
 _make_rng = nn.Module.make_rng

@@ -25,13 +25,9 @@ _lock = threading.RLock()
 
 @contextmanager
 def replaced(owner: Any, functions: dict[str, Callable]) -> Iterator[None]:
-    """Replaces attributes of a module or class in the `with` block.
+    """Replaces attributes that a module or class defines itself in the `with` block.
 
     Other threads that call them meanwhile get the originals.
-
-    Args:
-        owner: Module or class that defines them itself.
-        functions: Replacement of each attribute, by name.
     """
     thread = threading.get_ident()
     with _lock:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from tnt_jax.adapters.base import LOSSES, Applied, CallStyle, Variables
+from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
@@ -22,7 +22,7 @@ from tnt_jax.distributed.sums.random_rows import Draws
 _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
 
 
-class NnxAdapter:
+class NnxAdapter(Adapter):
     """An NNX module, which holds its own variables.
 
     Training starts from these variables and is written back into them.
@@ -32,9 +32,6 @@ class NnxAdapter:
     `losses`), which count in training. The streams are reseeded in every step from its key and the
     position of the stream in the module, so random numbers depend neither on the number of ranks
     nor on earlier calls of the module. A `__call__` that takes `rngs` gets such streams.
-
-    Args:
-        module: Module to train.
     """
 
     holds_variables = True
@@ -66,15 +63,6 @@ class NnxAdapter:
         self._seen = self._held_arrays()
         _, _, params, _, rest = nnx.split(self.module, is_loss, nnx.Param, is_random, ...)
         return Variables(_nested(params), _nested(rest))
-
-    def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns None: the model holds its variables already."""
-
-    def fresh_variables(self, inputs: Any, *, seed: int) -> None:
-        """Returns None: the model holds its variables already."""
-
-    def attach(self, inputs: Any) -> None:
-        """Does nothing: a Flax module needs no preparation."""
 
     @with_penalty_of_real_rows
     @with_draws_by_row
@@ -120,18 +108,6 @@ class NnxAdapter:
         }
         return {path: names for path, names in named.items() if names}
 
-    def held_variables(self) -> Mapping[str, Any]:
-        """Returns none: the array of an NNX variable is all there is to it."""
-        return {}
-
-    def held_metrics(self) -> dict[str, Any]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
-
-    def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns nothing: a Flax module holds no metrics that its calls update."""
-        return {}
-
     def export(self, variables: Variables) -> nnx.State:
         """Returns variables as a state for `nnx.update(module, state)`."""
         return self._state(jax.tree.map(jnp.asarray, variables))
@@ -166,10 +142,7 @@ class NnxAdapter:
         )
 
     def write_back(self, variables: Variables) -> None:
-        """Stores variables in the user's module.
-
-        Its random streams do not change.
-        """
+        """Stores variables in the user's module, whose random streams do not change."""
         nnx.update(self.module, self.export(variables))
         self._seen = self._held_arrays()
 
@@ -221,8 +194,7 @@ class _BatchNormOfRealRows(nnx.BatchNorm):
 def batch_norm_of(real_rows: jax.Array) -> Callable:
     """Returns a replacement of `nnx.BatchNorm.__call__` that leaves out padded rows.
 
-    Args:
-        real_rows: float32 `[rows]`, 0 for padded rows.
+    These rows have a 0 in `real_rows`, float32 `[rows]`.
     """
     original = nnx.BatchNorm.__call__
 
@@ -255,10 +227,7 @@ def batch_norm_of(real_rows: jax.Array) -> Callable:
 
 
 def _leave_out_padding(module: nnx.Module, mask: jax.Array) -> None:
-    """Keeps masked rows out of the statistics of every `nnx.BatchNorm` in `module`.
-
-    The module must be a copy of the user's.
-    """
+    """Keeps masked rows out of the statistics of each `BatchNorm` in a copy of a module."""
     for _, layer in nnx.iter_graph(module):
         # A subclass with its own call computes its own statistics.
         if isinstance(layer, nnx.BatchNorm) and type(layer).__call__ is nnx.BatchNorm.__call__:
@@ -267,10 +236,7 @@ def _leave_out_padding(module: nnx.Module, mask: jax.Array) -> None:
 
 
 def reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
-    """Returns random state with fresh keys and counts of 0.
-
-    The keys follow from `key` and the position in the state.
-    """
+    """Returns random state with counts of 0, and keys by `key` and the position in the state."""
     streams = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(random)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -287,10 +253,7 @@ def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _changed(module: nnx.Module, before: Any) -> Any:
-    """Returns the new values of the model state `before`.
-
-    Variables that the call created, such as sown ones, are left out.
-    """
+    """Returns the new values of the model state `before`, without sown and other new variables."""
     after = traverse_util.flatten_dict(_nested(nnx.state(module)))
     return traverse_util.unflatten_dict(
         {path: after[path] for path in traverse_util.flatten_dict(before)}
@@ -346,13 +309,7 @@ def is_nnx_module(x: Any) -> bool:
 
 
 def check_unshared(tree: Any) -> None:
-    """Raises a TypeError if an NNX variable occurs twice in a tree.
-
-    A pytree would separate the two.
-
-    Args:
-        tree: State of a loop.
-    """
+    """Raises a TypeError if an NNX variable occurs twice in a tree."""
     seen: dict[int, Any] = {}
     variables = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -369,19 +326,10 @@ def check_unshared(tree: Any) -> None:
 
 
 class OpenModule:
-    """An NNX module inside a step as a function of its parameters.
+    """An NNX module inside a step as a function of its parameters `params`, an `nnx.State`.
 
-    The parameters are the variables of type `nnx.Param`.
-
-    Args:
-        module: The module, whose other variables are updated by `close`.
-        key: Key of the step, from which its random streams are seeded; None if there is none.
-
-    Attributes:
-        params: The parameters, an `nnx.State`.
-
-    Raises:
-        TypeError: If the module draws random numbers and there is no key.
+    They are the variables of type `nnx.Param`; `close` updates the others. A module that draws
+    random numbers needs the key of the step, from which its streams are seeded.
     """
 
     def __init__(self, module: nnx.Module, key: jax.Array | None) -> None:

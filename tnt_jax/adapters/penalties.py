@@ -98,14 +98,7 @@ def kinds_of_losses(once: list[Any], twice: list[Any]) -> tuple[Kind, ...]:
     """Returns for each added loss whether it is a mean or a sum over the rows of a batch.
 
     A mean does not change if each row is repeated, and neither does a weight regularizer; a sum
-    doubles.
-
-    Args:
-        once: Losses of some rows.
-        twice: Losses of the same rows, each twice.
-
-    Raises:
-        ValueError: If a loss is neither, so that it cannot be computed from parts of a batch.
+    doubles. Losses are given of some rows, and of the same rows, each twice.
     """
     return tuple(
         _kind(index, float(np.sum(a)), float(np.sum(b)))
@@ -118,15 +111,9 @@ def penalty_of(
 ) -> jax.Array | float:
     """Returns the added losses of one rank; their mean over ranks is that of the global batch.
 
-    Without padding this is exact. Padded rows of losses `[rows]` are left out. A scalar is weighted
-    by its rank's share of the real rows, which is exact for weight and activity regularizers, and
-    for means of ranks without padding.
-
-    Args:
-        losses: Scalars, or losses `[rows, ...]`, which Keras sums.
-        kinds: The kind of each loss.
-        mask: float32 `[rows]`, 0 for padded rows; None when there are none.
-        num_rows: Rows of this rank, padding included.
+    Without padding this is exact. Padded rows of losses `[rows, ...]`, which Keras sums, are left
+    out. A scalar is weighted by its rank's share of the real rows, which is exact for weight and
+    activity regularizers, and for means of ranks without padding.
     """
     num_ranks = jax.lax.axis_size(_jax.rank_axes())
     penalty = 0.0

@@ -20,15 +20,6 @@ class WrappingAdapter:
 
     Subclasses say which variables training sees (`outer`), which the wrapped adapter gets
     (`inside`), and how `apply` differs.
-
-    Args:
-        adapter: Adapter of the model.
-
-    Attributes:
-        inner: That adapter.
-        name: Name of the model in tables.
-        holds_variables: Whether the user's object holds variables.
-        knows_penalty: See `Adapter`.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -128,12 +119,8 @@ class LowPrecision(WrappingAdapter):
 
     Parameters and floating inputs are cast before the forward pass, outputs to float32 after it.
     Model state keeps its precision: moving averages of bfloat16 stop moving. Layers with a dtype of
-    their own keep it.
-
-    Args:
-        adapter: Adapter of the model.
-        master: Dtype of the parameters, the gradients and the optimizer state: float32
-            ("mixed_bfloat16") or bfloat16.
+    their own keep it. Parameters, gradients and optimizer state have the dtype `master`: float32
+    ("mixed_bfloat16") or bfloat16.
     """
 
     def __init__(self, adapter: Adapter, *, master: Any) -> None:
@@ -166,15 +153,7 @@ class LowPrecision(WrappingAdapter):
 
 
 def with_precision(adapter: Adapter, precision: str) -> Adapter:
-    """Returns an adapter that computes in the given precision.
-
-    Args:
-        adapter: Adapter of a Flax model.
-        precision: One of `PRECISIONS`.
-
-    Raises:
-        ValueError: If the precision is unknown.
-    """
+    """Returns an adapter that computes in a precision, one of `PRECISIONS`."""
     if precision not in PRECISIONS:
         raise ValueError(
             f"precision must be one of {', '.join(map(repr, PRECISIONS))}, but is {precision!r}."
@@ -201,12 +180,8 @@ class PartlyTrained(WrappingAdapter):
     """An adapter that trains only some of the parameters.
 
     A parameter's path is written `encoder/Dense_0/kernel`. A pattern names a parameter, or a
-    subtree by the beginning of its path, and may contain `*`, which also matches slashes.
-
-    Args:
-        adapter: Adapter of the model.
-        trainable: Patterns of the trained parameters; all if None.
-        frozen: Patterns of the parameters that are not trained.
+    subtree by the beginning of its path, and may contain `*`, which also matches slashes. All
+    parameters are trainable if that is None.
     """
 
     def __init__(
@@ -217,11 +192,7 @@ class PartlyTrained(WrappingAdapter):
         self._frozen = tuple(frozen)
 
     def outer(self, variables: Variables) -> Variables:
-        """Returns the trained parameters, and the others as part of the model state.
-
-        Raises:
-            ValueError: If a pattern matches no parameter, or nothing is left to train.
-        """
+        """Returns the trained parameters, and the others as part of the model state."""
         paths = _flatten(variables.params)
         names = {path: "/".join(path) for path in paths}
         for pattern in (*(self._trainable or ()), *self._frozen):

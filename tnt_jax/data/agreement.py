@@ -5,10 +5,12 @@ step waits for nothing: reports are posted for several batches at once and ahead
 """
 
 import json
+import math
 import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -23,15 +25,10 @@ reader_stopped: ContextVar[threading.Event | None] = ContextVar("reader_stopped"
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a process on its next batches.
+    """The report of a process on the rows of its next batches, and whether its data ends then.
 
-    Attributes:
-        num_rows: Number of real rows in each of its next batches.
-        has_ended: Whether its data ends after them.
-        local_ranks: Number of ranks of the process.
-        error: What went wrong in its data; empty when nothing did.
-        batches: A description of its next batches: rows, structure, shapes and dtypes, as far as
-            they must be the same on all processes.
+    `error` says what went wrong in its data; `batches` describes what must be the same in a batch
+    on all processes: rows, structure, shapes and dtypes.
     """
 
     num_rows: list[int]
@@ -61,10 +58,7 @@ class Board(Protocol):
 
 
 class CoordinationBoard:
-    """A board in the key-value store of `jax.distributed`.
-
-    With one process nothing leaves the process.
-    """
+    """A board in the key-value store of `jax.distributed`; one process keeps all to itself."""
 
     def __init__(self) -> None:
         self.num_processes, self.process = jax.process_count(), jax.process_index()
@@ -94,12 +88,16 @@ class CoordinationBoard:
             _jax.coordination_client().key_value_delete(f"tnt_jax/{name}/{self.process}")
 
 
+def gather(board: Board, name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, by process, that each posts under a name."""
+    board.post(name, json.dumps(value))
+    return [json.loads(board.read(name, process)) for process in range(board.num_processes)]
+
+
 class Exchange:
     """A sequence of rounds: in each, every process posts one report and reads those of all.
 
-    Args:
-        board: Where reports are posted.
-        name: Unique name of the sequence, the same on all processes.
+    Its name is unique, and the same on all processes.
     """
 
     def __init__(self, board: Board, name: str) -> None:
@@ -115,9 +113,7 @@ class Exchange:
     def read(self) -> list[Report]:
         """Waits for the next round's reports of all processes and returns them, by process.
 
-        Raises:
-            PeerError: If a process reports an error in its data; the text names the process and
-                the error.
+        An error in the data of one is a PeerError, which names the process and the error.
         """
         reports = self.read_all()
         for process, report in enumerate(reports):
@@ -137,3 +133,66 @@ class Exchange:
             self._board.remove(f"{self._name}/{self._read - 1}")
         self._read += 1
         return reports
+
+
+class _Waiting(NamedTuple):
+    batch: Any
+    num_rows: int
+    description: str
+    num_bytes: int
+
+
+class ReadAhead:
+    """Batches that this process has read ahead of their use, and reports to the others.
+
+    Args:
+        batches: The batches.
+        describe: Returns the rows of a batch, and what must be the same on all processes.
+        local_ranks: Number of ranks of the process, for the reports.
+
+    Attributes:
+        error: What went wrong in its data, to be raised once it was reported.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        describe: Callable[[Any], tuple[int, str]],
+        *,
+        local_ranks: int = 0,
+    ) -> None:
+        self._batches = batches
+        self._describe = describe
+        self._local_ranks = local_ranks
+        self._waiting: list[_Waiting] = []
+        self._has_ended = False
+        self.error: Exception | None = None
+
+    def read(self, num_batches: int, *, at_most: int, most_bytes: float = math.inf) -> None:
+        """Reads up to `num_batches` more, until `at_most` wait or they are large."""
+        for _ in range(num_batches):
+            num_bytes = sum(waiting.num_bytes for waiting in self._waiting)
+            if self._has_ended or len(self._waiting) >= at_most or num_bytes >= most_bytes:
+                return
+            try:
+                batch = next(self._batches)
+                size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(batch))
+                self._waiting.append(_Waiting(batch, *self._describe(batch), size))
+            except StopIteration:
+                self._has_ended = True
+            except Exception as error:
+                self._has_ended = True
+                self.error = error
+
+    def report(self) -> Report:
+        """Returns a report on the waiting batches."""
+        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        rows = [waiting.num_rows for waiting in self._waiting]
+        descriptions = [waiting.description for waiting in self._waiting]
+        return Report(rows, self._has_ended, self._local_ranks, text, descriptions)
+
+    def take(self, num_batches: int | None = None) -> list[Any]:
+        """Returns the next batches, all that wait by default."""
+        taken = self._waiting[:num_batches]
+        del self._waiting[:num_batches]
+        return [waiting.batch for waiting in taken]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.data.elements import as_dense, is_numbers, is_torch_tensor
-from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator
+from tnt_jax.data.elements import as_dense, is_numbers, is_of_library, is_torch_tensor
+from tnt_jax.data.ray.spec import is_ray_dataset, is_ray_iterator
 
 _NAMED_COLUMNS = 6
 # A model with more inputs than this is less likely than rows that nobody has stacked.
@@ -17,6 +17,14 @@ _ADVICE = {
     "y": "Make class indices of labels: classes, y = numpy.unique(y, return_inverse=True).",
     "x": "Turn it into numbers first, for instance text into token ids.",
 }
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError if an argument is none of its choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
+        )
 
 
 def is_arrays(x: Any) -> bool:
@@ -65,23 +73,13 @@ def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:
 
 def is_tf_dataset(x: Any) -> bool:
     """Returns whether `x` is a `tf.data.Dataset`, without importing TensorFlow."""
-    return any(
-        cls.__module__.startswith("tensorflow.") and cls.__name__ == "DatasetV2"
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "tensorflow", "DatasetV2")
 
 
 def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
-    """Checks that arrays hold numbers, and that a list does not hold rows.
+    """Raises a ValueError if an array holds no numbers, or a list holds rows.
 
-    Args:
-        x: Arrays, or anything else, which is not checked.
-        y: Targets, or None.
-        sample_weight: Weights, or None.
-
-    Raises:
-        ValueError: If an array holds text or other objects, a table has columns of mixed types, or
-            a list holds rows.
+    Data that is no arrays is not checked.
     """
     if as_dense(x) is not x or as_dense(y) is not y:
         raise ValueError(

@@ -13,8 +13,7 @@ from tnt_jax.data.elements import is_torch_tensor, torch_to_numpy
 from tnt_jax.data.indexed.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import ReadOptions, resolve_batch_size
-from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
-from tnt_jax.data.ray.spec import RayData
+from tnt_jax.data.ray.spec import RayData, is_ray_dataset, is_ray_iterator, is_ray_shard
 from tnt_jax.data.recipes.token_batches import TokenBatches, TokenBatchSource
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import (
@@ -45,12 +44,6 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
         y: Targets for arrays; None otherwise.
         sample_weight: Weights for arrays; None otherwise.
         options: How the data is to be read.
-
-    Raises:
-        ValueError: If the data is empty, its parts differ in length, or sizes contradict each
-            other; if `y` or `sample_weight` is passed with data that contains its own, or a batch
-            size with batched data.
-        TypeError: If nothing can be read from `x`.
     """
     if x is None:
         raise ValueError("x is missing: pass arrays, a tf.data.Dataset, or an iterable of batches.")
@@ -254,15 +247,8 @@ def _as_arrays(x: Any) -> Any:
 def with_larger_batches(x: Any, batch_size: int | None, factor: Fraction) -> tuple[Any, int | None]:
     """Returns data, and the batch size of a call, with `factor` times the rows in each batch.
 
-    Batches of a `tf.data` pipeline are put together and cut anew at its end.
-
-    Args:
-        x: Data without `tnt_micro_batch_size`, as of `fit`.
-        batch_size: Rows of a global batch, as of `fit`.
-        factor: By how much to multiply them.
-
-    Raises:
-        ValueError: If the product is no whole number, or the data makes batches by itself.
+    The data has no `tnt_micro_batch_size`. Batches of a `tf.data` pipeline are put together and cut
+    anew at its end.
     """
     if batch_size is not None:
         return x, multiplied(batch_size, factor)
@@ -285,11 +271,7 @@ def with_larger_batches(x: Any, batch_size: int | None, factor: Fraction) -> tup
 
 
 def multiplied(size: int, factor: Fraction) -> int:
-    """Returns a batch size times a factor.
-
-    Raises:
-        ValueError: If that is no whole number.
-    """
+    """Returns a batch size times a factor, which must be a whole number."""
     product = size * factor
     if product.denominator != 1:
         raise ValueError(

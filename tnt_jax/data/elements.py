@@ -12,16 +12,20 @@ import ml_dtypes
 import numpy as np
 
 
+def is_of_library(x: Any, package: str, name: str) -> bool:
+    """Returns whether `x` is of a class in a package, which is not imported to find out."""
+    return any(
+        cls.__name__ == name and cls.__module__.startswith(f"{package}.") for cls in type(x).__mro__
+    )
+
+
 def is_torch_tensor(x: Any) -> bool:
     """Returns whether `x` is a PyTorch tensor, without importing PyTorch."""
     return any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(x).__mro__)
 
 
 def torch_to_numpy(tensor: Any) -> np.ndarray:
-    """Returns a tensor on any device as a host array, without its gradient.
-
-    bfloat16 is kept.
-    """
+    """Returns a tensor on any device as a host array, without its gradient; bfloat16 is kept."""
     import torch  # pyright: ignore[reportMissingImports]
 
     own = tensor.detach().cpu()
@@ -39,9 +43,6 @@ def unpack(data: Any) -> tuple[Any, Any, Any]:
 
     As in Keras, an element is a tuple or list of up to three, or inputs alone. A list counts as
     such only if it contains an array: a list of tuples is a stream of batches.
-
-    Raises:
-        ValueError: If there are more than three.
     """
     if not isinstance(data, tuple) and not _is_list_of_parts(data):
         return data, None, None
@@ -61,9 +62,6 @@ def as_batch(element: Any) -> Any:
     PyTorch's tensors and lists of numbers become arrays. A list of anything else counts as a tuple,
     because the default collation of PyTorch's `DataLoader` makes such lists; inside the element it
     means several inputs or outputs.
-
-    Raises:
-        ValueError: If a leaf holds text or objects, or rows in a list have different lengths.
     """
     try:
         return _with_arrays(as_tuple(element), "")
@@ -119,10 +117,7 @@ def as_dense(x: Any) -> Any:
 
 
 def is_numbers(tree: Any) -> bool:
-    """Returns whether a list or tuple holds only Python numbers and lists of them.
-
-    Such a list is the rows of one array.
-    """
+    """Returns whether a list holds only Python numbers and lists of them: the rows of one array."""
     return isinstance(tree, list) and all(
         isinstance(value, (bool, int, float, complex)) or is_numbers(value) for value in tree
     )

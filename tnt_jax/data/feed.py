@@ -36,10 +36,7 @@ _running: dict[threading.Thread, threading.Event] = {}
 def start_reader(read: Callable[[], None], name: str, stopped: threading.Event) -> None:
     """Starts a thread for which the end of the interpreter waits for some seconds.
 
-    Args:
-        read: What it runs.
-        name: Its name, to which the package's is added.
-        stopped: Set at the end of the interpreter, when `read` should return.
+    That sets `stopped`, whereupon `read` should return.
     """
 
     def run() -> None:
@@ -77,12 +74,8 @@ def rank_slice_of(runtime: Runtime) -> RankSlice:
 def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     """Returns a function from this process's rows to arrays sharded by row over all ranks.
 
-    It takes a pytree of host arrays `[local_rows, ...]` and returns arrays `[ranks * rows per rank,
-    ...]` without waiting for the copy.
-
-    Args:
-        mesh: Ranks.
-        stacked: Whether arrays hold several batches, `[batches, local_rows, ...]`.
+    It takes a pytree of host arrays `[local_rows, ...]`, or stacked `[batches, local_rows, ...]`,
+    and returns arrays `[ranks * rows per rank, ...]` without waiting for the copy.
     """
     row_dim = 1 if stacked else 0
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.rank_axes(mesh)))
@@ -104,17 +97,10 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
 class Feed:
     """Iterates over items that a thread prepares while the caller works on earlier ones.
 
-    Args:
-        items: Items to prepare, read in the thread only.
-        prepare: Maps an item to what the caller gets, for instance puts it on the devices.
-        threaded: Whether a thread reads ahead; otherwise each item is prepared on request.
-        gives_up: Whether the items end while one is waited for, asked a few times a second.
-
-    Attributes:
-        wait_s: Seconds that the caller has waited for items.
-
-    The caller gets an exception of `items` or `prepare` in place of the item. Use it as a context
-    manager: leaving it stops the thread.
+    `prepare` maps an item to what the caller gets, for instance puts it on the devices. The items
+    end if it `gives_up`, asked a few times a second, while one is waited for. The caller gets an
+    exception of `items` or `prepare` in place of the item, and has waited `wait_s` seconds in all.
+    Use it as a context manager: leaving it stops the thread.
     """
 
     def __init__(

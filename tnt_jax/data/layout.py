@@ -47,10 +47,8 @@ class LocalRows:
     Attributes:
         indices: Row of the global batch for each local row, int64 `[local_rows]`; padding repeats
             the batch's last row.
-        mask: 1.0 for real rows and 0.0 for padding, float32 `[local_rows]`; None when no process
-            pads this batch.
-        first_row: Index of the first local row, `first_rank * micro_batch_size`, which may be
-            beyond the last real row.
+        mask: 1.0 for real rows and 0.0 for padding, float32; None when no process pads this batch.
+        first_row: Index of the first local row, which may be beyond the last real row.
     """
 
     indices: np.ndarray
@@ -66,10 +64,7 @@ def micro_batch_size(num_rows: int, num_ranks: int) -> int:
 def local_rows(num_rows: int, rank_slice: RankSlice) -> LocalRows:
     """Returns the rows that the process at `rank_slice` feeds of a global batch of `num_rows` rows.
 
-    Args:
-        num_rows: Real rows of the global batch, at least 1; fewer than `rank_slice.num_ranks` are
-            allowed.
-        rank_slice: The process's part of the data axis.
+    There may be fewer real rows than ranks.
     """
     assert num_rows >= 1
     micro = micro_batch_size(num_rows, rank_slice.num_ranks)
@@ -87,10 +82,7 @@ def num_padded_rows(num_rows: int, num_ranks: int) -> int:
 
 
 def num_batches(num_examples: int, global_batch_size: int, *, drop_remainder: bool = False) -> int:
-    """Returns the steps of an epoch over `num_examples`.
-
-    An incomplete last batch counts unless it is dropped.
-    """
+    """Returns the steps of an epoch, of which an incomplete last batch is one unless dropped."""
     return (
         num_examples // global_batch_size
         if drop_remainder
@@ -108,18 +100,8 @@ def resolve_batch_size(
 ) -> int:
     """Returns the global batch size, which can be given in two ways that must agree.
 
-    Args:
-        rank_slice: The process's part of the data axis, whose ranks are to be fed.
-        batch_size: Rows that the dataset is batched with (the global batch), or None for an
-            unbatched dataset.
-        micro: `tnt_micro_batch_size`, rows of one rank, or None.
-        drop_remainder: Whether an incomplete last batch is dropped.
-        num_examples: Rows of the dataset, where known.
-
-    Raises:
-        ValueError: If neither or contradicting sizes are given, if a size is below 1, if the global
-            batch has fewer rows than there are ranks, or if the dataset is empty or (with
-            `drop_remainder`) smaller than one batch.
+    These are the rows that the dataset is batched with, and with `micro` those of one rank, either
+    of which may be None. It is a ValueError if they contradict one another or the data, if known.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
         if isinstance(size, str):

@@ -27,24 +27,11 @@ def open_stream(
     meanwhile: Meanwhile | None = None,
     **arguments: Any,
 ) -> tuple[EpochStream, HostBatch]:
-    """Returns the data of a call and its first batch.
+    """Returns the data of a call and its first batch, that of `epoch`.
 
-    It waits until all processes have made the same call with the same kind of data.
-
-    Args:
-        call: Name of the call.
-        make_source: Returns the source of the batches.
-        epoch: Epoch that is read first.
-        steps: Batches that are read; all by default.
-        steps_per_epoch: Batches of an epoch; all by default.
-        meanwhile: What to do while the first batch is read, if the data of all processes says
-            beforehand what it is like, by a method `announce` of its source. What it raises is
-            raised as it is.
-        **arguments: Other values that must be the same on every process.
-
-    Raises:
-        Exception: On every process, if the data of one cannot be read, or calls or arguments
-            differ.
+    It waits until all processes have made the same call with the same kind of data and arguments,
+    and fails on all if the data of one cannot be read. `meanwhile` is done while the first batch is
+    read, if the data of all processes says beforehand what it is like, by a method `announce`.
     """
     stream = first = error = None
     try:

@@ -77,7 +77,7 @@ class Permutation:
             for number in range(_ROUNDS)
         ]
         self._table = _table(n, self._keys[0]) if n <= _TABLE_SIZE else None
-        self._rows = _ceil_sqrt(n)
+        self._rows = math.isqrt(n - 1) + 1  # The square root of n, rounded up.
         self._columns = -(-n // self._rows)
 
     def __call__(self, positions: Any) -> np.ndarray:
@@ -114,11 +114,6 @@ class Permutation:
 
 def _table(n: int, key: np.uint64) -> np.ndarray:
     return np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ key), kind="stable")
-
-
-def _ceil_sqrt(n: int) -> int:
-    root = math.isqrt(n)
-    return root if root * root == n else root + 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

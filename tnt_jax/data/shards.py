@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, Report
+from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, ReadAhead, Report
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
@@ -29,24 +29,10 @@ _names = Slot(count)
 class ShardSource:
     """Batches of this process's own data, in step with the other processes.
 
-    Every process must make its sources in the same order, and iterate them equally often.
-
-    Args:
-        batches: Iterable of pytrees of arrays `[rows, ...]`, at most `micro_batch_size` times the
-            local ranks each. An iterator continues from epoch to epoch; anything else is iterated
-            anew in each epoch.
-        rank_slice: This process's part of the data axis.
-        micro_batch_size: Rows of one rank; by default what the largest first batch of all processes
-            needs.
-        board: Where processes report; the coordination service of the job by default.
-
-    Attributes:
-        global_batch_size: Rows of all ranks in a full step; None until known.
-        num_batches: Batches of the longest shard; None if a shard does not know its length.
-        num_examples: None: shards are not counted.
-        in_memory: False: a thread reads ahead.
-        is_in_lockstep: True: all processes have the same number of batches in an epoch.
-        row_order: By how many processes the shards are brought, and whether they can be read again.
+    Every process must make its sources in the same order, and iterate them equally often. Batches
+    have at most `micro_batch_size` times the local ranks rows each; by default what the largest
+    first batch of all processes needs. An iterator continues from epoch to epoch; anything else is
+    iterated anew in each epoch.
     """
 
     in_memory = False
@@ -80,28 +66,24 @@ class ShardSource:
         self.num_batches: int | None = self._longest()
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows, one batch a step, until the data of all processes has ended.
-
-        Raises:
-            PeerError: If the data of another process failed; the text names the process and its
-                error.
-            ValueError: If a batch has more rows than fit, or a shard is empty.
-        """
+        """Yields this process's rows, one batch a step, until the data of all has ended."""
         exchange = Exchange(self._board, f"{self._name}/{self._num_passes}")
         self._num_passes += 1
-        reader = _Reader(
-            self._running if self._running is not None else iter(self._batches),
-            exchange,
-            self._rank_slice.local_ranks,
+        batches = self._running if self._running is not None else iter(self._batches)
+        reader = ReadAhead(
+            map(as_batch, batches),
+            lambda batch: (batch_length(batch), form_of(batch)),
+            local_ranks=self._rank_slice.local_ranks,
         )
         steps = self._steps(reader, exchange)
         for number, batch in enumerate(steps):
             if number >= start_batch:
                 yield batch
 
-    def _steps(self, reader: "_Reader", exchange: Exchange) -> Iterator[HostBatch]:
-        reader.read(_BATCHES_PER_REPORT)
-        reader.post()
+    def _steps(self, reader: ReadAhead, exchange: Exchange) -> Iterator[HostBatch]:
+        most = _BATCHES_PER_REPORT
+        reader.read(most, at_most=most)
+        exchange.post(reader.report())
         while True:
             own = reader.take()
             if reader.error is not None:
@@ -112,19 +94,16 @@ class ShardSource:
             num_steps = max(len(report.num_rows) for report in reports)
             for step in range(num_steps):
                 # The next report is on its way before this step's batch is handed over.
-                reader.read(1)
+                reader.read(1, at_most=most)
                 if step == num_steps - 1 and not all(report.has_ended for report in reports):
-                    reader.read(_BATCHES_PER_REPORT)
-                    reader.post()
+                    reader.read(most, at_most=most)
+                    exchange.post(reader.report())
                 yield self._host_batch(own[step] if step < len(own) else None, reports, step)
             if all(report.has_ended for report in reports):
                 return
 
     def _check(self, reports: list[Report]) -> None:
-        """Sets the rows per rank from the first reports, and refuses batches that do not fit.
-
-        Errors are raised on all processes alike.
-        """
+        """Sets the rows per rank from the first reports, and refuses on all what does not fit."""
         empty = [
             process
             for process, report in enumerate(reports)
@@ -206,47 +185,3 @@ class ShardSource:
         exchange.post(Report(own, has_ended=True, local_ranks=self._rank_slice.local_ranks))
         lengths = [report.num_rows for report in exchange.read()]
         return max(length[0] for length in lengths) if all(lengths) else None
-
-
-class _Reader:
-    """Reads this process's batches ahead and reports them.
-
-    The attribute `error` keeps an error in the data.
-    """
-
-    def __init__(self, batches: Iterator[Any], exchange: Exchange, local_ranks: int) -> None:
-        self._batches = batches
-        self._exchange = exchange
-        self._local_ranks = local_ranks
-        self._ahead: list[Any] = []
-        self._has_ended = False
-        self.error: Exception | None = None
-
-    def read(self, num_batches: int) -> None:
-        """Reads up to `num_batches` more, but not more than one report holds."""
-        for _ in range(num_batches):
-            if self._has_ended or len(self._ahead) == _BATCHES_PER_REPORT:
-                return
-            try:
-                batch = as_batch(next(self._batches))
-                batch_length(batch)
-                self._ahead.append(batch)
-            except StopIteration:
-                self._has_ended = True
-            except Exception as error:  # Raised once it was reported.
-                self._has_ended = True
-                self.error = error
-
-    def post(self) -> None:
-        """Reports the batches that were read, and what went wrong."""
-        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-        lengths, forms = (
-            [common_length(batch) for batch in self._ahead],
-            [form_of(batch) for batch in self._ahead],
-        )
-        self._exchange.post(Report(lengths, self._has_ended, self._local_ranks, text, forms))
-
-    def take(self) -> list[Any]:
-        """Returns the batches of the last report, to be used."""
-        batches, self._ahead = self._ahead, []
-        return batches

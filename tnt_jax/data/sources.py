@@ -2,14 +2,6 @@
 
 A source is a pure function of its `RankSlice` on the data axis: every process makes its own, and
 together they feed each global batch exactly once.
-
-Detects loaders of other libraries that give batches or read a shard of their own.
-
-None of the libraries is imported.
-
-The first batch before it is read, of data that says what its rows are like.
-
-What is made for such a batch, the model and its step, can be made while the data is read.
 """
 
 import sys
@@ -20,24 +12,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from tnt_jax.data.elements import as_batch, unpack
+from tnt_jax.data.elements import as_batch, is_of_library, unpack
 from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 
 
 def is_grain_map_dataset(x: Any) -> bool:
     """Returns whether `x` is a Grain `MapDataset`."""
-    return any(
-        cls.__module__.startswith("grain.") and cls.__name__ == "MapDataset"
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "grain", "MapDataset")
 
 
 def gives_batches(dataset: Any) -> bool:
-    """Returns whether the elements of a Grain `MapDataset` are batches.
-
-    They are if one of the operations that make it is a batching operation.
-    """
+    """Returns whether the elements of a Grain `MapDataset` are batches, by its operations."""
     stages = [dataset]
     while stages:
         stage = stages.pop()
@@ -56,10 +42,7 @@ def is_endless(dataset: Any) -> bool:
 
 
 def num_shards(loader: Any) -> int:
-    """Returns the number of shards of which a PyTorch or Grain `DataLoader` reads one.
-
-    The result is 1 if it reads everything.
-    """
+    """Returns the number of shards of which a PyTorch or Grain `DataLoader` reads one, or 1."""
     sampler = getattr(
         getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None)
     )
@@ -100,6 +83,10 @@ class HostBatch(NamedTuple):
 class Source(Protocol):
     """A stream of global batches that can be read once per epoch.
 
+    It may also say that it `is_infinite` or `is_in_lockstep` (all processes have the same number of
+    batches), what its `row_order` depends on, by name in `order` what must be the same on every
+    process, its `first_checksums`, and by `announce()` what its first batch should be like.
+
     Attributes:
         global_batch_size: Rows of a full global batch; None where batches differ.
         num_batches: Batches of an epoch; None when unknown or infinite.
@@ -118,22 +105,10 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Batches of a pytree of arrays that share their first dimension.
+    """Batches of a pytree of arrays `[examples, ...]`, which may have None as an empty subtree.
 
-    Args:
-        arrays: Pytree of arrays `[examples, ...]`; None is an empty subtree.
-        global_batch_size: Rows of a global batch.
-        rank_slice: This process's part of the data axis.
-        shuffle: Whether each epoch has its own order, drawn from `(seed, epoch)` and the same on
-            every process.
-        seed: Seed of the order.
-        drop_remainder: Whether the incomplete last batch is skipped.
-
-    Attributes:
-        row_order: What the order of the rows depends on.
-
-    Raises:
-        ValueError: If the arrays differ in length.
+    Shuffled, each epoch has its own order, drawn from `(seed, epoch)` and the same on every
+    process.
     """
 
     in_memory = True
@@ -198,18 +173,13 @@ class ArraySource:
 class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
-    Args:
-        batches: Iterable of pytrees of arrays `[rows, ...]`. A generator or other iterator is read
-            on from epoch to epoch; anything else is iterated anew each epoch.
-        rank_slice: This process's part of the data axis.
-        micro_batch_size: Rows of one rank that the first batch must amount to, if given.
-        length: Batches of an epoch; `len(batches)` where it has a length.
+    A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
+    each epoch. Its length is that of `batches`, where it has one, or `length`.
 
     Attributes:
         is_infinite: Whether the iterable says that it has no end.
         first_checksums: Of the contents of the first batch, which should be the same on every
             process; None before it was read.
-        row_order: Whether the iterable can be read again.
     """
 
     in_memory = False
@@ -253,17 +223,11 @@ class IterableSource:
 
 
 def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
-    """Returns the rows of a whole global batch that a process feeds.
-
-    Args:
-        batch: Pytree of arrays `[num_rows, ...]`.
-        rows: The process's rows.
-        num_rows: Real rows of the batch.
-    """
+    """Returns the rows of a whole global batch `[num_rows, ...]` that a process feeds."""
+    own = rows.indices
     if rows.mask is None:
-        data = _slice(jax.tree.map(np.asarray, batch), rows.first_row, len(rows.indices))
-    else:
-        data = _take(jax.tree.map(np.asarray, batch), rows.indices)
+        own = slice(rows.first_row, rows.first_row + len(rows.indices))
+    data = jax.tree.map(lambda x: np.asarray(x)[own], batch)
     return HostBatch(data, rows.mask, num_rows)
 
 
@@ -316,12 +280,7 @@ def checksum_of_some(arrays: Any) -> int:
 
 
 def common_length(arrays: Any) -> int:
-    """Returns the first dimension that all arrays of a pytree share.
-
-    Raises:
-        ValueError: If there is no array, an array has no first dimension, or the lengths differ;
-            the message lists them.
-    """
+    """Returns the first dimension that all arrays of a pytree, at least one, must share."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
@@ -333,14 +292,6 @@ def common_length(arrays: Any) -> int:
             f"All arrays must have the same number of rows, but got {found or 'no array at all'}."
         )
     return next(iter(lengths.values()))[0]
-
-
-def _slice(arrays: Any, first: int, size: int) -> Any:
-    return jax.tree.map(lambda x: x[first : first + size], arrays)
-
-
-def _take(arrays: Any, indices: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: x[indices], arrays)
 
 
 def _length(batches: Iterable[Any]) -> int | None:
@@ -355,11 +306,7 @@ def announced_batch(
 ) -> HostBatch | None:
     """Returns zeros in the form in which the first batch should come; None if that is not known.
 
-    Args:
-        rows: Tree of arrays `[0, ...]` with the shapes and dtypes of rows, or None.
-        rank_slice: This process's part of the data axis.
-        global_batch_size: Rows of a full batch, or None.
-        num_examples: Rows of an epoch; None when unknown or infinite.
+    `rows` is a tree of arrays `[0, ...]` with the shapes and dtypes of rows, or None.
     """
     if rows is None or global_batch_size is None:
         return None

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import CoordinationBoard, Exchange, Report
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed.leaving.last_words import PeerError
 from tnt_jax.job import Slot
@@ -35,14 +35,8 @@ def read_in_lockstep(
 ) -> Iterator[HostBatch]:
     """Returns batches that are checked by `in_lockstep`, unless they agree anyway.
 
-    All processes must call it equally often.
-
-    Args:
-        items: Batches of this process.
-        source: Their source. Arrays of equal length give equal batches, and shards have their own
-            agreement.
-        where: Which pass over the data this is, for messages.
-        first_step: Number of the first batch, for messages.
+    All processes must call it equally often. Arrays of equal length give equal batches, and shards
+    have their own agreement.
     """
     if jax.process_count() == 1 or source.in_memory or getattr(source, "is_in_lockstep", False):
         return items
@@ -57,25 +51,17 @@ def read_in_lockstep(
 def in_lockstep(
     items: Iterator[HostBatch], exchange: Exchange, *, where: str, first_step: int = 1
 ) -> Iterator[HostBatch]:
-    """Yields batches as long as all processes have the same ones.
+    """Yields batches as long as all processes have the same ones; else raises an error on all.
 
-    Args:
-        items: Batches of this process.
-        exchange: Messages to all processes, used for nothing else.
-        where: Which pass over the data this is, for messages.
-        first_step: Number of the first batch, for messages.
-
-    Raises:
-        RuntimeError: On every process, if the data of one ended or failed before that of the
-            others; the failing one raises its error.
-        ValueError: On every process, if a batch has another size, shape or dtype on one of them.
+    The exchange is used for nothing else; the pass over the data and the number of the first batch
+    are for messages.
     """
-    reader = _Reader(items)
+    reader = ReadAhead(items, lambda item: (item.num_rows, describe(item)))
     size = 1
     step = first_step
     posted_at = time.perf_counter()
     while True:
-        reader.read(1)
+        reader.read(1, at_most=1)
         start = time.perf_counter()
         exchange.post(reader.report())
         reports = exchange.read_all()
@@ -85,68 +71,18 @@ def in_lockstep(
         posted_at = start
         num_alike = _num_alike(reports)
         for _ in range(num_alike):
-            yield reader.take()
+            yield from reader.take(1)
             step += 1
-            reader.read(2, at_most=size)
+            reader.read(2, at_most=size, most_bytes=_MOST_BYTES)
         _check_next(reports, num_alike, where, step, reader.error)
         if all(report.has_ended and len(report.batches) == num_alike for report in reports):
             return
 
 
-class _Reader:
-    """Reads batches ahead and describes them."""
-
-    def __init__(self, items: Iterator[HostBatch]) -> None:
-        self._items = items
-        self._ahead: list[tuple[HostBatch, str]] = []
-        self._num_bytes = 0
-        self._has_ended = False
-        self.error: Exception | None = None
-
-    def read(self, num_batches: int, *, at_most: int = 1) -> None:
-        """Reads up to `num_batches` more, until `at_most` wait or they are large."""
-        for _ in range(num_batches):
-            is_full = len(self._ahead) >= at_most or (
-                self._ahead and self._num_bytes >= _MOST_BYTES
-            )
-            if self._has_ended or is_full:
-                return
-            try:
-                item = next(self._items)
-                self._ahead.append((item, describe(item)))
-                self._num_bytes += _num_bytes(item)
-            except StopIteration:
-                self._has_ended = True
-            except Exception as error:  # Raised by the caller, after the preceding steps.
-                self._has_ended = True
-                self.error = error
-
-    def report(self) -> Report:
-        """Returns a report on the waiting batches."""
-        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-        rows = [item.num_rows for item, _ in self._ahead]
-        return Report(
-            rows, self._has_ended, 0, text, [description for _, description in self._ahead]
-        )
-
-    def take(self) -> HostBatch:
-        """Returns the next batch."""
-        item, _ = self._ahead.pop(0)
-        self._num_bytes -= _num_bytes(item)
-        return item
-
-
 def describe(item: HostBatch) -> str:
-    """Describes what must be the same in a batch on all processes.
-
-    This is the number of rows, and the shapes and dtypes of a row's arrays.
-    """
+    """Describes what must be the same in a batch on all processes: rows, shapes and dtypes."""
     shapes = [f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for x in jax.tree.leaves(item.data)]
     return f"{item.num_rows} rows of {', '.join(shapes)}"
-
-
-def _num_bytes(item: HostBatch) -> int:
-    return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(item.data))
 
 
 def _num_alike(reports: list[Report]) -> int:
@@ -205,14 +141,6 @@ class EpochStream:
     Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many
     steps, and the next epoch continues where this one stopped; a pass that ends early ends the
     epoch, with a warning, as in Keras.
-
-    Args:
-        source: Where batches come from.
-        steps_per_epoch: Steps of an epoch.
-
-    Attributes:
-        steps_per_epoch: See above.
-        num_steps: Steps of an epoch, None when unknown.
     """
 
     def __init__(self, source: Source, *, steps_per_epoch: int | None = None) -> None:
@@ -227,15 +155,7 @@ class EpochStream:
         self._resumed: tuple[int, Iterator[HostBatch]] | None = None
 
     def require_end(self, steps: int | None = None) -> "EpochStream":
-        """Returns itself if its epochs end.
-
-        Args:
-            steps: Steps after which the caller stops by itself.
-
-        Raises:
-            ValueError: If the source is known to be infinite (its `is_infinite` is true) and
-                nothing else ends an epoch.
-        """
+        """Returns itself if its epochs end, or the caller stops after some steps."""
         if (
             steps is None
             and self.steps_per_epoch is None
@@ -253,11 +173,7 @@ class EpochStream:
         return self.steps_per_epoch if self.steps_per_epoch is not None else self.source.num_batches
 
     def peek(self, epoch: int) -> HostBatch:
-        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Returns the first batch of `epoch`, which `epoch(epoch)` yields again."""
         if self._peeked is None or self._peeked[0] != epoch:
             batches = self._begin(epoch)
             first = next(batches, None)
@@ -281,12 +197,7 @@ class EpochStream:
     def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
         """Continues the next `epoch(epoch)` after `batch` batches.
 
-        It is as if everything from `first_epoch` on had been read.
-
-        Args:
-            epoch: Epoch that is read next.
-            batch: Batches of it that are done.
-            first_epoch: Epoch that the stream begins with.
+        It is as if everything from `first_epoch` on, with which the stream begins, had been read.
         """
         if (epoch, batch) != (first_epoch, 0):
             self._resumed = (epoch, self._from(epoch, batch, first_epoch))

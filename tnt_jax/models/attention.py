@@ -6,6 +6,7 @@ Shape legend: B batch, T queries, S keys and values, D width of the model, N hea
 head.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -42,13 +43,14 @@ class Attention(nn.Module):
                 f"the width ({self.width}) must be a multiple of num_heads ({self.num_heads})."
             )
         heads = (self.num_heads, self.width // self.num_heads)
-        glorot = nn.initializers.xavier_uniform()
-        self.query = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
-        self.key = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
-        self.value = nn.DenseGeneral(heads, use_bias=False, kernel_init=glorot, dtype=self.dtype)
-        self.output = nn.DenseGeneral(
-            self.width, axis=(-2, -1), use_bias=False, kernel_init=glorot, dtype=self.dtype
+        dense = partial(
+            nn.DenseGeneral,
+            use_bias=False,
+            kernel_init=nn.initializers.xavier_uniform(),
+            dtype=self.dtype,
         )
+        self.query, self.key, self.value = dense(heads), dense(heads), dense(heads)
+        self.output = dense(self.width, axis=(-2, -1))
         self.weight_dropout = nn.Dropout(self.dropout)
 
     def __call__(

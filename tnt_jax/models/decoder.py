@@ -25,44 +25,20 @@ from flax import linen as nn
 
 from tnt_jax.models.attention import Implementation, fastest_implementation
 
+_FIELDS = ("vocab_size", "width", "num_layers", "num_heads", "num_key_heads", "filter_dim")
 # 8b: Grattafiori et al. 2024, table 3; 7b: Touvron et al. 2023 (arXiv:2302.13971), table 2, with
 # the inner width of the published weights; 1.1b: Zhang et al. 2024, arXiv:2401.02385, table 1. tiny
 # is for experiments.
-DECODER_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 256,
-        "width": 32,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_key_heads": 2,
-        "filter_dim": 64,
-    },
-    "1.1b": {
-        "vocab_size": 32000,
-        "width": 2048,
-        "num_layers": 22,
-        "num_heads": 32,
-        "num_key_heads": 4,
-        "filter_dim": 5632,
-    },
-    "7b": {
-        "vocab_size": 32000,
-        "width": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_key_heads": 32,
-        "filter_dim": 11008,
-    },
-    "8b": {
-        "vocab_size": 128256,
-        "width": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_key_heads": 8,
-        "filter_dim": 14336,
-        "max_wavelength": 5e5,
-    },
+_SIZES = {
+    "tiny": (256, 32, 4, 4, 2, 64),
+    "1.1b": (32000, 2048, 22, 32, 4, 5632),
+    "7b": (32000, 4096, 32, 32, 32, 11008),
+    "8b": (128256, 4096, 32, 32, 8, 14336),
 }
+DECODER_SIZES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_FIELDS, sizes, strict=True)) for name, sizes in _SIZES.items()
+}
+DECODER_SIZES["8b"]["max_wavelength"] = 5e5
 
 _NORMAL = nn.initializers.normal(0.02)
 
@@ -132,16 +108,7 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention and a feed-forward layer, each added to its input.
-
-    Attributes:
-        num_heads: Query heads N.
-        num_key_heads: Heads K of keys and values.
-        filter_dim: Width F of the inner layer.
-        max_wavelength: Base of the wavelengths of the rotary positions.
-        dtype: Dtype of the computation.
-        implementation: Attention kernel.
-    """
+    """Causal self-attention and a feed-forward layer, each added to its input."""
 
     num_heads: int
     num_key_heads: int
@@ -168,16 +135,7 @@ class DecoderBlock(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Causal self-attention in which N / K query heads share a head of keys and values.
-
-    Attributes:
-        num_heads: Query heads N; must divide the width D of the inputs.
-        num_key_heads: Heads K of keys and values; must divide N.
-        max_wavelength: Base of the wavelengths of the rotary positions.
-        dtype: Dtype of the computation.
-        implementation: Kernel of `jax.nn.dot_product_attention`; None chooses by
-            `fastest_implementation`.
-    """
+    """Causal self-attention in which N / K query heads share a head of keys and values."""
 
     num_heads: int
     num_key_heads: int
@@ -193,14 +151,11 @@ class GroupedAttention(nn.Module):
         head_width = width // self.num_heads
 
         def project(num_heads: int, name: str) -> jax.Array:
-            features = (num_heads, head_width)
-            return _dense(features, self.dtype, name)(x_BTD)
+            return _dense((num_heads, head_width), self.dtype, name)(x_BTD)
 
         query_BTNH = project(self.num_heads, "query")
-        key_BTKH, value_BTKH = (
-            project(self.num_key_heads, "key"),
-            project(self.num_key_heads, "value"),
-        )
+        key_BTKH = project(self.num_key_heads, "key")
+        value_BTKH = project(self.num_key_heads, "value")
         positions_T = jnp.arange(x_BTD.shape[1])
         x_BTNH = jax.nn.dot_product_attention(
             rotate(query_BTNH, positions_T, max_wavelength=self.max_wavelength),
@@ -225,12 +180,7 @@ class GroupedAttention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Maps x to (silu(x gate) * (x up)) down: SwiGLU (Shazeer 2020, equation 6).
-
-    Attributes:
-        filter_dim: Width F of the inner layer.
-        dtype: Dtype of the computation.
-    """
+    """Maps x to (silu(x gate) * (x up)) down: SwiGLU (Shazeer 2020, equation 6)."""
 
     filter_dim: int
     dtype: Any
@@ -248,11 +198,6 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array, *, max_wavelength: float) 
 
     Value i and value i + H/2 make a pair, which turns by `position * max_wavelength ** (-2 i / H)`
     (Su et al. 2021, section 3.4.2, which pairs neighbors; the order of the dimensions is free).
-
-    Args:
-        x_BTNH: Queries or keys, with even H.
-        positions_T: Positions in the text, from 0 on.
-        max_wavelength: Base of the wavelengths, theta in the papers.
     """
     half = x_BTNH.shape[-1] // 2
     rates = max_wavelength ** (-jnp.arange(half, dtype=jnp.float32) / half)

@@ -159,9 +159,8 @@ def _candidates(
 ) -> tuple[Sequences, Sequences, jax.Array, Any]:
     """Returns the 2K best continuations as open and as ended sequences, parents, and the cache.
 
-    The score is -inf for sequences of the other kind.
-
-    At most K of 2K continuations end, one for each beam, so at least K stay open.
+    The score is -inf for sequences of the other kind. At most K of 2K continuations end, one for
+    each beam, so at least K stay open.
     """
     logits_BKV, cache = step(
         _previous(beams.alive.tokens_BKL, beams.position), beams.position, beams.cache

@@ -22,10 +22,8 @@ from flax import linen as nn
 def kernel_penalty(params: Any, *, l2: float) -> jax.Array:
     """Returns `l2` times the sum of the squares of all leaves named `kernel`, float32.
 
-    This is a Keras `L2` regularizer on each.
-
-    The gradient is `2 * l2 * kernel`: a weight decay of 1e-4 in the sense of Goyal et al. 2017 is
-    `l2 = 5e-5`.
+    This is a Keras `L2` regularizer on each. A weight decay of 1e-4 in the sense of Goyal et al.
+    2017 is `l2 = 5e-5`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     kernels = [leaf for path, leaf in leaves if getattr(path[-1], "key", None) == "kernel"]
@@ -35,10 +33,7 @@ def kernel_penalty(params: Any, *, l2: float) -> jax.Array:
 
 
 def sow_kernel_penalty(module: nn.Module, *, l2: float) -> None:
-    """Adds the penalty of the kernels of `module` to its collection `losses`.
-
-    Call it at the end of the module's `__call__`, in training.
-    """
+    """Adds the penalty of its kernels to the collection `losses` of a module, in training."""
     if l2 > 0 and not module.is_initializing():
         module.sow("losses", "kernel_l2", kernel_penalty(module.variables["params"], l2=l2))
 
@@ -187,8 +182,8 @@ def batch_norm(
 ) -> Layer:
     """Returns `nn.BatchNorm` with everything set except the name and the initializers.
 
-    The defaults are those of Goyal et al. 2017, section 5.1; Flax writes moving = momentum * moving
-    + (1 - momentum) * batch. Statistics are float32 whatever the `dtype` of the result.
+    The defaults are those of Goyal et al. 2017, section 5.1. Statistics are float32 whatever the
+    `dtype` of the result.
     """
     return partial(
         nn.BatchNorm,
@@ -201,10 +196,7 @@ def batch_norm(
 
 
 def classify(x_BHWC: jax.Array, *, num_classes: int) -> jax.Array:
-    """Averages over the image and adds a float32 dense layer: [B, H, W, C] to [B, K].
-
-    Call inside a compact module.
-    """
+    """Averages over the image and adds a float32 dense layer, in a compact module."""
     x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
     return nn.Dense(num_classes, kernel_init=nn.initializers.normal(0.01), name="classifier")(x_BC)
 

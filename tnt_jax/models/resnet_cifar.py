@@ -20,12 +20,6 @@ class CifarBlock(nn.Module):
 
     Where the block changes the shape, the shortcut takes every second pixel and pads the missing
     channels with zeros.
-
-    Attributes:
-        features: Channels of the result.
-        strides: Stride of the first convolution and of the shortcut.
-        conv: Convolution without bias.
-        norm: Normalisation over the last dimension.
     """
 
     features: int

@@ -16,11 +16,7 @@ from tnt_jax.models.resnet import Layer, batch_norm, classify, he_normal, sow_ke
 class SmallBlock(nn.Module):
     """Convolutions of 1x1, 3x3 and 1x1, all of the same width, and a shortcut.
 
-    Attributes:
-        features: Channels of every convolution and of the result.
-        strides: Stride of the first convolution; the shortcut is a convolution if it is 2.
-        conv: Convolution with bias.
-        norm: Normalisation over the last dimension.
+    The shortcut is a convolution if the stride is 2.
     """
 
     features: int

@@ -16,9 +16,7 @@ PAD_ID = 0
 
 
 class TextClassifier(nn.Module):
-    """Averages a text's word vectors and applies three dense layers.
-
-    The dense layers have 256 and 64 units with ReLU, then `num_outputs`.
+    """Averages a text's word vectors and applies dense layers with ReLU, then one of `num_outputs`.
 
     The lesson takes pretrained word vectors from the neural language model of Bengio et al. 2003
     (NNLM-128); here they are trained with the rest. The mean of a text without words is zero.
@@ -60,10 +58,7 @@ class TextClassifier(nn.Module):
 
 
 def masked_mean(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Averages `x_BTD` over the positions where `mask_BT` is true, in float32.
-
-    The mean of no positions is zero.
-    """
+    """Averages `x_BTD` over the positions of the mask, in float32; over none it is zero."""
     weight_BT1 = mask_BT[..., None].astype(jnp.float32)
     total_BD = jnp.sum(x_BTD.astype(jnp.float32) * weight_BT1, axis=1)
     return total_BD / jnp.maximum(jnp.sum(weight_BT1, axis=1), 1.0)

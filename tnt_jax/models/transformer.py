@@ -11,14 +11,6 @@ the same variables.
 
 Shape legend: B batch, S sources, T targets, L positions in the cache, K beams, D width, V
 vocabulary, N heads, H width of a head.
-
-How the Transformer is cut over an axis `tensor`: Megatron's columns and rows.
-
-The first of two matrices in a row is cut by columns, that is by heads or by inner features, and the
-second by rows, so that each pair needs one sum over the devices (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3).
-
-    model = tnt.Model(Transformer(...), mesh={"data": 4, "tensor": 2}, sharding_rules=rules)
 """
 
 import math
@@ -32,6 +24,10 @@ from flax import linen as nn
 from tnt_jax.models.attention import Attention, Implementation
 from tnt_jax.models.transformer_layers import DecoderLayer, EncoderLayer, FeedForward, LayerCache
 
+# How the Transformer is cut over an axis `tensor`: the first of two matrices in a row is cut by
+# columns, that is by heads or by inner features, and the second by rows, so that each pair needs
+# one sum over the devices (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+# For tnt.Model(Transformer(...), mesh={"data": 4, "tensor": 2}, sharding_rules=rules).
 rules: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("*/query/kernel", (None, "tensor", None)),
     ("*/key/kernel", (None, "tensor", None)),
@@ -41,8 +37,6 @@ rules: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("*/filter/filter/bias", ("tensor",)),
     ("*/filter/output/kernel", ("tensor", None)),
 )
-
-
 PAD_ID = 0
 
 # Vaswani et al. 2017, table 3 (base and big); tiny is the tutorial's set for experiments.
@@ -54,12 +48,7 @@ PARAM_SETS: dict[str, dict[str, Any]] = {
 
 
 class Memory(NamedTuple):
-    """Encoded sources for decoding.
-
-    Attributes:
-        layers: Keys and values [B, S, N, H] for each decoder layer.
-        lengths_B: Number of real positions of each source, int32, at least 1.
-    """
+    """Encoded sources: keys and values [B, S, N, H] of each decoder layer, and real lengths."""
 
     layers: list[tuple[jax.Array, jax.Array]]
     lengths_B: jax.Array
@@ -215,10 +204,7 @@ class Transformer(nn.Module):
 
 
 def real_lengths(tokens: jax.Array) -> jax.Array:
-    """Returns the number of tokens that are not padding [B], int32.
-
-    It is at least 1, because attention needs a position.
-    """
+    """Returns the number of tokens that are not padding [B], int32, 1 at least for attention."""
     return jnp.maximum(jnp.sum(tokens != PAD_ID, axis=-1, dtype=jnp.int32), 1)
 
 

@@ -22,13 +22,7 @@ LayerCache = tuple[jax.Array, jax.Array]
 
 
 class FeedForward(nn.Module):
-    """Two dense layers with ReLU between them, the same at every position (section 3.3).
-
-    Attributes:
-        filter_dim: Width F of the inner layer.
-        dropout: Fraction of the inner layer dropped in training.
-        dtype: Dtype of the computation.
-    """
+    """Two dense layers with ReLU between them, the same at every position (section 3.3)."""
 
     filter_dim: int
     dropout: float
@@ -44,14 +38,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward layer.
-
-    Attributes:
-        norm: Layer normalisation.
-        attention: Attention of D-wide inputs.
-        feed_forward: Feed-forward layer.
-        dropout: Share of each sub-layer's result dropped in training.
-    """
+    """Self-attention and a feed-forward layer; drops a share of each one's result in training."""
 
     norm: Callable[..., nn.Module]
     attention: Callable[..., Attention]
@@ -74,14 +61,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the encoded sources, and a feed-forward layer.
-
-    Attributes:
-        norm: Layer normalisation.
-        attention: Attention of D-wide inputs.
-        feed_forward: Feed-forward layer.
-        dropout: Share of each sub-layer's result dropped in training.
-    """
+    """Causal self-attention, attention to the encoded sources, and a feed-forward layer."""
 
     norm: Callable[..., nn.Module]
     attention: Callable[..., Attention]

@@ -7,11 +7,9 @@ import pytest
 from ray_rows import columns, dataset_of, in_processes, rank_slices
 
 import tnt_jax as tnt
-from tnt_jax.data.ray.connection import Connection
-from tnt_jax.data.ray.kinds import is_ray_dataset, is_ray_iterator, is_ray_shard
 from tnt_jax.data.ray.row_stream import RowStreams
-from tnt_jax.data.ray.source import RaySource
-from tnt_jax.data.ray.spec import RayData
+from tnt_jax.data.ray.source import Connection, RaySource
+from tnt_jax.data.ray.spec import RayData, is_ray_dataset, is_ray_iterator, is_ray_shard
 from tnt_jax.data.sources import ArraySource
 
 

@@ -28,18 +28,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from tnt_jax.data.elements import as_tuple
-from tnt_jax.log import logger
 
 _ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A value whose arrays lie in a block.
-
-    Attributes:
-        head: The pickled value without the bytes of its arrays.
-        spans: First byte and length of each array in the block.
-    """
+    """A pickled value without the bytes of its arrays, which begin and end as `spans` say."""
 
     head: bytes
     spans: list[tuple[int, int]]
@@ -48,8 +42,7 @@ class Written(NamedTuple):
 class Block:
     """Memory into which a worker writes one value at a time.
 
-    Attributes:
-        path: Name by which a worker opens it, or "" if there is no such memory on this system.
+    A worker opens it by its path, which is "" if there is no such memory on this system.
     """
 
     def __init__(self) -> None:
@@ -63,10 +56,7 @@ class Block:
     def read(self, found: Any, *, copy: bool) -> Any:
         """Returns what `write` has returned in a worker, or the value that it stands for.
 
-        Args:
-            found: What came from the worker.
-            copy: Whether the arrays are the value's own. Without it they are those of the block,
-                and change with the next value.
+        Unless they are copied, its arrays are those of the block, and change with the next value.
         """
         if not isinstance(found, Written):
             return found
@@ -74,15 +64,15 @@ class Block:
         if self._memory is None or len(self._memory) < size:
             # Arrays that are still in use keep the old mapping.
             self._memory = mmap.mmap(self._file.fileno(), size)
-        views = _views(self._memory, found.spans)
+        whole = memoryview(self._memory)
+        views = [whole[first : first + length] for first, length in found.spans]
         return pickle.loads(found.head, buffers=map(bytearray, views) if copy else views)
 
 
 def write(path: str, value: Any) -> Any:
     """Writes the arrays of a value into a block of another process, from a worker.
 
-    Returns:
-        A `Written`, or `value` itself if it has no arrays or the block cannot be used.
+    Returns a `Written`, or `value` itself if it has no arrays or the block cannot be used.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -94,7 +84,9 @@ def write(path: str, value: Any) -> Any:
         try:
             for buffer in buffers:
                 with buffer.raw() as raw:
-                    _write_at(file, raw, end)
+                    done = 0
+                    while done < raw.nbytes:  # A call writes 2 GB at most.
+                        done += os.pwrite(file, raw[done:], end + done)
                     spans.append((end, raw.nbytes))
                     end += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
         finally:
@@ -102,18 +94,6 @@ def write(path: str, value: Any) -> Any:
     except OSError:
         return value
     return Written(head, spans)
-
-
-def _write_at(file: int, raw: memoryview, first: int) -> None:
-    done = 0
-    # A call writes 2 GB at most.
-    while done < raw.nbytes:
-        done += os.pwrite(file, raw[done:], first + done)
-
-
-def _views(memory: mmap.mmap, spans: list[tuple[int, int]]) -> list[memoryview]:
-    whole = memoryview(memory)
-    return [whole[first : first + length] for first, length in spans]
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -137,14 +117,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
 
     Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can
     read); a Python float becomes float32 and a Python int int32 where it fits, as they would in
-    JAX.
-
-    Args:
-        examples: At least one example; all with the same structure and, leaf by leaf, the same
-            shape.
-
-    Raises:
-        ValueError: If the examples differ in structure or shape; the message names both.
+    JAX. All examples must have the same structure and, leaf by leaf, the same shape.
     """
     try:
         return map_arrays(lambda *values: _stack(values), *examples)
@@ -159,24 +132,10 @@ def stack_examples(examples: Sequence[Any]) -> Any:
         ) from error
 
 
-def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Returns the rows of `batches`, one after another, as one batch.
-
-    A single batch is returned as it is.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    return map_arrays(lambda *parts: np.concatenate(parts), *batches)
-
-
 def take_rows(batch: Any, indices: np.ndarray) -> Any:
-    """Returns the rows of `batch` at `indices`, in that order.
+    """Returns the rows of `batch` at `indices`, which may repeat, in that order.
 
     Consecutive rows are a view, without a copy.
-
-    Args:
-        batch: Tree of arrays `[rows, ...]`.
-        indices: int64 `[local_rows]`, repetitions allowed.
     """
     first = int(indices[0])
     count = len(indices)
@@ -215,12 +174,9 @@ class Dataset(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Some rows of a batch.
+    """Some rows of a batch; `data` is None if no example could be fetched.
 
-    Attributes:
-        data: Tree of arrays `[rows, ...]`, or None if no example could be fetched.
-        is_good: bool `[rows]`; False where the example failed and another one stands in.
-        failures: Text of each failure.
+    Where `is_good`, bool `[rows]`, is False, the example failed and another one stands in.
     """
 
     data: Any
@@ -229,10 +185,7 @@ class Chunk(NamedTuple):
 
 
 class AnyRecipe(Protocol):
-    """How indices become rows.
-
-    Worker processes receive it once, so it must be picklable for them.
-    """
+    """How indices become rows; it must be picklable, as worker processes receive it once."""
 
     def fetch(self, epoch: int, indices: list[int]) -> Chunk:
         """Returns the rows of `indices`."""
@@ -241,14 +194,7 @@ class AnyRecipe(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an index becomes an example.
-
-    Attributes:
-        dataset: The random-access dataset.
-        transform: Called with each example and its own generator, or None.
-        seed: Seed of the generators.
-        on_error: Whether a failing example ends the run or is skipped.
-    """
+    """How an index becomes an example; see `RandomAccess`, whose attributes these are."""
 
     dataset: Dataset
     transform: Callable[[Any, np.random.Generator], Any] | None
@@ -309,10 +255,8 @@ class _Part(NamedTuple):
 class Fetcher:
     """Runs a recipe over batches of indices, ahead of the consumer.
 
-    Attributes:
-        num_workers: Threads or processes; with 0 the caller fetches.
-        num_batches_ahead: Batches in preparation or waiting, apart from the one that the consumer
-            holds.
+    With no workers the caller fetches. `num_batches_ahead` are in preparation or waiting, apart
+    from the one that the consumer holds.
     """
 
     def __init__(
@@ -423,10 +367,7 @@ def _join(chunks: list[Chunk]) -> Chunk:
         else chunk.data
         for chunk in chunks
     ]
-    return Chunk(concatenate_batches(parts), is_good, failures)
-
-
-def report_failures(failures: list[str], total: int) -> None:
-    """Warns of each skipped example, with the number skipped by this process so far."""
-    for text in failures:
-        logger.warning("Skipped %s (%d skipped on this process so far).", text, total)
+    data = parts[0]
+    if len(parts) > 1:
+        data = map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
+    return Chunk(data, is_good, failures)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.data.elements import as_batch
+from tnt_jax.data.elements import as_batch, is_of_library
 from tnt_jax.data.indexed.fetch import Chunk, Fetcher, Worker
 from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import Permutation, RowOrder
@@ -39,24 +39,9 @@ class PyDatasetSource:
     """The rows of one process of a Keras `PyDataset`, whose items are whole global batches.
 
     Every process makes every batch of the dataset and keeps its own rows. A dataset that draws
-    random numbers must seed them, so that all processes make the same batches.
-
-    Args:
-        dataset: The `PyDataset`. Its `workers`, `use_multiprocessing`, `max_queue_size`,
-            `on_epoch_begin` and `on_epoch_end` are followed.
-        rank_slice: This process's part of the data axis.
-        micro_batch_size: Rows of one rank that the first batch must amount to, if given.
-        shuffle: Whether each epoch visits the batches in an order of its own, drawn from `(seed,
-            epoch)`.
-        seed: Seed of the order.
-
-    Attributes:
-        global_batch_size: Rows of the first batch; None until it was made.
-        num_batches: Batches of an epoch, None when infinite.
-        is_infinite: Whether the dataset says so by having no number of batches.
-        num_examples: None: a `PyDataset` does not tell.
-        in_memory: False: a thread reads ahead.
-        row_order: What the order of the batches depends on.
+    random numbers must seed them, so that all processes make the same batches. Its `workers`,
+    `use_multiprocessing`, `max_queue_size`, `on_epoch_begin` and `on_epoch_end` are followed.
+    Shuffled, each epoch visits the batches in an order of its own, drawn from `(seed, epoch)`.
     """
 
     in_memory = False
@@ -101,10 +86,7 @@ class PyDatasetSource:
         }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
-
-        Earlier batches are not computed.
-        """
+        """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""
         self._dataset.on_epoch_begin()
         for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
             batch = chunk.data
@@ -132,7 +114,4 @@ class PyDatasetSource:
 
 def is_py_dataset(x: Any) -> bool:
     """Returns whether `x` is a Keras `PyDataset` (or `Sequence`), without importing Keras."""
-    return any(
-        cls.__name__ == "PyDataset" and cls.__module__.startswith("keras.")
-        for cls in type(x).__mro__
-    )
+    return is_of_library(x, "keras", "PyDataset")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.indexed.fetch import (
     Chunk,
     Dataset,
@@ -22,7 +23,6 @@ from tnt_jax.data.indexed.fetch import (
     OnError,
     Recipe,
     Worker,
-    report_failures,
     take_rows,
 )
 from tnt_jax.data.layout import (
@@ -82,8 +82,8 @@ class RandomAccess:
                     f"{type(self.dataset).__name__} has no {name}. Pass an iterable or generator "
                     "of batches to fit directly."
                 )
-        _check_choice("worker", self.worker, ("threads", "processes"))
-        _check_choice("on_error", self.on_error, ("raise", "skip"))
+        check_choice("worker", self.worker, ("threads", "processes"))
+        check_choice("on_error", self.on_error, ("raise", "skip"))
         if self.num_workers < 0:
             raise ValueError(f"num_workers must be at least 0, but is {self.num_workers}.")
 
@@ -92,12 +92,8 @@ class RandomAccessSource:
     """The rows of one process of a `RandomAccess` dataset.
 
     Attributes:
-        global_batch_size: Rows of a full global batch.
-        num_batches: Batches of an epoch.
         num_examples: Examples of an epoch; without the dropped remainder.
         num_skipped: Examples that failed on this process so far.
-        in_memory: False: fetching is worth a thread.
-        row_order: What the order of the examples depends on.
     """
 
     in_memory = False
@@ -150,12 +146,8 @@ class RandomAccessSource:
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
-        Args:
-            epoch: Number of the pass, from 0; it chooses the order.
-            start_batch: Batches to leave out; nothing of them is fetched.
-
-        Raises:
-            Exception: What the dataset raised, with a note that names the example.
+        Of earlier batches nothing is fetched. What the dataset raises has a note that names the
+        example.
         """
         chunks = self._fetcher.batches(epoch, self._index_batches(epoch, start_batch))
         for batch, chunk in enumerate(chunks, start_batch):
@@ -177,7 +169,10 @@ class RandomAccessSource:
     def _host_batch(self, batch: int, chunk: Chunk) -> HostBatch:
         rows = self._local_rows(batch)
         self.num_skipped += len(chunk.failures)
-        report_failures(chunk.failures, self.num_skipped)
+        for text in chunk.failures:
+            logger.warning(
+                "Skipped %s (%d skipped on this process so far).", text, self.num_skipped
+            )
         if chunk.data is None:
             raise ValueError(
                 f"All {len(chunk.is_good)} examples of this process in batch {batch} failed; the "
@@ -201,10 +196,3 @@ class RandomAccessSource:
         assert self.num_examples is not None
         assert self.global_batch_size is not None
         return min(self.global_batch_size, self.num_examples - batch * self.global_batch_size)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
-        )

@@ -1,6 +1,6 @@
-"""Columns of a Ray dataset as inputs, targets and sample weights.
+"""Rows of the blocks in which Ray keeps a dataset, and its columns as inputs, targets and weights.
 
-This module needs only NumPy: it is also used by an actor, which does not import JAX.
+This module needs only NumPy and Ray: it is also used by an actor, which does not import JAX.
 """
 
 import zlib
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tnt_jax.on_ray.require import import_ray
 
 Names = str | Sequence[str]
 Batch = Mapping[str, np.ndarray]
@@ -23,11 +25,7 @@ class ColumnRoles:
     sample_weight: str | None
 
     def element(self, batch: Batch) -> tuple[Any, Any, Any]:
-        """Returns `(inputs, targets, sample_weight)` of a batch of columns.
-
-        Raises:
-            ValueError: If a column does not exist, or it is not clear which ones are the inputs.
-        """
+        """Returns `(inputs, targets, sample_weight)` of a batch of columns."""
         targets = self._target_names(batch)
         weight = self._weight_name(batch)
         return (
@@ -75,11 +73,7 @@ class ColumnRoles:
 
 
 def dense(batch: Batch) -> Batch:
-    """Returns columns in which each row is an array as one array each, as far as they are not.
-
-    Raises:
-        ValueError: If the arrays of a column differ in shape.
-    """
+    """Returns columns in which each row is an array as one array each, as far as they are not."""
     return {name: _dense(name, column) for name, column in batch.items()}
 
 
@@ -122,3 +116,35 @@ def _checksum(arrays: list[np.ndarray]) -> int:
         data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
         checksum = zlib.crc32(data, checksum)
     return checksum
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a block, a `ray.ObjectRef`."""
+
+    block: Any
+    start: int
+    num_rows: int
+
+    def part(self, first: int, end: int) -> "Piece":
+        """Returns the rows from number `first` of this piece up to, but without, `end`."""
+        return Piece(self.block, self.start + first, end - first)
+
+
+def rows_of(pieces: Sequence[Piece], blocks: Sequence[Any]) -> Batch:
+    """Returns the rows of several pieces, of whose blocks each is given, by column."""
+    accessor = import_ray("Ray Data", "ray.data.block").BlockAccessor
+    parts = []
+    for piece, block in zip(pieces, blocks, strict=True):
+        rows = accessor.for_block(block).slice(piece.start, piece.start + piece.num_rows, False)
+        parts.append(dense(accessor.for_block(rows).to_batch_format("numpy")))
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        if part.keys() != first.keys():
+            raise ValueError(
+                f"The rows of a dataset must have the same columns, but some have {sorted(first)} "
+                f"and some have {sorted(part)}."
+            )
+    return {name: np.concatenate([part[name] for part in parts]) for name in first}

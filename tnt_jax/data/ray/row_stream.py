@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.data.layout import RankSlice, local_rows
-from tnt_jax.data.ray.blocks import Piece, rows_of
-from tnt_jax.data.ray.columns import ColumnRoles
-from tnt_jax.data.ray.kinds import is_function_of_epoch, is_ray_dataset
+from tnt_jax.data.ray.columns import ColumnRoles, Piece, rows_of
+from tnt_jax.data.ray.spec import is_function_of_epoch, is_ray_dataset
 from tnt_jax.on_ray.require import import_ray
 
 # A checksum of so many rows at the beginning tells one order from another.
@@ -26,14 +25,9 @@ _CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What a process asks for.
+    """What a process asks for: its part of the global batch at `first_row` of pass `number`.
 
-    Attributes:
-        number: Number of the pass over the dataset, from 0 on.
-        epoch: Epoch of the pass, which decides the order of its rows.
-        first_row: First row of the global batch, counted from the beginning of the pass.
-        num_rows: Rows of a full global batch.
-        rank_slice: The part of the data axis that the process feeds.
+    The pass is that of `epoch`, which decides the order of its rows.
     """
 
     number: int
@@ -47,9 +41,7 @@ class Request:
 class Share:
     """The rows of a global batch that a process feeds, without repetitions.
 
-    Attributes:
-        num_rows: Real rows of the whole global batch; 0 behind the end of the pass.
-        pieces: The rows.
+    `num_rows` are the real rows of the whole global batch; 0 behind the end of the pass.
     """
 
     num_rows: int
@@ -86,12 +78,7 @@ class RowStreams:
 
 
 class RowStream:
-    """Gives each process its rows of the global batches of a dataset.
-
-    Args:
-        dataset: A `ray.data.Dataset`, or a function from the epoch to one.
-        num_processes: Number of processes that read all passes.
-    """
+    """Gives each process its rows of the global batches of a dataset or function of the epoch."""
 
     def __init__(self, dataset: Any, num_processes: int) -> None:
         self._dataset = dataset
@@ -101,16 +88,9 @@ class RowStream:
         self._checksums: dict[int, tuple[int, int | None]] = {}
 
     def take(self, process: int, request: Request) -> Share:
-        """Returns the rows of a process; waits until they are prepared.
+        """Returns the rows of a process, which asks in rising order, once they are prepared.
 
-        A process asks for batches in rising order.
-
-        Args:
-            process: The process that asks.
-            request: What it asks for.
-
-        Raises:
-            Exception: What a task of the dataset raised; also at all later requests of the pass.
+        What a task of the dataset raises is raised at all later requests of the pass as well.
         """
         for number in [number for number in self._passes if number < request.number]:
             self.leave(process, number)
@@ -161,13 +141,7 @@ class RowStream:
 
 
 class _Pass:
-    """One pass over a dataset.
-
-    Args:
-        dataset: The dataset.
-        first_row: First row that any process asks for.
-        num_processes: Number of processes that read it.
-    """
+    """One pass over a dataset, of which no process asks for rows before `first_row`."""
 
     def __init__(self, dataset: Any, first_row: int, num_processes: int) -> None:
         self._pieces: deque[tuple[int, Piece]] = deque()

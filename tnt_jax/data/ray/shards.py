@@ -7,8 +7,7 @@ from typing import Any
 from tnt_jax.data.agreement import Board
 from tnt_jax.data.layout import RankSlice, resolve_batch_size
 from tnt_jax.data.ray.columns import ColumnRoles, dense
-from tnt_jax.data.ray.kinds import is_ray_shard
-from tnt_jax.data.ray.spec import RayData
+from tnt_jax.data.ray.spec import RayData, is_ray_shard
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
@@ -32,16 +31,7 @@ def shard_source(
 ) -> ShardSource:
     """Returns the source of the rows that Ray gives this process.
 
-    Args:
-        spec: A `DataIterator`, or a dataset of this process's own.
-        rank_slice: This process's part of the data axis.
-        num_processes: Number of processes in the job.
-        micro_batch_size: Rows of one rank, if given.
-        board: Where the processes report; the coordination service of the job by default.
-
-    Raises:
-        ValueError: If a dataset was split for another number of processes, or a global batch has
-            not the same number of rows on every rank.
+    `spec` is of a `DataIterator`, or of a dataset of this process's own.
     """
     _check_count(spec.dataset, num_processes)
     if is_ray_shard(spec.dataset) and role() == "worker":
@@ -78,13 +68,7 @@ def _warn_of_equal_shards() -> None:
 
 
 class _Batches:
-    """The batches of a shard, each pass anew.
-
-    Args:
-        shard: A `DataIterator` or `Dataset`.
-        num_rows: Rows of a batch.
-        roles: Which columns are what.
-    """
+    """The batches of a shard, each pass anew."""
 
     def __init__(self, shard: Any, num_rows: int, roles: ColumnRoles) -> None:
         self._shard = shard

@@ -1,4 +1,6 @@
-"""The description of a Ray dataset to train on.
+"""The description of a Ray dataset to train on, and which objects are Ray datasets.
+
+Their type alone tells: Ray is not imported, and neither is JAX.
 
 train = RayData(ray.data.read_parquet(path).map(decode), batch_size=256, targets="label")
 model.fit(train, epochs=90)
@@ -8,7 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tnt_jax.data.ray.kinds import is_function_of_epoch, is_ray_dataset, is_ray_iterator
+from tnt_jax.data.elements import is_of_library
+
+
+def is_ray_dataset(x: Any) -> bool:
+    """Returns whether `x` is a `ray.data.Dataset`."""
+    return is_of_library(x, "ray.data", "Dataset")
+
+
+def is_ray_iterator(x: Any) -> bool:
+    """Returns whether `x` is a `ray.data.DataIterator`."""
+    return is_of_library(x, "ray.data", "DataIterator")
+
+
+def is_ray_shard(x: Any) -> bool:
+    """Returns whether `x` is one of the iterators among which a dataset was split."""
+    return is_ray_iterator(x) and hasattr(x, "world_size")
+
+
+def is_function_of_epoch(x: Any) -> bool:
+    """Returns whether `x` is a function that returns the dataset of an epoch."""
+    return callable(x) and not (isinstance(x, type) or is_ray_dataset(x) or is_ray_iterator(x))
+
 
 Columns = str | Sequence[str]
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tnt_jax.cluster.devices import count_cores
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.tf.records import OnError
 from tnt_jax.data.tf.tfdata import TfData
 
@@ -53,14 +54,8 @@ class ImageFormat:
     layout: Layout = "channels_last"
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("scaling", self.scaling, ("mean", "mean_std", "none")),
-            ("layout", self.layout, ("channels_last", "channels_first")),
-        ):
-            if value not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}."
-                )
+        check_choice("scaling", self.scaling, ("mean", "mean_std", "none"))
+        check_choice("layout", self.layout, ("channels_last", "channels_first"))
 
     def __call__(self, image: Any) -> Any:
         """Returns float32 pixels in this format.
@@ -107,7 +102,8 @@ def training_images(
     shuffled = tf.data.Dataset.zip((records.shuffle(shuffle_buffer, seed), numbers))
 
     def prepare(record: Any, number: Any) -> Any:
-        return finish(random_crop_and_flip(_jpeg_of(record), _seed_pair(number), size=finish.size))
+        seed = tf.stack([number, tf.constant(0, tf.int64)])
+        return finish(random_crop_and_flip(_jpeg_of(record), seed, size=finish.size))
 
     return _batches(shuffled, prepare, finish, batch_size, drop_remainder, on_error)
 
@@ -137,19 +133,12 @@ def evaluation_images(
 
 
 def random_crop_and_flip(jpeg: Any, seed: Any, *, size: int = 224) -> Any:
-    """Decodes a random part of an image, flips it half of the time and resizes it.
+    """Decodes a random part of a JPEG, flips it half of the time and resizes it: `[size, size, 3]`.
 
     The part covers 5 to 100 % of the image with an aspect ratio from 3:4 to 4:3 and at least 10 %
     of its area; without such a part in 100 attempts it is the whole image (Szegedy et al. 2014,
-    arXiv:1409.4842, section 6). Only the part is decoded.
-
-    Args:
-        jpeg: The JPEG's bytes.
-        seed: int64 `[2]`; the same seed gives the same pixels.
-        size: Height and width of the result, whatever the aspect ratio of the part.
-
-    Returns:
-        float32 `[size, size, 3]`, values from 0 to 255.
+    arXiv:1409.4842, section 6). Only the part is decoded. Pixels are float32, from 0 to 255; the
+    same seed, int64 `[2]`, gives the same ones.
     """
     start, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
         tf.io.extract_jpeg_shape(jpeg),
@@ -168,17 +157,9 @@ def random_crop_and_flip(jpeg: Any, seed: Any, *, size: int = 224) -> Any:
 
 
 def central_crop(jpeg: Any, *, size: int = 224, short_side: int = 256) -> Any:
-    """Decodes an image, resizes its shorter side to `short_side`, and crops the centre.
+    """Decodes a JPEG, resizes its shorter side to `short_side`, and crops the centre.
 
-    The aspect ratio is kept.
-
-    Args:
-        jpeg: The JPEG's bytes.
-        size: Height and width of the result.
-        short_side: Shorter side before the crop, at least `size`.
-
-    Returns:
-        float32 `[size, size, 3]`, values from 0 to 255.
+    The result is float32 `[size, size, 3]`, values from 0 to 255.
     """
     if short_side < size:
         raise ValueError(f"short_side ({short_side}) must be at least size ({size}).")
@@ -263,10 +244,6 @@ def _jpeg_of(record: Any) -> Any:
     return record["jpeg"] if "jpeg" in record else tf.io.read_file(record["name"])
 
 
-def _seed_pair(number: Any) -> Any:
-    return tf.stack([number, tf.constant(0, tf.int64)])
-
-
 def _batches(
     numbered: Any,
     prepare: Callable[[Any, Any], Any],
@@ -275,8 +252,7 @@ def _batches(
     drop_remainder: bool,
     on_error: OnError,
 ) -> TfData:
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
+    check_choice("on_error", on_error, ("raise", "skip"))
 
     def fast(record: Any, number: Any) -> Any:
         return prepare(record, number), record["label"]

@@ -48,15 +48,11 @@ class SyntheticImages:
         self._patterns = values.astype(dtype)
 
     def __len__(self) -> int:
-        """Returns the number of examples."""
         return self._num_examples
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.int32]:
         """Returns image `[*shape]` and label of an example."""
-        if not 0 <= index < self._num_examples:
-            raise IndexError(
-                f"The index must be from 0 to {self._num_examples - 1}, but is {index}."
-            )
+        _check_index(index, self._num_examples)
         return self._patterns[index % len(self._patterns)], np.int32(index % self._num_classes)
 
 
@@ -87,17 +83,18 @@ class SyntheticTokens:
         self._seed = seed
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return self._num_examples
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns source and target, int32 `[length]` each."""
-        if not 0 <= index < self._num_examples:
-            raise IndexError(
-                f"The index must be from 0 to {self._num_examples - 1}, but is {index}."
-            )
+        _check_index(index, self._num_examples)
         tokens = np.random.default_rng((self._seed, index)).integers(
             2, self._size, (2, self._length), dtype=np.int32
         )
         tokens[:, -1] = 1
         return tokens[0], tokens[1]
+
+
+def _check_index(index: int, num_examples: int) -> None:
+    if not 0 <= index < num_examples:
+        raise IndexError(f"The index must be from 0 to {num_examples - 1}, but is {index}.")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.files import replacing
 from tnt_jax.log import logger
 
@@ -26,31 +27,21 @@ PAD_ID, END_ID, UNKNOWN_ID = 0, 1, 2
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentences and their translations.
-
-    Attributes:
-        sources: Sentences.
-        targets: As many translations, in the same order.
-        num_skipped: Pairs left out because a side was empty or a line malformed.
-    """
+    """Sentences and as many translations; `num_skipped` pairs were empty or malformed."""
 
     sources: list[str]
     targets: list[str]
     num_skipped: int = 0
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self.sources)
 
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """Encoded pairs; each sequence ends with `END_ID`.
+    """Encoded pairs, int32 `[tokens]` each, which end with `END_ID`.
 
-    Attributes:
-        sources: int32 `[tokens]` for each pair.
-        targets: int32 `[tokens]` for each pair.
-        num_too_long: Pairs left out because a side was longer than allowed.
+    Of `num_too_long` pairs, which are left out, a side was longer than allowed.
     """
 
     sources: list[np.ndarray]
@@ -58,11 +49,9 @@ class TokenPairs:
     num_too_long: int = 0
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self.sources)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns source and target of a pair."""
         return self.sources[index], self.targets[index]
 
 
@@ -295,8 +284,7 @@ def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None
 def _corpus(
     rows: Iterable[tuple[int, tuple[str, str] | None, str]], on_error: OnError
 ) -> ParallelCorpus:
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be one of 'raise', 'skip', but is {on_error!r}.")
+    check_choice("on_error", on_error, ("raise", "skip"))
     sources = []
     targets = []
     num_skipped = 0

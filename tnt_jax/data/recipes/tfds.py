@@ -97,17 +97,18 @@ def _prepared_builder(
     builder = _find_builder(name, data_dir, file_format)
     if download and not _is_prepared(builder) and runtime.is_master_rank():
         logger.info("Preparing %s in %s.", builder.info.full_name, builder.data_dir)
-        _prepare(builder)
+        try:
+            builder.download_and_prepare()
+        except Exception as error:
+            raise FileNotFoundError(
+                _not_there(builder, f"preparing it failed ({type(error).__name__}: {error})")
+            ) from error
     if download:
         collectives.barrier(timeout_s=24 * 3600)
         builder = _find_builder(name, data_dir, file_format)
     if not _is_prepared(builder):
-        raise FileNotFoundError(
-            _not_there(
-                builder,
-                "downloading is switched off" if not download else "this host does not see it",
-            )
-        )
+        reason = "this host does not see it" if download else "downloading is switched off"
+        raise FileNotFoundError(_not_there(builder, reason))
     return builder
 
 
@@ -128,15 +129,6 @@ def _find_builder(name: Any, data_dir: str | Path | None, file_format: str | Non
         raise FileNotFoundError(
             f"There is no dataset {name!r}: TFDS does not know the name, and it is not a folder "
             "with a dataset_info.json."
-        ) from error
-
-
-def _prepare(builder: Any) -> None:
-    try:
-        builder.download_and_prepare()
-    except Exception as error:
-        raise FileNotFoundError(
-            _not_there(builder, f"preparing it failed ({type(error).__name__}: {error})")
         ) from error
 
 

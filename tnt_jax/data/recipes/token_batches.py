@@ -64,26 +64,14 @@ def bucket_lengths(longest: int, *, shortest: int = 8, growth: float = 1.4) -> t
 
 
 class _Batch(NamedTuple):
-    """Pairs of one batch: the number of its bucket and the pairs' indices."""
+    """Pairs of one batch: the number of its bucket and the indices of the pairs."""
 
     bucket: int
     indices: np.ndarray
 
 
 class TokenBatchSource:
-    """The rows of one process of `TokenBatches`.
-
-    Attributes:
-        global_batch_size: None: batches differ in rows.
-        num_batches: Batches of an epoch.
-        num_examples: Pairs of an epoch.
-        in_memory: False: a thread reads ahead.
-        row_order: What the order of the pairs depends on.
-
-    Raises:
-        ValueError: If the buckets do not increase or do not hold the longest pair, or if a batch
-            has fewer pairs than there are ranks.
-    """
+    """The rows of one process of `TokenBatches`, whose batches differ in rows."""
 
     in_memory = False
 
@@ -236,11 +224,9 @@ class PaddedPairs:
         self._structure = structure
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> Any:
-        """Returns an example."""
         source, target = self._pairs[index]
         return self._structure(
             _padded([source], self._length)[0], _padded([target], self._length)[0]

@@ -1,10 +1,9 @@
 """Finds operations in a `tf.data` pipeline's functions that keep state or draw random numbers."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf import private
 from tnt_jax.seeding import seed_or_default
 
 # Tarantella's choice.
@@ -30,7 +29,7 @@ _PYTHON = frozenset(["PyFunc", "EagerPyFunc"])
 
 def function_nodes(wrapper: Any) -> list[Any]:
     """Returns the nodes of a dataset's traced function and of the functions that it calls."""
-    graph = _tensorflow.graph_of(wrapper).as_graph_def()
+    graph = private.graph_of(wrapper).as_graph_def()
     return [
         *graph.node,
         *(node for function in graph.library.function for node in function.node_def),
@@ -38,18 +37,12 @@ def function_nodes(wrapper: Any) -> list[Any]:
 
 
 def stateful_operations(wrapper: Any) -> list[str]:
-    """Returns the kinds of operation in a function that depend on earlier calls.
-
-    The result of such an operation may depend on how often, or for which elements, it ran before.
-    """
+    """Returns the kinds of operation in a function whose results depend on earlier calls."""
     return sorted({node.op for node in function_nodes(wrapper) if _keeps_state(node)})
 
 
 def calls_python(wrapper: Any) -> bool:
-    """Returns whether a function calls Python code that may keep state.
-
-    Such code is in `tf.numpy_function` and `tf.py_function`.
-    """
+    """Returns whether a function calls Python code that may keep state."""
     return any(node.op in _PYTHON for node in function_nodes(wrapper))
 
 
@@ -60,39 +53,20 @@ def unseeded_operations(wrapper: Any) -> list[str]:
     return sorted({node.op for node in nodes if _is_unseeded(node, constants)})
 
 
-def callable_of(wrapper: Any) -> Callable[..., Any]:
-    """Returns the traced function as a plain one, without running the user's Python code again."""
-    return _tensorflow.traced_function(wrapper)
-
-
-def reseeded_callable_of(wrapper: Any) -> Callable[..., Any]:
-    """Returns the user's own function, to be traced anew with seeds.
-
-    See `seeded_tracing`.
-    """
-    return _tensorflow.user_function(wrapper)
-
-
 def seed_of_unseeded() -> int:
-    """Returns the seed of everything that the user left unseeded: that of `set_seed`, or 42.
-
-    With it all processes draw the same numbers.
-    """
+    """Returns the seed of all that the user left unseeded: that of `set_seed`, or 42."""
     # TensorFlow treats a pair of zeros as no seed.
     return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
 
 
 def seeded_tracing() -> AbstractContextManager[None]:
-    """Seeds unseeded random operations and shuffles that are traced inside the block.
-
-    Their seeds are derived from `seed_of_unseeded()`.
-    """
-    return _tensorflow.global_seed(seed_of_unseeded())
+    """Seeds the unseeded random operations and shuffles that are traced in the block."""
+    return private.global_seed(seed_of_unseeded())
 
 
 def name_of(wrapper: Any) -> str:
     """Returns the name of the user's function."""
-    function = _tensorflow.user_function(wrapper)
+    function = private.user_function(wrapper)
     name = getattr(function, "__name__", type(function).__name__)
     return "lambda" if name == "<lambda>" else name
 
@@ -105,7 +79,7 @@ def _keeps_state(node: Any) -> bool:
         and node.op not in _RANDOM_DATASETS
     ):
         return False
-    return node.op != "DummySeedGenerator" and _tensorflow.is_stateful(node.op)
+    return node.op != "DummySeedGenerator" and private.is_stateful(node.op)
 
 
 def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import (
     function_nodes,
     seed_of_unseeded,
@@ -25,13 +25,12 @@ from tnt_jax.log import logger
 
 
 def run_to_run_differences(stream: Any) -> list[str]:
-    """Returns a clause for each operation that may differ between two runs.
+    """Returns a clause for each operation whose elements or order may differ between two runs.
 
-    Its elements or their order may differ. Python functions, files and generators are not checked.
+    Python functions, files and generators are not checked.
     """
-    return list(
-        dict.fromkeys(reason for operation in _operations(stream) for reason in _reasons(operation))
-    )
+    operations = private.operations(stream)
+    return list(dict.fromkeys(reason for each in operations for reason in _reasons(each)))
 
 
 def draws_for_own_rows(dataset: Any) -> list[str]:
@@ -39,27 +38,21 @@ def draws_for_own_rows(dataset: Any) -> list[str]:
     return [
         f"{operation_name(operation)} draws random numbers for the rows of a process alone "
         f"({', '.join(kinds)})"
-        for operation in _operations(dataset)
-        for function in _tensorflow.functions(operation)
+        for operation in private.operations(dataset)
+        for function in private.functions(operation)
         if (kinds := stateful_operations(function))
     ]
 
 
-def _operations(dataset: Any) -> Iterator[Any]:
-    for source in _tensorflow.inputs(dataset):
-        yield from _operations(source)
-    yield dataset
-
-
 def _reasons(operation: Any) -> Iterator[str]:
     name = operation_name(operation)
-    if _tensorflow.asks_for_any_order(operation):
+    if private.asks_for_any_order(operation):
         yield f"{name} has deterministic=False"
     if is_unseeded_source_of_order(operation):
         yield f"{name} has no seed"
     if kinds := draws_in_parallel(operation):
         yield f"{name} draws random numbers in parallel ({', '.join(kinds)})"
-    for function in _tensorflow.functions(operation):
+    for function in private.functions(operation):
         if kinds := unseeded_operations(function):
             yield f"{name} draws random numbers without a seed ({', '.join(kinds)})"
         yield from (f"inside {name} a dataset {reason}" for reason in _inner_reasons(function))
@@ -78,26 +71,8 @@ def _inner_reasons(function: Any) -> Iterator[str]:
         yield f"draws random numbers in parallel ({', '.join(kinds)})"
 
 
-read = _tensorflow.parameter
+read = private.parameter
 
-_TRANSPARENT = (
-    *MAPS,
-    "_OptionsDataset",
-    "_PrefetchDataset",
-    "CacheDataset",
-    "_TakeDataset",
-    "_SkipDataset",
-    "_RepeatDataset",
-    "_ShardDataset",
-    "_ShuffleDataset",
-    "_FilterDataset",
-    "_TakeWhileDataset",
-    "_ConcatenateDataset",
-    "_ZipDataset",
-    "_ScanDataset",
-    "_IgnoreErrorsDataset",
-    "_AssertCardinalityDataset",
-)
 _KEEPS_EVERY_EXAMPLE = (
     *MAPS,
     "_OptionsDataset",
@@ -105,6 +80,19 @@ _KEEPS_EVERY_EXAMPLE = (
     "CacheDataset",
     "_ShuffleDataset",
     "_AssertCardinalityDataset",
+)
+_TRANSPARENT = (
+    *_KEEPS_EVERY_EXAMPLE,
+    "_TakeDataset",
+    "_SkipDataset",
+    "_RepeatDataset",
+    "_ShardDataset",
+    "_FilterDataset",
+    "_TakeWhileDataset",
+    "_ConcatenateDataset",
+    "_ZipDataset",
+    "_ScanDataset",
+    "_IgnoreErrorsDataset",
 )
 
 
@@ -130,7 +118,7 @@ def batching_of(dataset: Any) -> Batching | None:
     """
     try:
         return _batching_by_operations(dataset)
-    except _tensorflow.Unreadable as error:
+    except private.Unreadable as error:
         logger.warning(
             "How the dataset is batched is read off its shapes alone: this version of TensorFlow "
             "differs (%s).",
@@ -145,11 +133,11 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
     keeps_all = True
     while type(stage).__name__ in _TRANSPARENT:
         keeps_all = keeps_all and type(stage).__name__ in _KEEPS_EVERY_EXAMPLE
-        stage = _tensorflow.inputs(stage)[0]
+        stage = private.inputs(stage)[0]
     if type(stage).__name__ in BATCHES:
         size = int(read(stage, "batch_size"))
         drop = bool(read(stage, "drop_remainder"))
-        examples = int(_tensorflow.inputs(stage)[0].cardinality()) if keeps_all else -1
+        examples = int(private.inputs(stage)[0].cardinality()) if keeps_all else -1
         if drop and examples >= 0:
             examples = examples // size * size
         return Batching(size, drop, examples if examples >= 0 else None)
@@ -168,10 +156,7 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
 
 
 def _leading_sizes(dataset: Any) -> list[int | None]:
-    """Returns the leading dimension of each component of an element.
-
-    It is None where it is unknown and 0 where there is none.
-    """
+    """Returns the leading dimension of each component: None if unknown, 0 if there is none."""
     specs = tf.nest.flatten(dataset.element_spec)
     return [
         spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else 0
@@ -209,30 +194,29 @@ def empty_rows(dataset: Any) -> Any:
 
 def reshuffles(dataset: Any) -> bool:
     """Returns whether a shuffle or a stream of random numbers gives each pass its own numbers."""
-    kind = type(dataset).__name__
-    own = (kind == "_ShuffleDataset" and bool(read(dataset, "reshuffle_each_iteration"))) or (
-        kind == "_RandomDataset" and read(dataset, "rerandomize")
+    return any(map(_reshuffles_itself, private.operations(dataset)))
+
+
+def _reshuffles_itself(operation: Any) -> bool:
+    kind = type(operation).__name__
+    return (kind == "_ShuffleDataset" and bool(read(operation, "reshuffle_each_iteration"))) or (
+        kind == "_RandomDataset" and bool(read(operation, "rerandomize"))
     )
-    return bool(own) or any(reshuffles(source) for source in _tensorflow.inputs(dataset))
 
 
 def reshuffles_within_a_pass(dataset: Any) -> bool:
-    """Returns whether a reshuffling shuffle stands before a repeat.
-
-    If so, one pass draws several orders.
-    """
-    own = type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
-    return own or any(reshuffles_within_a_pass(source) for source in _tensorflow.inputs(dataset))
+    """Returns whether a shuffle before a repeat reshuffles: one pass then draws several orders."""
+    return any(
+        type(operation).__name__ == "_RepeatDataset" and reshuffles(operation)
+        for operation in private.operations(dataset)
+    )
 
 
 def seeds_of_order(dataset: Any) -> list[int]:
-    """Returns the seeds of the shuffles of a pipeline, from its end on.
-
-    Those of a version of TensorFlow that does not tell are left out.
-    """
+    """Returns the known seeds of the shuffles of a pipeline, from its end on."""
     try:
         return _seeds_of_order(dataset)
-    except _tensorflow.Unreadable:
+    except private.Unreadable:
         return []
 
 
@@ -242,4 +226,4 @@ def _seeds_of_order(dataset: Any) -> list[int]:
         own = [seed_of_unseeded()]
     elif type(dataset).__name__ == "_ShuffleDataset":
         own = [int(read(dataset, name)) for name in ("seed", "seed2")]
-    return own + [seed for each in _tensorflow.inputs(dataset) for seed in _seeds_of_order(each)]
+    return own + [seed for each in private.inputs(dataset) for seed in _seeds_of_order(each)]

@@ -1,4 +1,4 @@
-"""Warnings, once each, about `tf.data` pipelines with unexpected behaviour.
+"""How a `tf.data` pipeline is distributed, and warnings, once each, of unexpected behaviour.
 
 This module does not need TensorFlow.
 """
@@ -20,9 +20,6 @@ class Distribution:
     """How a pipeline is distributed.
 
     Attributes:
-        rank_slice: This process's part of the data axis.
-        global_batch_size: Rows of a full global batch; None where batches differ.
-        num_batches: Batches of an epoch; None when unknown or infinite.
         num_padded_rows: Rows that the ranks together add to the last batch; None when unknown.
         before: Operations that run for all rows on every process, in order.
         after: Operations that run for this process's rows.
@@ -103,13 +100,7 @@ def warn_once(text: str) -> None:
 
 
 def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: list[str]) -> None:
-    """Warns, if several processes read, of operations that run for all rows or in different orders.
-
-    Args:
-        rank_slice: The process's part of the data axis.
-        python_maps: Names of maps that run for all rows because they call Python code.
-        disordered: Names of unknown operations after a shuffle without a seed.
-    """
+    """Warns, if several processes read, of maps that run for all rows and of unknown orders."""
     if rank_slice.local_ranks == rank_slice.num_ranks:
         return
     if python_maps:

@@ -89,6 +89,13 @@ def inputs(dataset: Any) -> list[Any]:
     return _attribute(dataset, "_inputs")()
 
 
+def operations(dataset: Any) -> Iterator[Any]:
+    """Yields all operations of a pipeline, each after those that it reads."""
+    for source in inputs(dataset):
+        yield from operations(source)
+    yield dataset
+
+
 def functions(dataset: Any) -> list[Any]:
     """Returns the wrappers of the functions that the last operation of `dataset` calls."""
     return _attribute(dataset, "_functions")()
@@ -135,7 +142,7 @@ def user_function(wrapper: Any) -> Callable[..., Any]:
 
 
 def traced_function(wrapper: Any) -> Callable[..., Any]:
-    """Returns the traced function as a plain one of the element's components."""
+    """Returns a traced function without the user's Python code, of the element's components."""
     traced = _attribute(wrapper, "function")
     source = _attribute(wrapper, "_input_structure")
     result = _attribute(wrapper, "output_structure")

@@ -79,10 +79,7 @@ def image_records(
 def check_records(files: str | Path | Sequence[str | Path]) -> int:
     """Reads TFRecord files from end to end and returns the number of their records.
 
-    Raises:
-        ValueError: At the first record that is truncated or corrupt; the text names the file, the
-            record and where it stands.
-        FileNotFoundError: If no file matches.
+    It raises a ValueError at the first one that is truncated or corrupt, with file and place.
     """
     total = 0
     for path in _paths(files):

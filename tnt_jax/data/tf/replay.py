@@ -9,11 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import (
-    callable_of,
     name_of,
-    reseeded_callable_of,
     seed_of_unseeded,
     seeded_tracing,
     stateful_operations,
@@ -21,7 +19,7 @@ from tnt_jax.data.tf.functions import (
 )
 
 Dataset = tf.data.Dataset
-read = _tensorflow.parameter
+read = private.parameter
 Function = Callable[[Any], Callable[..., Any]]
 
 MAPS = ("_MapDataset", "_ParallelMapDataset")
@@ -50,7 +48,7 @@ _REPLAYS: dict[str, _Replay] = {
     "_RepeatDataset": lambda op, ins, _: ins[0].repeat(read(op, "count")),
     "_ShardDataset": lambda op, ins, _: ins[0].shard(read(op, "num_shards"), read(op, "index")),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
-    "_AssertCardinalityDataset": lambda op, ins, _: _tensorflow.made_like(
+    "_AssertCardinalityDataset": lambda op, ins, _: private.made_like(
         op, ins[0], read(op, "expected_cardinality")
     ),
     "_RandomDataset": lambda op, ins, _: _random_like(op),
@@ -84,8 +82,8 @@ _REPLAYS: dict[str, _Replay] = {
     ),
     # The methods unbatch() and rebatch() put a re-encoding before the operation, which is an
     # operation of its own here.
-    "_UnbatchDataset": lambda op, ins, _: _tensorflow.made_like(op, ins[0]),
-    "_RebatchDataset": lambda op, ins, _: _tensorflow.made_like(
+    "_UnbatchDataset": lambda op, ins, _: private.made_like(op, ins[0]),
+    "_RebatchDataset": lambda op, ins, _: private.made_like(
         op, ins[0], read(op, "batch_sizes"), read(op, "drop_remainder")
     ),
     "_RestructuredDataset": lambda op, ins, _: _with_element_spec(ins[0], op.element_spec),
@@ -125,10 +123,8 @@ _ONE_BY_ONE: dict[str, _Replay] = {
 class Repairs:
     """Rebuilds pipelines so that every process sees the same stream, and records the changes.
 
-    Args:
-        one_by_one: Whether parallel operations whose functions keep state, random generators for
-            instance, call them for one element at a time: in parallel the order of the draws is
-            random.
+    With `one_by_one`, parallel operations whose functions keep state, random generators for
+    instance, call them for one element at a time: in parallel the order of the draws is random.
 
     Attributes:
         notes: One sentence for each change, and for what could not be changed.
@@ -145,15 +141,11 @@ class Repairs:
         self._done: dict[int, Any] = {}
 
     def repaired(self, dataset: Any) -> Any:
-        """Returns the dataset with seeds and a fixed order.
-
-        Unseeded shuffles and random operations are seeded. A dataset that needs nothing is returned
-        itself.
-        """
+        """Returns the dataset with seeds and a fixed order, itself if it needs nothing."""
         if id(dataset) not in self._done:
-            inputs = [self.repaired(source) for source in _tensorflow.inputs(dataset)]
+            inputs = [self.repaired(source) for source in private.inputs(dataset)]
             changed = any(
-                new is not old for new, old in zip(inputs, _tensorflow.inputs(dataset), strict=True)
+                new is not old for new, old in zip(inputs, private.inputs(dataset), strict=True)
             )
             self._done[id(dataset)] = (
                 self.rebuild(dataset, inputs) if changed or self._needs_repair(dataset) else dataset
@@ -162,7 +154,7 @@ class Repairs:
 
     def note_order(self, dataset: Any) -> None:
         """Notes an operation that asks for any order, which is not granted."""
-        if _tensorflow.asks_for_any_order(dataset):
+        if private.asks_for_any_order(dataset):
             name = operation_name(dataset)
             self.notes.append(
                 f"{name} has deterministic=False; it runs in order, because every process must see "
@@ -170,10 +162,7 @@ class Repairs:
             )
 
     def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
-        """Returns the operation `dataset` applied to `inputs`, repaired.
-
-        A dataset of an unknown kind is returned itself.
-        """
+        """Returns the operation `dataset` on `inputs`, repaired; itself if of an unknown kind."""
         kind = type(dataset).__name__
         if kind not in _REPLAYS:
             self.notes.append(
@@ -181,21 +170,16 @@ class Repairs:
                 "is: if that shuffles without a seed, processes see different orders. Give every "
                 "shuffle a seed."
             )
-            if _has_unseeded_order(dataset):
+            if any(map(is_unseeded_source_of_order, private.operations(dataset))):
                 self.disordered.append(operation_name(dataset))
             return dataset
         self._note_repair(dataset)
         replay = (_ONE_BY_ONE if self._must_slow(dataset) else _REPLAYS)[kind]
-        if self.is_unseeded(dataset):
+        if _unseeded_kinds(dataset):
             with seeded_tracing():
-                return replay(dataset, inputs, reseeded_callable_of)
-        return replay(dataset, inputs, callable_of)
-
-    def is_unseeded(self, dataset: Any) -> bool:
-        """Returns whether a function of this operation draws unseeded numbers and can be seeded."""
-        return type(dataset).__name__ in _REPLAYS and any(
-            unseeded_operations(function) for function in _tensorflow.functions(dataset)
-        )
+                # The user's own function is traced anew, with seeds.
+                return replay(dataset, inputs, private.user_function)
+        return replay(dataset, inputs, private.traced_function)
 
     def _needs_repair(self, dataset: Any) -> bool:
         kind = type(dataset).__name__
@@ -205,9 +189,9 @@ class Repairs:
         is_open = (
             kind in _ORDERS
             or kind == "_ParallelInterleaveDataset"
-            or _tensorflow.asks_for_any_order(dataset)
+            or private.asks_for_any_order(dataset)
         )
-        return is_open or self.is_unseeded(dataset) or self._must_slow(dataset)
+        return is_open or bool(_unseeded_kinds(dataset)) or self._must_slow(dataset)
 
     def _must_slow(self, dataset: Any) -> bool:
         return self._one_by_one and bool(draws_in_parallel(dataset))
@@ -215,31 +199,16 @@ class Repairs:
     def _note_repair(self, dataset: Any) -> None:
         name = operation_name(dataset)
         if type(dataset).__name__ in _ORDERS:
-            chosen = (
-                "no seed, so every process uses"
-                if is_unseeded_source_of_order(dataset)
-                else "the seed"
-            )
-            seed = (
-                seed_of_unseeded()
-                if is_unseeded_source_of_order(dataset)
-                else int(read(dataset, "seed2"))
-            )
-            self.notes.append(f"{name} has {chosen} {seed}.")
-        self.note_order(dataset)
-        if self.is_unseeded(dataset):
-            kinds = ", ".join(
-                sorted(
-                    {
-                        kind
-                        for function in _tensorflow.functions(dataset)
-                        for kind in unseeded_operations(function)
-                    }
-                )
-            )
             self.notes.append(
-                f"{name} draws random numbers without a seed ({kinds}); every process seeds them "
-                f"with {seed_of_unseeded()}."
+                f"{name} has no seed, so every process uses {seed_of_unseeded()}."
+                if is_unseeded_source_of_order(dataset)
+                else f"{name} has the seed {int(read(dataset, 'seed2'))}."
+            )
+        self.note_order(dataset)
+        if kinds := _unseeded_kinds(dataset):
+            self.notes.append(
+                f"{name} draws random numbers without a seed ({', '.join(kinds)}); every process "
+                f"seeds them with {seed_of_unseeded()}."
             )
         if self._must_slow(dataset):
             self.slowed.append(
@@ -248,26 +217,23 @@ class Repairs:
 
 
 def draws_in_parallel(dataset: Any) -> list[str]:
-    """Returns the kinds of stateful operation that a parallel operation runs concurrently.
-
-    They run for several elements at once.
-    """
+    """Returns the kinds of stateful operation that run for several elements at once."""
     if type(dataset).__name__ not in PARALLEL:
         return []
-    return sorted(
-        {
-            kind
-            for function in _tensorflow.functions(dataset)
-            for kind in stateful_operations(function)
-        }
-    )
+    return _kinds(dataset, stateful_operations)
+
+
+def _unseeded_kinds(dataset: Any) -> list[str]:
+    """Returns the kinds of random operation without a seed which can be given one."""
+    return _kinds(dataset, unseeded_operations) if type(dataset).__name__ in _REPLAYS else []
+
+
+def _kinds(dataset: Any, found_in: Callable[[Any], list[str]]) -> list[str]:
+    return sorted({kind for each in private.functions(dataset) for kind in found_in(each)})
 
 
 def is_unseeded_source_of_order(dataset: Any) -> bool:
-    """Returns whether the operation is a shuffle or random stream without a seed.
-
-    Each process would draw a seed of its own.
-    """
+    """Returns whether a shuffle or random stream has no seed: each process would draw one."""
     return (
         type(dataset).__name__ in _ORDERS
         and int(read(dataset, "seed")) == 0
@@ -275,25 +241,16 @@ def is_unseeded_source_of_order(dataset: Any) -> bool:
     )
 
 
-def _has_unseeded_order(dataset: Any) -> bool:
-    return is_unseeded_source_of_order(dataset) or any(
-        _has_unseeded_order(source) for source in _tensorflow.inputs(dataset)
-    )
-
-
 def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
-    """Returns `make(seed)` with the pair of seeds of `operation`.
-
-    Without one, it is that of `seed_of_unseeded()`.
-    """
+    """Returns `make(seed)` with the pair of seeds of `operation`, or of `seed_of_unseeded()`."""
     unseeded = is_unseeded_source_of_order(operation)
     # An operation's pair is the global seed, or this constant without one, and its own.
     pair = (
-        (_tensorflow.DEFAULT_GRAPH_SEED, seed_of_unseeded())
+        (private.DEFAULT_GRAPH_SEED, seed_of_unseeded())
         if unseeded
         else (int(read(operation, "seed")), int(read(operation, "seed2")))
     )
-    with _tensorflow.global_seed(pair[0]):
+    with private.global_seed(pair[0]):
         return make(pair[1])
 
 
@@ -344,13 +301,14 @@ def operation_name(dataset: Any) -> str:
     """Returns a short name such as `map(decode)` for the last operation of a dataset."""
     kind = type(dataset).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower().removeprefix("parallel_")
-    functions = [name_of(function) for function in _tensorflow.functions(dataset)[:1]]
+    functions = [name_of(function) for function in private.functions(dataset)[:1]]
     return f"{words}({functions[0]})" if functions else words
 
 
 def operation_names(dataset: Any) -> list[str]:
     """Returns the names of all operations of a pipeline, source first."""
-    names = [name for source in _tensorflow.inputs(dataset) for name in operation_names(source)]
-    return (
-        names if type(dataset).__name__ == "_OptionsDataset" else [*names, operation_name(dataset)]
-    )
+    return [
+        operation_name(operation)
+        for operation in private.operations(dataset)
+        if type(operation).__name__ != "_OptionsDataset"
+    ]

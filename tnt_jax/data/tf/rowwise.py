@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tnt_jax.data.tf import private as _tensorflow
+from tnt_jax.data.tf import private
 
 _ELEMENTWISE = frozenset(
     """Identity Cast Neg Abs Exp Expm1 Log Log1p Sqrt Rsqrt Square Reciprocal Inv Tanh Sigmoid
@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset(["Mean", "Sum", "Max", "Min", "Prod", "Any", "All", "Arg
 
 def why_not_rowwise(wrapper: Any) -> str | None:
     """Returns the operation of a dataset function that may not be row-wise, or None."""
-    graph = _tensorflow.graph_of(wrapper)
+    graph = private.graph_of(wrapper)
     num_arguments = len(graph.inputs) - len(graph.external_captures)
     rows = {id(tensor) for tensor in graph.inputs[:num_arguments]}
     if any(not _rank(tensor) for tensor in graph.inputs[:num_arguments]):
@@ -120,10 +120,7 @@ def _broadcasts_within_rows(inputs: list[Any], are_rows: list[bool]) -> bool:
 
 
 def _reshape_keeps_rows(source: Any, result: Any, shape: Any) -> bool:
-    """Returns whether a reshape keeps the leading dimension.
-
-    It does if the shape is `[-1, ...]` with as many elements per row as before.
-    """
+    """Returns whether a reshape is to `[-1, ...]` with as many elements per row as before."""
     if shape is None or shape[0] != -1:
         return False
     before, after = source.shape[1:], result.shape[1:]
@@ -135,10 +132,7 @@ def _reshape_keeps_rows(source: Any, result: Any, shape: Any) -> bool:
 
 
 def _slice_keeps_rows(operation: Any, strides: Any) -> bool:
-    """Returns whether a slice takes all rows and leaves them in front.
-
-    Such slices are `x[:, 1]`, `x[:, None]` and `x[..., 0]`.
-    """
+    """Returns whether a slice takes all rows in front: `x[:, 1]`, `x[:, None]`, `x[..., 0]`."""
     if strides is None:
         return False
 

@@ -3,15 +3,13 @@
 Otherwise its stream shifts against those of the others.
 """
 
-import json
 from itertools import count, islice
 from typing import Any
 
 import tensorflow as tf
 
-from tnt_jax.data.agreement import Board, CoordinationBoard
+from tnt_jax.data.agreement import Board, CoordinationBoard, gather
 from tnt_jax.data.tf import private
-from tnt_jax.data.tf import private as _tensorflow
 from tnt_jax.data.tf.functions import function_nodes
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
@@ -20,15 +18,12 @@ from tnt_jax.log import logger
 def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
     """Returns the existing files that the sources of a pipeline name.
 
-    Args:
-        dataset: The pipeline.
-        most: Sources with more strings than this are passed over.
+    Sources with more strings than `most` are passed over.
     """
     names: list[str] = []
     if type(dataset).__name__ == "TFRecordDatasetV2":
-        names = [
-            name.decode() for name in private.parameter(dataset, "filenames").as_numpy_iterator()
-        ]
+        filenames = private.parameter(dataset, "filenames").as_numpy_iterator()
+        names = [name.decode() for name in filenames]
     elif not private.inputs(dataset) and any(
         spec.dtype == tf.string for spec in tf.nest.flatten(dataset.element_spec)
     ):
@@ -39,18 +34,9 @@ def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
             value.decode() for value in strings if isinstance(value, bytes) and len(value) < 4096
         ]
     found = [name for name in names if tf.io.gfile.exists(name)]
-    return list(
-        dict.fromkeys(
-            [
-                *found,
-                *(
-                    name
-                    for source in private.inputs(dataset)
-                    for name in files_of(source, most=most)
-                ),
-            ]
-        )
-    )
+    for source in private.inputs(dataset):
+        found += files_of(source, most=most)
+    return list(dict.fromkeys(found))
 
 
 # More names than this are those of single examples, of which a bad one is masked in its place.
@@ -59,19 +45,13 @@ _numbers = Slot(count)
 
 
 def check_skips_alike(dataset: Any) -> None:
-    """Compares, over all processes, the files of a pipeline that ignores errors.
-
-    Each process must read the pipeline by itself.
-
-    Raises:
-        ValueError: On all processes, if a file has different sizes.
-    """
+    """Compares, over all processes, the files of a pipeline that ignores errors."""
     board = CoordinationBoard()
     if board.num_processes == 1:
         return
     try:
         sizes = file_sizes(dataset) if ignores_errors(dataset) else None
-    except _tensorflow.Unreadable as error:
+    except private.Unreadable as error:
         logger.warning(
             "Whether all processes read the same files is not checked: this version of TensorFlow "
             "differs (%s).",
@@ -87,18 +67,15 @@ def ignores_errors(dataset: Any) -> bool:
 
     The functions of `interleave` and `flat_map` count, too.
     """
-    kind = type(dataset).__name__
-    if "IgnoreErrors" in kind:
-        return True
+    return any(map(_ignores_errors_itself, private.operations(dataset)))
+
+
+def _ignores_errors_itself(operation: Any) -> bool:
+    kind = type(operation).__name__
     # A map's function must replace what it drops: each call returns one element.
-    functions = _tensorflow.functions(dataset) if "Interleave" in kind or "FlatMap" in kind else []
-    if any(
-        node.op.startswith("IgnoreErrors")
-        for function in functions
-        for node in function_nodes(function)
-    ):
-        return True
-    return any(ignores_errors(source) for source in _tensorflow.inputs(dataset))
+    functions = private.functions(operation) if "Interleave" in kind or "FlatMap" in kind else []
+    nodes = (node for function in functions for node in function_nodes(function))
+    return "IgnoreErrors" in kind or any(node.op.startswith("IgnoreErrors") for node in nodes)
 
 
 def file_sizes(dataset: Any) -> dict[str, int]:
@@ -107,17 +84,11 @@ def file_sizes(dataset: Any) -> dict[str, int]:
 
 
 def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
-    """Raises a ValueError on all processes if the size of a file differs between them.
+    """Raises a ValueError on all processes if the size in bytes of a file differs between them.
 
-    Args:
-        sizes: Bytes of this process's files.
-        board: Where processes post them.
-        name: Unique name for the board, the same on all processes.
+    The name on the board is unique, and the same on all processes.
     """
-    board.post(name, json.dumps(sizes))
-    first, *others = [
-        json.loads(board.read(name, process)) for process in range(board.num_processes)
-    ]
+    first, *others = gather(board, name, sizes)
     for process, other in enumerate(others, 1):
         for file in sorted(set(first) | set(other)):
             if first.get(file) != other.get(file):

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tnt_jax.data.layout import RankSlice, micro_batch_size
-from tnt_jax.data.tf import private as _tensorflow
-from tnt_jax.data.tf.functions import callable_of, calls_python, stateful_operations
+from tnt_jax.data.tf import private
+from tnt_jax.data.tf.functions import calls_python, stateful_operations
 from tnt_jax.data.tf.replay import (
     BATCHES,
     INDEX_OPERATIONS,
@@ -37,19 +37,14 @@ from tnt_jax.data.tf.rowwise import why_not_rowwise
 
 
 def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder: bool) -> Any:
-    """Selects the elements that one process feeds from each window of `size`.
+    """Selects the elements that one process feeds from each window of `size`, in the global order.
 
     The result has elements `(number of rows, element)`, with the number of rows of the window.
-
-    Args:
-        dataset: Elements in the global order.
-        size: Rows of a global batch.
-        rank_slice: The process's part of the data axis.
-        drop_remainder: Whether an incomplete last window is dropped.
     """
+    is_tuple = type(dataset.element_spec) is tuple
 
     def own(*window: Any) -> Any:
-        parts = window if type(dataset.element_spec) is tuple else window[0]
+        parts = window if is_tuple else window[0]
         rows: Any = tf.data.Dataset.zip(parts) if tf.nest.is_nested(parts) else parts
         count = rows.cardinality()
         micro = -(-count // rank_slice.num_ranks)
@@ -60,7 +55,7 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
             rows.skip(first)
             .take(real)
             .concatenate(padding)
-            .map(lambda *element: (count, _joined(element, dataset)))
+            .map(lambda *element: (count, element if is_tuple else element[0]))
         )
 
     return dataset.window(size, drop_remainder=drop_remainder).flat_map(own)
@@ -86,14 +81,9 @@ def take_own(batches: Any, rank_slice: RankSlice) -> Any:
     return batches.map(own)
 
 
-def _joined(element: tuple[Any, ...], dataset: Any) -> Any:
-    return element if type(dataset.element_spec) is tuple else element[0]
-
-
-Split = Literal["auto", "before", "after"]
 # Bytes up to which a whole batch is prepared, and own rows are taken from it.
 _SMALL_BYTES = 2**22
-read = _tensorflow.parameter
+read = private.parameter
 
 
 class CannotSplitEarly(Exception):
@@ -104,11 +94,8 @@ class CannotSplitEarly(Exception):
 class Later:
     """An operation on elements that may run after the selection.
 
-    Attributes:
-        name: For the log.
-        apply: From a dataset of `(number of rows, element)` to one of the same form.
-        on_element: The function on an element, for maps; None for others.
-        parallel: `(num_parallel_calls,)` or empty.
+    It makes datasets of `(number of rows, element)` of others; maps also have their function on an
+    element, and `parallel` as `(num_parallel_calls,)` or empty.
     """
 
     name: str
@@ -130,10 +117,7 @@ class Hoisted:
 class Splitter:
     """Rebuilds a pipeline with the selection of rows as early as possible.
 
-    The result is a dataset of `(number of rows, own rows)`.
-
     Attributes:
-        rank_slice: This process's part of the data axis.
         split: `"before"` trusts that maps with random operations or on whole batches may run on own
             rows only.
         repairs: Rebuilds operations with seeds and in order.
@@ -144,7 +128,7 @@ class Splitter:
     """
 
     rank_slice: RankSlice
-    split: Split
+    split: Literal["auto", "before", "after"]
     repairs: Repairs
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
@@ -155,10 +139,8 @@ class Splitter:
     def local_batches(self, dataset: Any) -> Any:
         """Returns the dataset of this process's rows for a dataset of global batches.
 
-        Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar.
-
-        Raises:
-            CannotSplitEarly: If an operation after the batching has to see whole batches.
+        Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar. It
+        raises `CannotSplitEarly` if an operation after the batching has to see whole batches.
         """
         return self._once((id(dataset), None), lambda: self._local_batches(dataset))
 
@@ -173,29 +155,29 @@ class Splitter:
 
     def _local_batches(self, dataset: Any) -> Any:
         kind = type(dataset).__name__
-        inputs = _tensorflow.inputs(dataset)
+        inputs = private.inputs(dataset)
         if kind in BATCHES:
             return self._local_batch(dataset)
         if kind == "_OptionsDataset":
             return self.local_batches(inputs[0])
         if kind in INDEX_OPERATIONS or kind == "_PrefetchDataset":
-            return self._record(
-                dataset, self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
-            )
-        if kind == "CacheDataset":
-            return self._record(dataset, self._cached(dataset, self.local_batches(inputs[0])))
-        if kind == "_ConcatenateDataset":
-            return self._record(
-                dataset, self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
-            )
-        if kind == "_ZipDataset":
-            return self._record(dataset, self._zipped(dataset))
-        if kind in MAPS:
+            own = self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
+        elif kind == "CacheDataset":
+            own = self._cached(dataset, self.local_batches(inputs[0]))
+        elif kind == "_ConcatenateDataset":
+            own = self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
+        elif kind == "_ZipDataset":
+            own = self._zipped(dataset)
+        elif kind in MAPS:
             self._check_rowwise(dataset)
-            return self._record(dataset, self._map_of_own_rows(dataset, inputs[0]))
-        raise CannotSplitEarly(
-            f"{operation_name(dataset)} stands after the batching and may look at the whole batch"
-        )
+            own = self._map_of_own_rows(dataset, inputs[0])
+        else:
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} stands after the batching and may look at the whole "
+                "batch"
+            )
+        self.after.append(operation_name(dataset))
+        return own
 
     def _map_of_own_rows(self, dataset: Any, source: Any) -> Any:
         rows = self.local_batches(source)
@@ -208,10 +190,6 @@ class Splitter:
                 f"{operation_name(dataset)} takes whole batches alone "
                 f"({str(error).strip().splitlines()[-1].strip()})"
             ) from error
-
-    def _record(self, dataset: Any, result: Any) -> Any:
-        self.after.append(operation_name(dataset))
-        return result
 
     def _check_rowwise(self, dataset: Any) -> None:
         if self.split == "before":
@@ -229,20 +207,17 @@ class Splitter:
     def _local_batch(self, dataset: Any) -> Any:
         size = int(read(dataset, "batch_size"))
         drop = bool(read(dataset, "drop_remainder"))
-        if type(dataset).__name__ == "_PaddedBatchDataset" and not _has_fixed_rows(
-            dataset.element_spec
-        ):
+        is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
+        if is_padded and not _has_fixed_rows(dataset.element_spec):
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
                 f"only whole batches tell; "
                 "give padded_shapes without None to split before it"
             )
-        hoisted = self._hoist(_tensorflow.inputs(dataset)[0], at_selection=True)
-        if not all(
-            isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(hoisted.base.element_spec)
-        ):
+        hoisted = self._hoist(private.inputs(dataset)[0], at_selection=True)
+        specs = tf.nest.flatten(hoisted.base.element_spec)
+        if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
             raise CannotSplitEarly("the elements before the batching are not plain tensors")
-        is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
         if not hoisted.later and not is_padded and _is_small(hoisted.base.element_spec, size):
             self.before += [*hoisted.base_names, operation_name(dataset)]
             return take_own(self._batched(dataset, hoisted.base, size, drop), self.rank_slice)
@@ -251,12 +226,8 @@ class Splitter:
             own = operation.apply(own)
         self.before += hoisted.base_names
         self.after += [*(operation.name for operation in hoisted.later), operation_name(dataset)]
-        return self._batched(
-            dataset,
-            own,
-            micro_batch_size(size, self.rank_slice.num_ranks) * self.rank_slice.local_ranks,
-            drop,
-        )
+        rows = micro_batch_size(size, self.rank_slice.num_ranks) * self.rank_slice.local_ranks
+        return self._batched(dataset, own, rows, drop)
 
     def _batched(self, dataset: Any, own: Any, rows: int, drop: bool) -> Any:
         if type(dataset).__name__ == "_PaddedBatchDataset":
@@ -265,7 +236,7 @@ class Splitter:
             return own.padded_batch(
                 rows, ((), shapes), (zero, read(dataset, "padding_values")), drop
             )
-        if _tensorflow.is_parallel(dataset):
+        if private.is_parallel(dataset):
             return own.batch(
                 rows, drop, int(read(dataset, "num_parallel_calls")), deterministic=True
             )
@@ -283,7 +254,7 @@ class Splitter:
 
     def _take_apart(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         kind = type(dataset).__name__
-        inputs = _tensorflow.inputs(dataset)
+        inputs = private.inputs(dataset)
         if kind == "_OptionsDataset":
             return self._hoist(inputs[0], at_selection=at_selection)
         if kind in MAPS and self._may_move(dataset):
@@ -329,9 +300,9 @@ class Splitter:
         # A function that was traced for whole batches of a fixed size does not take own rows: the
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")
-        function = (_tensorflow.user_function if retrace else callable_of)(wrapper)
+        function = (private.user_function if retrace else private.traced_function)(wrapper)
         parallel = (
-            (int(read(dataset, "num_parallel_calls")),) if _tensorflow.is_parallel(dataset) else ()
+            (int(read(dataset, "num_parallel_calls")),) if private.is_parallel(dataset) else ()
         )
         self.repairs.note_order(dataset)
 
@@ -394,7 +365,7 @@ def _mapped(on_element: Callable[[Any], Any], parallel: tuple[Any, ...]) -> Call
 def _on_branch(structure: Any, number: int, operation: Later) -> Later:
     function = operation.on_element
     assert function is not None
-    flatten_up_to = _tensorflow.function("flatten_up_to")
+    flatten_up_to = private.function("flatten_up_to")
 
     def on_element(element: Any) -> Any:
         branches = flatten_up_to(structure, element)
@@ -428,7 +399,7 @@ def _has_open_rows(dataset: Any) -> bool:
 
 
 def _random_reason(dataset: Any, kinds: list[str]) -> str:
-    parallel = _tensorflow.is_parallel(dataset)
+    parallel = private.is_parallel(dataset)
     effect = (
         "draws in parallel, so that its results differ from run to run"
         if parallel and not any("PyFunc" in kind for kind in kinds)

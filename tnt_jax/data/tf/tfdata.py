@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.layout import RankSlice, last_padded_rows, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.sources import HostBatch, Source, announced_batch, batch_length, select_rows
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 Split = Literal["auto", "before", "after"]
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
-_SPLITS = ("auto", "before", "after")
 
 
 @dataclass(frozen=True)
@@ -60,40 +60,16 @@ class TfData:
     named: Any = None
 
     def __post_init__(self) -> None:
-        if self.split not in _SPLITS:
-            raise ValueError(
-                f"split must be one of {', '.join(map(repr, _SPLITS))}, but is {self.split!r}."
-            )
+        check_choice("split", self.split, get_args(Split))
 
 
 class TfDataSource:
-    """The rows of one process of a `tf.data` pipeline.
+    """The rows of one process of a `tf.data` pipeline, batched or to be batched for each rank.
 
-    Args:
-        data: A batched dataset, or with `micro_batch_size` an unbatched one.
-        rank_slice: This process's part of the data axis.
-        micro_batch_size: Rows of one rank; where the dataset is batched it must agree with the
-            batch.
-        reproducible: Whether the elements must be the same in every run: parallel operations that
-            draw random numbers then run for one element at a time, and a warning names what still
-            differs.
-
-    Attributes:
-        global_batch_size: Rows of a full global batch; None where batches differ or the pipeline
-            does not tell.
-        num_batches: Batches of an epoch; None when unknown or infinite. No pass counts them.
-        num_examples: Rows of an epoch; None when unknown or infinite.
-        is_infinite: Whether an epoch is known to have no end.
-        num_skipped: Rows of this process that could not be read, and were masked.
-        in_memory: False: a thread reads ahead.
-        distribution: Where the pipeline was split, and why.
-        row_order: What the order of the rows depends on.
-        announce: Returns zeros in the form in which the first batch should come, or None.
-
-    Raises:
-        TypeError: If the elements hold text, ragged or sparse tensors.
-        ValueError: If the dataset is unbatched and no `micro_batch_size` is given, if sizes
-            contradict one another, or if `split="before"` is impossible.
+    Where its elements must be `reproducible`, parallel operations that draw random numbers run for
+    one element at a time, and a warning names what still differs. `num_skipped` rows of this
+    process could not be read, and were masked. `distribution` says where the pipeline was split,
+    and why.
     """
 
     in_memory = False
@@ -264,18 +240,18 @@ class TfDataSource:
             if (reason := self._why_not_early()) is not None:
                 raise CannotSplitEarly(reason)
             stream = splitter.local_batches(self._dataset)
-            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
-            notes = [*splitter.notes, *repairs.notes]
-            return Rebuilt(stream, True, splitter.before, splitter.after, notes, repairs.slowed)
         except CannotSplitEarly as reason:
             if self._split == "before":
                 raise ValueError(
                     f"split='before' is impossible: {reason}. Use 'auto', or change the pipeline."
                 ) from None
             stream = repairs.repaired(self._dataset)
-            warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
-            notes = [f"Rows are selected last: {reason}.", *repairs.notes]
-            return Rebuilt(stream, False, operation_names(self._dataset), [], notes, repairs.slowed)
+            is_early, before, after = False, operation_names(self._dataset), []
+            notes = [f"Rows are selected last: {reason}."]
+        else:
+            is_early, before, after, notes = True, splitter.before, splitter.after, splitter.notes
+        warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
+        return Rebuilt(stream, is_early, before, after, [*notes, *repairs.notes], repairs.slowed)
 
     def _untouched(self, error: Unreadable) -> Rebuilt:
         """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
@@ -374,10 +350,7 @@ def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
 
 
 class _NumpyBatches:
-    """The elements of a `tf.data.Dataset` as NumPy arrays.
-
-    It has a length if the dataset knows its cardinality.
-    """
+    """The elements of a `tf.data.Dataset` as NumPy arrays, with its length if that is known."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
