@@ -46,11 +46,7 @@ class TrainingStep(NamedTuple):
     def peak_bytes(self, steps: StepsInPlaces, mesh: Mesh, state: TrainState, batch: Batch) -> int:
         """Returns the memory of a step on each device, by the compiler's own analysis.
 
-        Args:
-            steps: How it is compiled.
-            mesh: The mesh of `steps`.
-            state: Training state, or its description; where it lies does not matter.
-            batch: Global batch, or its description.
+        State and batch may be descriptions; where the state lies does not matter.
         """
         placed = steps.place(state)
         by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
@@ -65,13 +61,7 @@ class TrainingStep(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A mesh that was looked at.
-
-    Attributes:
-        axes: The mesh.
-        nbytes: Bytes of a step on each device; of the training state if that is too much already.
-        is_step: Whether they are those of a step.
-    """
+    """A mesh that was looked at, and the bytes of its step, or of the state if that is too much."""
 
     axes: MeshAxes
     nbytes: int
@@ -85,12 +75,7 @@ class Attempt(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The mesh that was chosen, and why.
-
-    Attributes:
-        attempts: Meshes in the order in which they were looked at; the last one fits.
-        limit: Bytes of a device.
-    """
+    """The mesh that was chosen, the last of the attempts, which fits the bytes of a device."""
 
     attempts: tuple[Attempt, ...]
     limit: int
@@ -124,14 +109,8 @@ def choose(
 ) -> Choice:
     """Returns the first mesh whose step fits; all processes must call it, and choose alike.
 
-    Args:
-        step: The training step.
-        state: Training state on the devices of the job.
-        batch: Global batch.
-        steps_on: Returns a mesh, and how steps are compiled there.
-
-    Raises:
-        ValueError: On every process, if no step fits.
+    `steps_on` returns a mesh, and how steps are compiled there. A ValueError, on every process,
+    says that no step fits.
     """
     job = runtime.init()
     limit = memory_limit(job.mesh.local_devices, job.settings.device_memory)
@@ -158,12 +137,9 @@ def choose(
 def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
     """Returns the bytes that a step may use on a device, the same on every process.
 
-    They are those of the setting, those that the device states, or an equal share of the host's
-    memory for each device of this process; of several processes and devices the least.
-
-    Args:
-        devices: Devices of this process.
-        setting: `TNT_DEVICE_MEMORY` in bytes; None if it is not set.
+    They are those of the setting (`TNT_DEVICE_MEMORY`), those that the device states, or an equal
+    share of the host's memory for each device of this process; of several processes and devices the
+    least.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     stated = [(device.memory_stats() or {}).get("bytes_limit", host) for device in devices]

@@ -77,13 +77,13 @@ def gather_where_used(
 ) -> Any:
     """Returns `function(params)` for parameters of which this device holds parts.
 
-    It is called inside `shard_map`.
+    It is called inside `shard_map`. Numbers in the result remain numbers.
 
     Args:
-        function: Function of a pytree of whole arrays. Numbers in its result remain numbers.
+        function: Function of a pytree of whole arrays.
         parts: The pytree with the parts of this device.
         cuts: How each leaf is cut; None for a leaf that every device holds whole.
-        has_remat: Whether the function rematerializes its blocks itself. These gather again what
+        has_remat: Whether the function rematerializes its blocks itself, which gather again what
             they need, and nothing else is; otherwise everything is kept for backpropagation but
             gathered arrays.
     """
@@ -167,12 +167,6 @@ def _rewritten(jaxpr: Any, cuts: dict[int, tuple[Any, Cut]]) -> Any:
 
 
 class _Rewriter:
-    """Collects the equations of a rewritten program.
-
-    Attributes:
-        equations: The equations so far.
-    """
-
     def __init__(self) -> None:
         self.equations: list[Any] = []
         # Variables of whole arrays: the variable of the part and its cut, until it is gathered, and

@@ -47,10 +47,10 @@ class Layout:
         names: Mapping[str, tuple[Axis, ...]] | None = None,
         pipeline: Pipeline | None = None,
     ) -> "Layout":
-        """Returns the layout of parameters.
+        """Returns the layout of whole parameters, or of their descriptions.
 
         Args:
-            params: Whole parameters, or their descriptions.
+            params: The parameters.
             mesh: The mesh.
             rules: Rules of the user; see `tnt_jax.sharded.rules`.
             names: Logical names of the dimensions of parameters by path, besides those in `params`.
@@ -101,12 +101,8 @@ class Layout:
     def like_params(self, tree: Any, *, before: int = 0) -> Any:
         """Returns the shardings of another tree, such as the state of an optimizer.
 
-        An array lies like the parameter whose path is part of its own, if it has its shape; other
-        arrays are replicated.
-
-        Args:
-            tree: Arrays or their descriptions.
-            before: Dimensions of the arrays before those of the parameters.
+        An array lies like the parameter whose path is part of its own, if it has its shape after
+        the first `before` dimensions; other arrays are replicated.
         """
         found = [
             self._axes_at(path, tuple(x.shape)[before:]) for path, x in state_arrays(tree).items()

@@ -38,8 +38,8 @@ class ShardingOptions:
         """Returns the choices, or None if the model is not sharded.
 
         Args:
-            mesh: Devices along each axis; `"auto"` to choose them by the memory of a step; None
-                for data parallelism alone.
+            mesh: Devices along each axis; `"auto"` to choose them by the memory of a step; None for
+                data parallelism alone.
             rules: Sharding rules.
             pipeline: Layers that are divided over the axis `stage`.
             **others: Options that exclude a mesh, by name; those that are set count.
@@ -78,7 +78,6 @@ class ShardingOptions:
 
 
 def _check_stages(mesh: Any, axes: MeshAxes, pipeline: Any) -> None:
-    """Raises an error if a mesh and a pipeline do not fit."""
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(
             "pipeline must be a tnt_jax.Pipeline, such as Pipeline('layers', microbatches=16), but "

@@ -27,13 +27,7 @@ from tnt_jax.train.state_arrays import state_arrays
 
 
 class GatheredParts:
-    """Implements `Parts` for parameters in parts, which are gathered where they are used.
-
-    Args:
-        parts: What the step computes from whole parameters.
-        layout: How the parameters are cut.
-        has_remat: Whether `parts` rematerialize blocks; see `gather_where_used`.
-    """
+    """Implements `Parts` for parameters in parts, which are gathered where they are used."""
 
     def __init__(self, parts: Parts, layout: Layout, *, has_remat: bool = False) -> None:
         self._parts = parts
@@ -45,9 +39,8 @@ class GatheredParts:
     ) -> Measured:
         """Returns loss and metrics of one rank's rows; inside `shard_map`.
 
-        Raises:
-            ValueError: If the model communicates over some axes of the ranks alone, or keeps
-                statistics of a rank's own rows.
+        A ValueError says that the model communicates over some axes of the ranks alone, or keeps
+        statistics of a rank's own rows.
         """
 
         def measure(params: Any) -> Measured:
@@ -74,7 +67,6 @@ def gathered_apply(apply: Apply, layout: Layout) -> Callable:
 
 
 def _check_statistics(model_state: Any) -> None:
-    """Raises a ValueError if model state differs between ranks."""
     for path, x in state_arrays(model_state).items():
         if _jax.is_varying(x):
             raise ValueError(

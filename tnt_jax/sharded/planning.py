@@ -19,15 +19,9 @@ _LINKS = {"450 GB/s (NVLink of an H100)": 450e9, "50 GB/s (400 Gbit/s)": 50e9}
 
 
 class PlannedArray(NamedTuple):
-    """Where an array lies.
+    """Where an array lies, and its bytes on all devices and on each.
 
-    Attributes:
-        path: Its path among the parameters.
-        shape: Its shape.
-        dtype: Its dtype.
-        axes: Mesh axes that cut each dimension, joined by `*`; empty for none.
-        nbytes: Bytes of the whole array.
-        local_bytes: Bytes on each device.
+    Axes are those of the mesh that cut each dimension, joined by `*`; empty for none.
     """
 
     path: str
@@ -103,13 +97,9 @@ class StepPlan:
 def plan_step(
     lowered: Any, state: TrainState, mesh: Mesh, *, notes: Sequence[str] = ()
 ) -> StepPlan:
-    """Returns what a lowered training step needs; compiles it.
+    """Returns what a lowered training step needs, with further lines (`notes`); compiles it.
 
-    Args:
-        lowered: Training step, as `Trainer.lower_train_step` returns it.
-        state: Training state, or descriptions with shardings.
-        mesh: Mesh that the state lies on.
-        notes: Further lines for the plan.
+    The state may be descriptions with shardings.
     """
     compiled = lowered.compile()
     arrays = {path: _planned(path, x) for path, x in state_arrays(state).items()}

@@ -106,12 +106,8 @@ def difference(
 ) -> str:
     """Returns what differs between blocks, in words.
 
-    Args:
-        equations: Equations of the program.
-        uses: Positions of the equations that use arrays of each block.
-        names: Paths of the blocks.
-        depths: Number of the last block that a variable depends on.
-        params: Variables of the blocks' arrays.
+    `uses` has positions of the equations that use arrays of each block, `depths` the number of the
+    last block that a variable depends on.
     """
     own = _in_blocks(equations, uses, names, depths)
     return (
@@ -123,12 +119,7 @@ def difference(
 
 
 class _Own(NamedTuple):
-    """The equations from the first use of a block's arrays on, up to that of the next block's.
-
-    Attributes:
-        inside: Those up to the last use of its arrays.
-        after: Those that follow.
-    """
+    """The equations from the first use of a block's arrays on to the last, and those after it."""
 
     inside: list[Any]
     after: list[Any]
@@ -200,12 +191,7 @@ Atoms = tuple[Any, ...]
 
 
 class Step(NamedTuple):
-    """An equation of every block.
-
-    Attributes:
-        equations: The equation in each block.
-        operands: What each of its operands is in each block.
-    """
+    """The same equation in each block, and what each of its operands is in each block."""
 
     equations: tuple[Any, ...]
     operands: tuple[Atoms, ...]
@@ -215,9 +201,8 @@ class Step(NamedTuple):
 class _Match:
     """What is found while blocks are compared, backward from their ends.
 
-    Attributes:
-        start: What the first of them starts from, by place among the carried values.
-        steps: Equations by their positions in the program.
+    It is what the first one starts from, by place among the carried values, and equations by their
+    positions in the program.
     """
 
     start: dict[int, Any] = field(default_factory=dict)
@@ -403,10 +388,7 @@ class EqualBlocks:
     def _compare_place(
         self, blocks: Sequence[int], atoms: Atoms, starts: Sequence[Any], found: _Match
     ) -> bool | None:
-        """Returns whether what stands at one place of some blocks is the same in all of them.
-
-        None says that equations of the blocks make it, which are to be compared.
-        """
+        """Returns whether one place is the same in blocks; None if equations make it."""
         if self.is_shared(atoms):
             return True
         places = {
@@ -509,7 +491,6 @@ class EqualBlocks:
         return -1 if _is_literal(x) else self._depth.get(x, -1)
 
     def _check_uses(self) -> None:
-        """Raises a ValueError if arrays of blocks are used elsewhere, too."""
         for name, uses in zip(self._names, self._uses, strict=True):
             for at in uses:
                 if not self.is_in_block(self._equations[at]):

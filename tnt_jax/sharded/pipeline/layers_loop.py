@@ -27,12 +27,7 @@ from tnt_jax.train.state_arrays import state_arrays
 
 
 class Moving(NamedTuple):
-    """What passes from stage to stage for a micro-batch.
-
-    Attributes:
-        carried: What the loop carries: the activations.
-        extras: Other values that depend on parameters, which the layers or what follows them need.
-    """
+    """What passes from stage to stage: activations, and other values that depend on parameters."""
 
     carried: list[Any]
     extras: list[Any]
@@ -106,14 +101,10 @@ class LayersLoop:
     def stage(
         self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, first: Any, policy: Any
     ) -> Moving:
-        """Returns what consecutive layers make of a micro-batch.
+        """Returns what consecutive layers make of a micro-batch, in which `x` comes to the first.
 
-        Args:
-            layers: Parts of the stacked arrays with these layers, in the order of `indices`.
-            x: What comes to the first of them.
-            micro: Leaves of the micro-batch.
-            first: Number of the first of them.
-            policy: What a layer keeps for backpropagation; None for everything.
+        `layers` are parts of the stacked arrays, in the order of `indices`; `policy` says what a
+        layer keeps for backpropagation, None for everything.
         """
         operands = loop_operands(self._loop, self._loop.invars)
         axes = axes_of([x, layers])
@@ -140,13 +131,7 @@ class LayersLoop:
         return Moving(carried, x.extras)
 
     def leave(self, params: Sequence[Any], x: Moving, micro: Sequence[Any]) -> list[Any]:
-        """Returns the arrays of the result; see `rebuild`.
-
-        Args:
-            params: Leaves of the parameters; those of the layers are not used.
-            x: What leaves the last layer.
-            micro: Leaves of the micro-batch.
-        """
+        """Returns the arrays of the result from what leaves the last layer; see `rebuild`."""
         values = self._values(params, micro)
         values.run(_leading_to(self._repeated, self._others))
         values.write(self._extras, x.extras)
@@ -235,10 +220,7 @@ class LayersLoop:
 
 
 def example_of(part: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns what stands for an array of another shape while a function of it is traced.
-
-    It is the same on all stages, and differs between ranks.
-    """
+    """Returns an array of another shape to trace with: the same on all stages, not on all ranks."""
     return _jax.make_varying(jnp.zeros(shape, part.dtype))
 
 

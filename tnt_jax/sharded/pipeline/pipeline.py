@@ -89,13 +89,8 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
     It is called inside `shard_map` over the ranks and the axis `stage`; without this axis nothing
     changes. Of the layers each device passes its own, stacked or `Staged`, of other parameters all.
     With the schedule 1F1B, forward passes of training do not change either: see
-    `tnt_jax.sharded.pipelined_parts`.
-
-    Args:
-        apply: Forward pass; rows must not depend on one another.
-        pipeline: Layers and micro-batches.
-        policy: What the layers keep for backpropagation, a policy of `jax.checkpoint`; None for
-            everything.
+    `tnt_jax.sharded.pipelined_parts`. Rows must not depend on one another. `policy` says what the
+    layers keep, as of `jax.checkpoint`; None for everything.
     """
 
     def in_pipeline(
@@ -138,13 +133,7 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
 class MicroRows:
     """How the rows of a rank are cut into micro-batches of equal size.
 
-    Args:
-        num_rows: Rows of the rank.
-        num_parts: Number of micro-batches.
-
-    Attributes:
-        part_rows: Rows of a micro-batch; the last row fills the last ones.
-        num_missing: Rows that fill them.
+    `num_missing` copies of the last row fill the last of them, which have `part_rows`.
     """
 
     def __init__(self, num_rows: int, num_parts: int) -> None:

@@ -52,9 +52,7 @@ class HostArray:
     def of(cls, leaf: Any, *, has_whole: bool) -> HostArray:
         """Returns copies of what this process saves of an array.
 
-        Args:
-            leaf: Host or device array.
-            has_whole: Whether this process saves the arrays that are not spread over processes.
+        `has_whole` says whether it saves the arrays that are not spread over processes.
         """
         if is_spread(leaf):
             shards = [
@@ -82,11 +80,7 @@ def is_spread(leaf: Any) -> bool:
 
 
 def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
-    """Returns which parts of arrays this process holds, of those that each process holds in part.
-
-    Args:
-        arrays: Arrays by path.
-    """
+    """Returns which parts of arrays this process holds, of those that each holds in part."""
     return {
         path: (
             tuple(leaf.shape),
@@ -101,14 +95,9 @@ def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
 
 
 def check_savable(arrays: Mapping[str, Any]) -> None:
-    """Raises an error if arrays could not be restored as they are.
+    """Raises a TypeError for a dtype that cannot be stored, a ValueError for two paths of one name.
 
-    Args:
-        arrays: Arrays by path.
-
-    Raises:
-        TypeError: If a dtype cannot be stored, such as uint4.
-        ValueError: If two paths have the same name in the files, as `a/b` and `a.b` do.
+    `a/b` and `a.b` have the same name in the files.
     """
     paths: dict[str, str] = {}
     for path, leaf in arrays.items():
@@ -140,15 +129,10 @@ def _is_storable(dtype: str) -> bool:
 def write_arrays(
     folder: Path, arrays: Mapping[str, HostArray], *, process: int | None = None
 ) -> None:
-    """Writes arrays to a folder, in one transaction.
+    """Writes arrays to a folder, in one transaction; an OSError if they cannot be written.
 
-    Args:
-        folder: Folder; created if it is missing.
-        arrays: Copies of the arrays by path.
-        process: Number of this process if several write; `merge_arrays` then joins what they wrote.
-
-    Raises:
-        OSError: If they cannot be written.
+    If several processes write, each gives its number, and `merge_arrays` then joins what they
+    wrote.
     """
     import tensorstore as ts
 
@@ -220,11 +204,7 @@ def describe_arrays(folder: Path, arrays: Mapping[str, HostArray]) -> None:
 
 
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of each array of a folder by path.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Returns shape and dtype of each array of a folder by path, or raises a ValueError."""
     return {
         path: jax.ShapeDtypeStruct(store.result().shape, store.result().dtype.numpy_dtype)
         for path, store in _opened(folder).items()
@@ -238,16 +218,11 @@ def read_arrays(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
 
-    Arrays are NumPy arrays, or a `HostArray` of the parts that are wanted.
-
     Args:
-        folder: Folder.
-        wanted: Parts to read of arrays that are not needed whole; see `spread_regions`.
+        folder: Folder; a ValueError if its description cannot be read.
         kinds: What `kind` of each array must be: a damaged description may demand any amount of
             memory.
-
-    Raises:
-        ValueError: If the description of the folder cannot be read.
+        wanted: Parts to read, as a `HostArray`; see `spread_regions`.
     """
     arrays, problems = {}, {}
     reads = {}
@@ -271,10 +246,7 @@ def read_arrays(
 
 
 def _started(store: Any, wanted: Regions | None) -> tuple[bool, list[Any]]:
-    """Starts to read an array, or parts of it if it has the shape that is expected.
-
-    Returns whether it is read whole, and where each part begins, with the values to come.
-    """
+    """Starts to read an array, or parts of it if it has the shape that is expected."""
     shape = tuple(store.shape)
     if wanted is None or wanted[0] != shape:
         return True, [((0,) * len(shape), store.read())]

@@ -303,10 +303,8 @@ class Checkpoints:
     def check(self) -> bool:
         """Returns whether everything is written, without waiting for it.
 
-        Without a call of it, a checkpoint that could not be written is noticed by the next one.
-
-        Raises:
-            OSError: As `wait`.
+        Without a call of it, a checkpoint that could not be written is noticed by the next one. It
+        raises as `wait`.
         """
         if not self._writer.is_done():
             return False
@@ -322,8 +320,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs write to the directory.
 
-        Raises:
-            OSError: As `wait`.
+        It raises as `wait`.
         """
         try:
             self.wait()

@@ -16,13 +16,7 @@ DataPosition = dict[str, Any]
 
 
 def describe_position(stream: EpochStream, first_epoch: int, rows: int) -> DataPosition:
-    """Returns a position in the rows of an epoch, and what their order depends on.
-
-    Args:
-        stream: The data.
-        first_epoch: Epoch that the stream begins with.
-        rows: Rows of the epoch that are done.
-    """
+    """Returns a position in the rows of an epoch, and what their order depends on."""
     source = stream.source
     order = row_order_of(source)
     checksums = getattr(source, "first_checksums", None)

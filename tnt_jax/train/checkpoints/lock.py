@@ -39,14 +39,9 @@ class LockedError(RuntimeError):
 
 
 class DirectoryLock:
-    """The lock of a directory, which this process holds until `release`.
+    """The lock of a directory, by a file in it, which this process holds until `release`.
 
-    Args:
-        path: File that stands for the lock; its folder must exist.
-
-    Raises:
-        LockedError: If another process holds it.
-        OSError: If the file cannot be written.
+    It raises a LockedError if another process holds it, an OSError if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

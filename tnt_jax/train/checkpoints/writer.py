@@ -42,27 +42,16 @@ Result = Literal["written", "refused", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How writing a checkpoint ended, the same on all processes.
-
-    Attributes:
-        result: How.
-        problem: What was wrong, if anything.
-    """
+    """How writing a checkpoint ended, and what was wrong, the same on all processes."""
 
     result: Result
     problem: str = ""
 
 
 class Writer:
-    """Writes the checkpoints of one directory.
+    """Writes the checkpoints of one directory; `alone` without the other processes.
 
-    Args:
-        directory: The directory.
-        folders: Names of its checkpoints.
-        alone: Whether this process acts without the others.
-
-    Attributes:
-        damaged: Numbers of checkpoints that could not be read.
+    `damaged` has the numbers of checkpoints that could not be read.
     """
 
     def __init__(self, directory: Path, folders: OwnFolders, *, alone: bool) -> None:
@@ -89,35 +78,22 @@ class Writer:
     def lock(self) -> None:
         """Refuses other jobs the directory, which is created if it is missing.
 
-        Raises:
-            LockedError: On all processes, if another job writes to it.
-            OSError: On all processes, if it cannot be written to.
+        If another job writes to it, all processes raise a LockedError; if nothing can be written,
+        an OSError.
         """
         self._agree("Checkpoints.lock", self._hold_lock)
 
     def begin(self, wanted: int) -> int:
         """Returns the number of a new checkpoint, whose folder has been created.
 
-        Args:
-            wanted: The number, unless there are higher ones already.
-
-        Raises:
-            LockedError: On all processes, if another job writes to the directory.
-            OSError: On all processes, if it cannot be written to.
+        It is the wanted one, unless there are higher ones already. It raises as `lock`.
         """
         return self._agree("Checkpoints.save", lambda: self._prepare(wanted))
 
     def start(
         self, number: int, content: Content, *, max_to_keep: int | None, must_be_finite: bool
     ) -> None:
-        """Writes a checkpoint in the background.
-
-        Args:
-            number: What `begin` returned.
-            content: What the checkpoint holds.
-            max_to_keep: How many stay.
-            must_be_finite: Whether it is refused if its parameters hold NaN or infinity.
-        """
+        """Writes a checkpoint in the background, with the number that `begin` returned."""
         self._attempts += 1
         self._is_writing = True
         if not (self.leads or content.is_spread):
@@ -137,10 +113,7 @@ class Writer:
         return collectives.agree("Checkpoints.check", {}, note=is_done)[0]
 
     def finish(self) -> Outcome | None:
-        """Waits for the checkpoint that is being written.
-
-        Returns how it ended, None if there is none.
-        """
+        """Waits for the checkpoint that is being written; returns how it ended, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -46,12 +46,7 @@ class LossSpikes:
         self._is_told = False
 
     def see(self, loss: float, step: int) -> None:
-        """Warns if a loss is far above those before it.
-
-        Args:
-            loss: Loss of one step; one that is not finite is no spike.
-            step: Number of the step in the epoch, from 1 on.
-        """
+        """Warns if the loss of a step (from 1 on in the epoch) is far above those before it."""
         if not math.isfinite(loss):
             return
         if loss > self._bound:
@@ -105,13 +100,7 @@ class _Copy:
 
 
 class NumberWatch:
-    """Watches the steps of one model.
-
-    Args:
-        on_nan: What follows a step that is not finite.
-        parts: What the step computes.
-        mesh: Ranks.
-    """
+    """Watches the steps of one model, and does what `on_nan` says after one that is not finite."""
 
     def __init__(self, on_nan: OnNaN, parts: Parts, mesh: Mesh) -> None:
         self._on_nan, self._parts, self._mesh = on_nan, parts, mesh
@@ -154,15 +143,9 @@ class NumberWatch:
     ) -> tuple[TrainState, Any]:
         """Reads the counts of an older program; returns the state and sums to go on with.
 
-        Args:
-            index: Steps of the epoch that were started.
-            state: State after them.
-            sums: Sums after them.
-            group: Batches of the last program.
-
-        Raises:
-            FloatingPointError: On all processes, if training ends because of a step that was not
-                finite.
+        State and sums are those after `index` steps of the epoch, the last ones of which ran on
+        `group`. All processes raise a FloatingPointError if training ends because of a step that
+        was not finite.
         """
         self._running.append(_Started(sums[CHECKED], group, index))
         if len(self._running) > IN_FLIGHT:
@@ -176,11 +159,7 @@ class NumberWatch:
         return state, sums
 
     def end_epoch(self, state: TrainState) -> None:
-        """Warns of an epoch of which `"rollback"` has kept no step, and raises after a second one.
-
-        Raises:
-            FloatingPointError: On all processes, if two epochs in a row changed nothing.
-        """
+        """Warns of an epoch of which `rollback` has kept no step; raises after a second."""
         if self._on_nan != "rollback" or self._copy is None:
             return
         is_lost = int(state.step) == self._first_step

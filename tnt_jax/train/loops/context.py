@@ -116,14 +116,7 @@ def current_step() -> StepContext | None:
 
 
 def require_step(function: str) -> StepContext:
-    """Returns the step that is traced.
-
-    Args:
-        function: Public name of the function that needs it.
-
-    Raises:
-        RuntimeError: If no step is traced.
-    """
+    """Returns the step that is traced, for a public function; a RuntimeError without one."""
     context = _current.get()
     if context is None:
         raise RuntimeError(
@@ -134,16 +127,10 @@ def require_step(function: str) -> StepContext:
 
 
 def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLike | None:
-    """Returns row weights that are 0 on the padding of the step being traced.
+    """Returns row weights that are 0 on the padding of the step being traced, if one is.
 
-    Outside a step the weights are returned unchanged.
-
-    Args:
-        weight: Weights `[rows, ...]`, a scalar, or None.
-        values: What is weighed; a scalar has no rows.
-
-    Raises:
-        ValueError: If the values are a scalar that a rank made of its own rows.
+    A ValueError says that `values`, which are weighed, are a scalar that a rank made of its own
+    rows.
     """
     context = _current.get()
     if context is None:

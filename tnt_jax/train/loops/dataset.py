@@ -26,13 +26,7 @@ from tnt_jax.train.loops.batch import DistributedBatch
 
 @dataclass(frozen=True)
 class _Position:
-    """The batch that is read next.
-
-    Attributes:
-        epoch: Number of its epoch, from 0.
-        batch: Number of the batch in the epoch, from 0.
-        step: Number of batches before it, in all epochs.
-    """
+    """The batch that is read next: in its epoch, from 0, and after how many batches in all."""
 
     epoch: int = 0
     batch: int = 0

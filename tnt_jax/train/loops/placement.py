@@ -14,12 +14,7 @@ from tnt_jax.distributed.host import collectives
 
 
 class Placement:
-    """Puts the state of a step on every device, unless it lies there already.
-
-    Args:
-        name: Name of the step.
-        mesh: Ranks, over the axis `data`.
-    """
+    """Puts the state of the step `name` on every device of a mesh, unless it lies there already."""
 
     def __init__(self, name: str, mesh: Mesh) -> None:
         self._name = name
@@ -31,10 +26,8 @@ class Placement:
     def place(self, state: Any) -> Any:
         """Returns a state on every device; of one that lies elsewhere, a copy.
 
-        Raises:
-            TypeError: If an NNX variable occurs twice in it, or it is traced.
-            ValueError: If an earlier step was given it; on every process, if processes come with
-                different states.
+        A TypeError says that an NNX variable occurs twice in it, or that it is traced, a ValueError
+        that an earlier step was given it, or that processes come with different states.
         """
         known = self._known
         leaves = jax.tree.leaves(state)

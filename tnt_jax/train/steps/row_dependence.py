@@ -22,11 +22,7 @@ _MARK = "tnt_jax values of rows"
 
 @dataclass(frozen=True)
 class Free:
-    """An array that does not depend on the batch.
-
-    Attributes:
-        varying: Dimensions along which its values may differ.
-    """
+    """An array that does not depend on the batch; along some dimensions its values may differ."""
 
     varying: frozenset[int] = frozenset()
 
@@ -46,11 +42,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Mixed:
-    """An array whose values depend on several rows.
-
-    Attributes:
-        operation: Name of the operation that combined them.
-    """
+    """An array whose values depend on several rows, which an operation combined."""
 
     operation: str
 
@@ -65,11 +57,9 @@ Dependence = Free | Rows | Unknown | Mixed | Exchanged
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch of a program.
+    """The batch of a program, and how arrays depend on rows that were `marked`.
 
-    Attributes:
-        num_rows: Its rows; arrays with so many that keys of `row_key` draw are drawn by row.
-        marked: How arrays depend on rows that were `marked`.
+    Arrays with as many rows that keys of `row_key` draw are drawn by row.
     """
 
     num_rows: int
@@ -86,10 +76,7 @@ def dependences(
 ) -> tuple[list[Dependence], list[Dependence]]:
     """Returns how results of a program, and what it marks, depend on the rows of a batch.
 
-    Args:
-        jaxpr: The program, a `Jaxpr`.
-        holds_rows: For each operand, whether it is an array `[rows, ...]` of the batch.
-        num_rows: Rows of the batch.
+    The batch consists of the operands that `holds_rows`, arrays `[rows, ...]`.
     """
     batch = _Batch(num_rows)
     given = [
@@ -412,7 +399,7 @@ def _within(x: Dependence) -> Dependence:
 
 
 def _around(x: Dependence) -> Dependence:
-    """Returns how slices that a loop stacks depend on rows."""
+    """Returns how slices that are stacked along a new dimension depend on rows."""
     if isinstance(x, Rows):
         return Rows(x.dim + 1, x.inner)
     return Free(frozenset([0, *(dim + 1 for dim in x.varying)])) if isinstance(x, Free) else x

@@ -26,14 +26,7 @@ Interval = tuple[float, float]
 
 
 class Event(NamedTuple):
-    """What a device or the thread that trains did.
-
-    Attributes:
-        name: Of an operation or an annotation.
-        start: Nanoseconds.
-        end: Nanoseconds.
-        is_operation: Whether a device did it.
-    """
+    """What a device (an operation) or the thread that trains (an annotation) did, in ns."""
 
     name: str
     start: float
@@ -64,11 +57,9 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
     otherwise as exchanging if one exchanges; otherwise as data if the thread that trains waits for
     a batch; otherwise as the host's.
 
-    Args:
-        events: Events with one annotation of the steps.
-
     Raises:
-        ValueError: If there is no such annotation, or no operation of a device within it.
+        ValueError: If there is not one annotation of the steps, or no operation of a device within
+            it.
     """
     events = list(events)
     steps = [event for event in events if event.name == STEPS and not event.is_operation]
