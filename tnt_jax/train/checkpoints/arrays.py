@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ class HostArray:
         """
         if is_spread(leaf):
             shards = [
-                (tuple(part.start or 0 for part in shard.index), np.array(shard.data))
+                (_starts(shard.index), np.array(shard.data))
                 for shard in leaf.addressable_shards
                 if shard.replica_id == 0
             ]
@@ -68,8 +68,12 @@ class HostArray:
 
     def region(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part at a region of the whole array."""
-        starts = tuple(part.start or 0 for part in index)
+        starts = _starts(index)
         return next(values for at, values in self.shards if at == starts)
+
+
+def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
 
 
 def is_spread(leaf: Any) -> bool:
@@ -84,10 +88,7 @@ def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
     return {
         path: (
             tuple(leaf.shape),
-            {
-                tuple(part.start or 0 for part in shard.index): shard.data.shape
-                for shard in leaf.addressable_shards
-            },
+            {_starts(shard.index): shard.data.shape for shard in leaf.addressable_shards},
         )
         for path, leaf in arrays.items()
         if is_spread(leaf)
@@ -151,7 +152,7 @@ def write_arrays(
             for path, array in arrays.items()
         ]
         writes = [
-            store.result()[_region(starts, values.shape)].write(
+            store.result()[region(starts, values.shape)].write(
                 values, can_reference_source_data_indefinitely=True
             )
             for store, array in zip(stores, arrays.values(), strict=True)
@@ -212,9 +213,7 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_arrays(
-    folder: Path,
-    kinds: Mapping[str, str],
-    wanted: Mapping[str, Regions] | None = None,
+    folder: Path, kinds: Mapping[str, str], wanted: Mapping[str, Regions] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
 
@@ -239,7 +238,11 @@ def read_arrays(
     for path, (store, (is_whole, started)) in reads.items():
         try:
             parts = [(at, np.asarray(read.result())) for at, read in started]
-            arrays[path] = parts[0][1] if is_whole else _parts_of(store, parts)
+            values = parts[0][1]
+            if not is_whole:
+                dtype = np.dtype(store.dtype.numpy_dtype)
+                values = HostArray(tuple(store.shape), dtype, values.shape, parts)
+            arrays[path] = values
         except ValueError as error:
             problems[path] = _first_words(error)
     return arrays, problems
@@ -251,12 +254,7 @@ def _started(store: Any, wanted: Regions | None) -> tuple[bool, list[Any]]:
     if wanted is None or wanted[0] != shape:
         return True, [((0,) * len(shape), store.read())]
     parts = wanted[1].items()
-    return False, [(at, store[_region(at, size)].read()) for at, size in parts]
-
-
-def _parts_of(store: Any, parts: list[tuple[tuple[int, ...], np.ndarray]]) -> HostArray:
-    dtype = np.dtype(store.dtype.numpy_dtype)
-    return HostArray(tuple(store.shape), dtype, parts[0][1].shape, parts)
+    return False, [(at, store[region(at, size)].read()) for at, size in parts]
 
 
 def kind(shape: tuple[int, ...], dtype: Any) -> str:
@@ -316,7 +314,8 @@ def _layout(array: HostArray) -> dict[str, Any]:
     }
 
 
-def _region(starts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def region(starts: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices of a part of an array."""
     return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
 
 

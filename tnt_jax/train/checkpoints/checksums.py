@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.files import read_regular
-from tnt_jax.train.checkpoints.arrays import HostArray, kind
+from tnt_jax.train.checkpoints.arrays import HostArray, kind, region
 
 FOLDER = "checksums"
 _FILES = "files.json"
@@ -114,12 +114,8 @@ def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[An
         known = [(values, saved.get((at, values.shape))) for at, values in array.shards]
         is_damaged = any(crc not in (None, array_checksum(values)) for values, crc in known)
         return "has other values than were saved" if is_damaged else ""
-    for starts, shape, crc in parts:
-        region = tuple(
-            slice(start, start + size) for start, size in zip(starts, shape, strict=True)
-        )
-        if array_checksum(array[region]) != crc:
-            return "has other values than were saved"
+    if any(array_checksum(array[region(at, shape)]) != crc for at, shape, crc in parts):
+        return "has other values than were saved"
     covered = sum(int(np.prod(shape)) for _, shape, _ in parts)
     return "" if covered == array.size else "is not covered by its checksums"
 

@@ -81,12 +81,8 @@ def _rebatched(
     position: Position, noted: DataPosition, stream: EpochStream, *, is_accumulating: bool
 ) -> int:
     """Returns the batches behind a position if batches have another size than they had."""
-    size, old_size, rows = (
-        stream.source.global_batch_size,
-        noted["global_batch_size"],
-        noted["rows"],
-    )
-    order = row_order_of(stream.source)
+    size, old_size = stream.source.global_batch_size, noted["global_batch_size"]
+    rows, order = noted["rows"], row_order_of(stream.source)
     problem = ""
     if is_accumulating:
         problem = "gradients of the former are accumulated and not applied yet"
@@ -104,12 +100,8 @@ def _rebatched(
             "times the number of ranks."
         )
     if rows:
-        _check_parts(
-            position,
-            noted,
-            {"parts": order.parts, "first_batch": None},
-            leave_out=("batches of an epoch",),
-        )
+        own = {"parts": order.parts, "first_batch": None}
+        _check_parts(position, noted, own, leave_out=("batches of an epoch",))
     logger.warning(
         "The global batch has %s rows, %s before the interruption. No row of an epoch is lost or "
         "seen twice, but learning rate schedules go on counting updates, and results are not "

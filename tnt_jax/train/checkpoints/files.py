@@ -98,12 +98,7 @@ def write_part(folder: Path, content: Content, *, process: int) -> None:
         own = {path: array for path, array in arrays.items() if array.shards}
         if own:
             write_arrays(folder / item, own, process=process if content.is_spread else None)
-    flat = {
-        f"{item}/{path}": array
-        for item, arrays in content.items.items()
-        for path, array in arrays.items()
-    }
-    write_array_checksums(folder, flat, process=process)
+    write_array_checksums(folder, _by_path(content.items), process=process)
 
 
 def complete(folder: Path, content: Content, target: Path) -> None:
@@ -182,8 +177,11 @@ def _read_items(
             problems[item] = str(error)
             continue
         problems |= {f"{item}/{path}": problem for path, problem in bad.items()}
-    found = {f"{item}/{path}": leaf for item, tree in items.items() for path, leaf in tree.items()}
-    return items, problems | _differences(found, sums, problems)
+    return items, problems | _differences(_by_path(items), sums, problems)
+
+
+def _by_path(items: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{item}/{path}": leaf for item, tree in items.items() for path, leaf in tree.items()}
 
 
 def _differences(

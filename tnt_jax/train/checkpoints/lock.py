@@ -48,11 +48,8 @@ class DirectoryLock:
         self.path = path
         self._is_lost = False
         self._file = _open_locked(path)
-        try:
+        with _closing_on_error(self._file):
             self._take_over()
-        except BaseException:
-            _close(self._file)
-            raise
         self._is_over = threading.Event()
         self._thread = threading.Thread(
             target=self._renew, name="tnt_jax checkpoint lock", daemon=True

@@ -34,7 +34,6 @@ from tnt_jax.train.checkpoints.files import (
 from tnt_jax.train.checkpoints.folders import OwnFolders, remove
 from tnt_jax.train.checkpoints.lock import DirectoryLock, LockedError
 
-_KEY = "tnt_jax/checkpoint"
 _WHAT = "a checkpoint"
 # "written", "refused" because of its numbers, or "failed".
 Result = Literal["written", "refused", "failed"]
@@ -67,8 +66,8 @@ class Writer:
         self._attempts = 0
         self._pending: Outcome | None = None
         self._is_writing = False
-        identity = f"{directory} {folders.prefix}"
-        self._key = f"{_KEY}/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        identity = hashlib.sha256(f"{directory} {folders.prefix}".encode())
+        self._key = f"tnt_jax/checkpoint/{identity.hexdigest()[:16]}"
 
     @property
     def leads(self) -> bool:
@@ -167,11 +166,7 @@ class Writer:
             logger.warning("The lock of %s was lost, and is taken again.", self.directory)
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = DirectoryLock(self.directory / self._lock_name)
-
-    @property
-    def _lock_name(self) -> str:
-        return f".{self._folders.prefix}.lock"
+            self._lock = DirectoryLock(self.directory / f".{self._folders.prefix}.lock")
 
     def _prepare(self, wanted: int) -> int:
         """Locks the directory and creates the folder of a checkpoint; returns its number."""
@@ -197,7 +192,8 @@ class Writer:
             return
         try:
             if content.is_spread:
-                outcome = self._worst([outcome, *self._others(key)])
+                outcomes = [outcome, *self._others(key)]
+                outcome = next((each for each in outcomes if each.result != "written"), outcome)
             if outcome.result == "written":
                 target = self.directory / self._folders.build_name(number)
                 complete(self._temporary(number), content, target)
@@ -229,10 +225,6 @@ class Writer:
             outcomes.append(Outcome(*json.loads(told)) if told else ends)
             _jax.coordination_client().key_value_delete(f"{key}/{process}")
         return outcomes
-
-    def _worst(self, outcomes: list[Outcome]) -> Outcome:
-        bad = [outcome for outcome in outcomes if outcome.result != "written"]
-        return bad[0] if bad else Outcome("written")
 
     def _tell(self, outcome: Outcome, number: int, key: str) -> None:
         """Ends a checkpoint for all processes."""
