@@ -71,13 +71,14 @@ class StepContext:
         """Returns what all ranks together add to the state of each metric that was updated."""
         # What is the same on every rank, such as the loss, was seen once.
         added = [increments for _, increments in self.records]
-        local = [index for index, tree in enumerate(added) if self._is_of_rank(tree)]
+        local = [
+            index
+            for index, tree in enumerate(added)
+            if not self.tells_varying or any(map(_jax.is_varying, jax.tree.leaves(tree)))
+        ]
         summed = self.sum([added[index] for index in local])
         known = dict(zip(local, summed, strict=True))
         return [known.get(index, tree) for index, tree in enumerate(added)]
-
-    def _is_of_rank(self, tree: Any) -> bool:
-        return not self.tells_varying or any(_jax.is_varying(x) for x in jax.tree.leaves(tree))
 
     def record(self, metric: SummedMetric, added: Any) -> None:
         """Notes what this rank's rows add to the state of a metric."""

@@ -103,10 +103,7 @@ def _differentiate(
     )
     is_part = loss is None
     summed = sum_gradients(
-        grads,
-        step.reduction,
-        order=order,
-        first=_jax.make_varying(value) if is_part else (),
+        grads, step.reduction, order=order, first=_jax.make_varying(value) if is_part else ()
     )
     return (summed.first if is_part else value, others), summed.grads
 

@@ -47,16 +47,16 @@ class Placement:
         if any(x.is_deleted() for x in arrays):
             # JAX may end the process where it is given such arrays.
             raise _given_away(self._name, state)
-        if len(arrays) == len(leaves) and all(map(self._is_in_place, arrays)):
+        whole = self._sharding
+        if len(arrays) == len(leaves) and all(
+            x.sharding.is_equivalent_to(whole, x.ndim) for x in arrays
+        ):
             self._known |= {id(x.sharding): x.sharding for x in arrays}
             return state
         check_unshared(state)
         state = jax.tree.map(_jax.local_copy, state)
         self._check_equal(state)
         return _jax.replicate(state, self._mesh)
-
-    def _is_in_place(self, x: jax.Array) -> bool:
-        return x.sharding.is_equivalent_to(self._sharding, x.ndim)
 
     def _check_equal(self, state: Any) -> None:
         if jax.process_count() == 1:
