@@ -80,11 +80,9 @@ def list_candidates(
     candidates = [
         Candidate(option.format(kb), choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")
     ]
-    candidates.append(
-        Candidate(
-            'Model(gradient_compression="bfloat16")', choose(compression="bfloat16"), is_exact=False
-        )
-    )
+    compressed = choose(compression="bfloat16")
+    setting = 'Model(gradient_compression="bfloat16")'
+    candidates.append(Candidate(setting, compressed, is_exact=False))
     if accumulation_steps == 1:
         candidates.append(
             Candidate("Model(shard_optimizer_state=True)", choose(shard_optimizer_state=True))
@@ -154,9 +152,7 @@ def try_candidates(
     The ways run in turns, so that a disturbance of the machine hits all alike, and one state at a
     time is on the devices.
     """
-    variables = trainer.variables()
-    adapter = trainer.adapter
-    runtime = trainer.runtime
+    variables, adapter, runtime = trainer.variables(), trainer.adapter, trainer.runtime
     trainer.state = None
     with device_feed(
         trainer, iter([item] * step.num_steps), unpack, threaded=True, num_steps=step.num_steps
@@ -234,7 +230,6 @@ class _Nothing:
 
 def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
     """Returns the seconds of a step, after one program that warms up."""
-    num_programs = -(-steps // group.num_steps)
 
     def run(count: int) -> float:
         started = time.perf_counter()
@@ -244,7 +239,7 @@ def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
         return (time.perf_counter() - started) / (count * group.num_steps)
 
     run(1)
-    return run(num_programs)
+    return run(-(-steps // group.num_steps))
 
 
 def _reduction_of(trainer: Trainer) -> Reduction:
