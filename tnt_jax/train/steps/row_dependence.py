@@ -129,8 +129,7 @@ def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[
     rule = _RULES.get(name)
     if rule is None:
         return [_spread(equation, found, out) for out in equation.outvars]
-    result = rule(equation, found)
-    return [result] * len(equation.outvars)
+    return [rule(equation, found)] * len(equation.outvars)
 
 
 def _spread(equation: Any, found: list[Dependence], out: Any = None) -> Dependence:
@@ -186,14 +185,14 @@ def _moved(position: Callable[[Any, int], int | None], *, mixes: bool = True) ->
     return rule
 
 
-def _reduced(equation: Any, dim: int) -> int | None:
-    axes = equation.params["axes"]
-    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+def _without(name: str) -> Callable[[Any, int], int | None]:
+    """Returns the position of a dimension once those that a parameter names are gone."""
 
+    def position(equation: Any, dim: int) -> int | None:
+        axes = equation.params[name]
+        return None if dim in axes else dim - sum(axis < dim for axis in axes)
 
-def _squeezed(equation: Any, dim: int) -> int | None:
-    axes = equation.params["dimensions"]
-    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+    return position
 
 
 def _unless(name: str) -> Callable[[Any, int], int | None]:
@@ -340,14 +339,7 @@ def _concatenated(equation: Any, found: list[Dependence]) -> Dependence:
 
 
 def _stacked(equation: Any, found: list[Dependence]) -> Dependence:
-    axis, result = equation.params["axis"], joined(*found)
-    if isinstance(result, Free):
-        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in result.varying)]))
-    return (
-        Rows(result.dim + (result.dim >= axis), result.inner)
-        if isinstance(result, Rows)
-        else result
-    )
+    return _around(joined(*found), equation.params["axis"])
 
 
 def _counted(equation: Any, found: list[Dependence]) -> Dependence:
@@ -364,12 +356,9 @@ def _cond(equation: Any, found: list[Dependence], batch: _Batch) -> list[Depende
 def _while(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry = found[second:]
+    body = params["body_jaxpr"].jaxpr
     carry = _fixed_point(
-        lambda carry: _of_program(
-            params["body_jaxpr"].jaxpr, [*found[first:second], *carry], batch
-        ),
-        carry,
+        lambda carry: _of_program(body, [*found[first:second], *carry], batch), found[second:]
     )
     (goes_on,) = _of_program(params["cond_jaxpr"].jaxpr, [*found[:first], *carry], batch)
     return carry if isinstance(goes_on, Free) else [joined(x, Unknown()) for x in carry]
@@ -385,7 +374,7 @@ def _scan(equation: Any, found: list[Dependence], batch: _Batch) -> list[Depende
 
     def run(carry: list[Dependence]) -> list[Dependence]:
         results = _of_program(body, [*found[:first], *carry, *slices], batch)
-        outputs[:] = [_around(x) for x in results[num_carry:]]
+        outputs[:] = [_around(x, 0) for x in results[num_carry:]]
         return results[:num_carry]
 
     return _fixed_point(run, found[first:second]) + outputs
@@ -398,11 +387,13 @@ def _within(x: Dependence) -> Dependence:
     return Free(frozenset(dim - 1 for dim in x.varying if dim)) if isinstance(x, Free) else x
 
 
-def _around(x: Dependence) -> Dependence:
+def _around(x: Dependence, axis: int) -> Dependence:
     """Returns how slices that are stacked along a new dimension depend on rows."""
     if isinstance(x, Rows):
-        return Rows(x.dim + 1, x.inner)
-    return Free(frozenset([0, *(dim + 1 for dim in x.varying)])) if isinstance(x, Free) else x
+        return Rows(x.dim + (x.dim >= axis), x.inner)
+    if isinstance(x, Free):
+        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in x.varying)]))
+    return x
 
 
 def _fixed_point(run: Callable, carry: list[Dependence]) -> list[Dependence]:
@@ -438,10 +429,10 @@ ELEMENTWISE = """
 _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **{
-        f"reduce_{name}": _moved(_reduced)
+        f"reduce_{name}": _moved(_without("axes"))
         for name in ("sum", "max", "min", "prod", "and", "or", "xor")
     },
-    **{name: _moved(_reduced) for name in ("argmax", "argmin")},
+    **dict.fromkeys(("argmax", "argmin"), _moved(_without("axes"))),
     **{
         f"cum{name}": _moved(_unless("axis")) for name in ("sum", "prod", "max", "min", "logsumexp")
     },
@@ -450,7 +441,7 @@ _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     "top_k": _moved(_last),
     "rev": _moved(_unless("dimensions")),
     **dict.fromkeys(("slice", "dynamic_slice", "split"), _moved(_whole, mixes=False)),
-    "squeeze": _moved(_squeezed, mixes=False),
+    "squeeze": _moved(_without("dimensions"), mixes=False),
     "transpose": _moved(_transposed),
     "dynamic_update_slice": _updated,
     "broadcast_in_dim": _broadcast,
