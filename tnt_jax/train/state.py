@@ -57,11 +57,9 @@ def create_state(
     """
 
     def rows(num_ranks: int) -> Any:
-        return (
-            jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params)
-            if num_ranks
-            else None
-        )
+        if num_ranks:
+            return jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params)
+        return None
 
     zero: Any = np.zeros((), np.int32)
     return TrainState(

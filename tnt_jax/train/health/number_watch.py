@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tnt_jax import _jax
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.contracts import Parts
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
 from tnt_jax.train.finite import CHECKED, OnNaN, first_counts
 from tnt_jax.train.health.diagnosis import diagnose
@@ -127,12 +127,11 @@ class NumberWatch:
         if CHECKED not in sums:
             self._begin()
             sums = self.with_counts(sums)
-        if self._on_nan == "rollback" and (
-            self._copy is None or index - self._copy.index >= COPY_STEPS
-        ):
-            if self._copy is None:
+        before = self._copy
+        if self._on_nan == "rollback" and (before is None or index - before.index >= COPY_STEPS):
+            if before is None:
                 self._first_step = int(state.step)
-            skipped = 0 if self._copy is None else self._copy.skipped
+            skipped = 0 if before is None else before.skipped
             self._copy = _Copy(_copied(state), sums, index, skipped)
             if self._has_progressed:
                 self._num_rollbacks, self._has_progressed = 0, False
@@ -206,12 +205,10 @@ class NumberWatch:
         if not skipped or self._is_told:
             return
         self._is_told = True
-        first = started.index - (self._in_a_row or started.group.num_steps) + 1
-        where = (
-            f"Step {first}"
-            if self._in_a_row or started.group.num_steps == 1
-            else (f"One of the steps {first} to {started.index}")
-        )
+        first = _first_left(started, self._in_a_row or started.group.num_steps)
+        where = f"One of the steps {first} to {started.index}"
+        if self._in_a_row or started.group.num_steps == 1:
+            where = f"Step {first}"
         logger.warning(
             "%s%s was skipped: loss or gradients are not finite%s. The logs count such "
             "steps as skipped_steps.",
@@ -255,7 +252,9 @@ class NumberWatch:
             'compile(on_nan="skip") to leave such steps out.'
         )
         try:
-            batch = _batch_of(group, position)
+            batch = group.batch
+            if group.num_steps > 1:
+                batch = jax.tree.map(lambda x: x[position], batch)
             found = diagnose(self._parts, state, batch, self._mesh, real_rows=group.real_rows)
         except Exception as error:
             raise FloatingPointError(f"{text}; why could not be found out. {advice}") from error
@@ -274,12 +273,6 @@ def _of_epoch() -> str:
 def _first_left(started: _Started, in_a_row: int) -> int:
     """Returns the number of the first of the last steps that were left, from 1 on."""
     return started.index - in_a_row + 1
-
-
-def _batch_of(group: DeviceBatches, position: int) -> Batch:
-    if group.num_steps == 1:
-        return group.batch
-    return jax.tree.map(lambda x: x[position], group.batch)
 
 
 def _copied(state: TrainState) -> TrainState:
