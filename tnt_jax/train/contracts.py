@@ -115,22 +115,15 @@ class StepParts:
         applied = self.apply(
             params, model_state, batch.inputs, key=key, train=train, mask=batch.mask
         )
-        increments = {
-            "outputs": self.increments(applied.outputs, batch),
-            "model": applied.increments,
-        }
+        own = self.increments(applied.outputs, batch)
+        increments = {"outputs": own, "model": applied.increments}
         terms = self.loss_terms(applied.outputs, batch)
         if train and not terms and isinstance(applied.penalty, float):
             raise ValueError(
                 "There is no loss to train by: the model adds none itself. Pass one to compile(), "
                 "for instance loss='mse', or an objective."
             )
-        return Measured(
-            terms,
-            applied.penalty,
-            applied.model_state,
-            increments,
-        )
+        return Measured(terms, applied.penalty, applied.model_state, increments)
 
 
 class Hooks(Protocol):

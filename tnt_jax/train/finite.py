@@ -214,18 +214,14 @@ def take_or_leave(
     if in_parts:
         new_state, new_sums = pick(is_finite, (new_state, new_sums), old)
     else:
-        new_rest, old_rest = (_without_update(*pair) for pair in ((new_state, new_sums), old))
+        # What an optimizer does not change.
+        new_rest = new_state.step, new_state.model_state, new_sums
+        old_rest = state.step, state.model_state, old[1]
         step, model_state, new_sums = pick(is_finite, new_rest, old_rest)
         new_state = replace(new_state, step=state.step, model_state=state.model_state)
-        new_state = replace(
-            _select(is_finite, new_state, state), step=step, model_state=model_state
-        )
+        chosen = _select(is_finite, new_state, state)
+        new_state = replace(chosen, step=step, model_state=model_state)
     return new_state, new_sums | {CHECKED: checked}
-
-
-def _without_update(state: TrainState, sums: Any) -> Any:
-    """Returns what an optimizer does not change: count of steps, model state, and sums."""
-    return state.step, state.model_state, sums
 
 
 def _select(is_finite: jax.Array, new: Any, old: Any) -> Any:
