@@ -61,7 +61,7 @@ class Layout:
         """
         shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
         known = dict(names or {}) | boxed_names(params)
-        plain = {_unboxed(path): shape for path, shape in shapes.items()}
+        plain = {path.removesuffix(_VALUE): shape for path, shape in shapes.items()}
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
         blocks = None
         if pipeline is not None:
@@ -136,10 +136,6 @@ def boxed_names(params: Any) -> dict[str, tuple[Axis, ...]]:
 
 def _is_boxed(node: Any) -> bool:
     return hasattr(node, "names") and hasattr(node, "unbox")
-
-
-def _unboxed(path: str) -> str:
-    return path.removesuffix(_VALUE)
 
 
 def cut_of(axes: tuple[Axis, ...]) -> Cut | None:

@@ -64,10 +64,7 @@ class PipelinedParts:
         leaves, structure = jax.tree.flatten(here.params)
         whole = [example_of(x, shape) for x, shape in zip(leaves, here.shapes, strict=True)]
         examples = vary(
-            (
-                structure.unflatten(whole),
-                jax.tree.map(lambda x: x[0], micro_batches),
-            ),
+            (structure.unflatten(whole), jax.tree.map(lambda x: x[0], micro_batches)),
             axes_of((leaves, micro_batches)),
         )
         loop = LayersLoop(part, examples, self._pipeline.path)

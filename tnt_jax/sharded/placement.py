@@ -126,10 +126,10 @@ class InParts:
         def total_of_bucket(arrays: list[jax.Array], indices: list[int]) -> list[jax.Array]:
             whole = [cuts[index] is None for index in indices]
             sums = iter(psum([x for x, is_whole in zip(arrays, whole, strict=True) if is_whole]))
-            parts = iter(
-                _over_data([x for x, is_whole in zip(arrays, whole, strict=True) if not is_whole])
-            )
-            return [next(sums) if is_whole else next(parts) for is_whole in whole]
+            parts = [x for x, is_whole in zip(arrays, whole, strict=True) if not is_whole]
+            # Over the copies of the model.
+            totals = iter(psum(parts, axis_name=_jax.DATA_AXIS) if parts else [])
+            return [next(sums) if is_whole else next(totals) for is_whole in whole]
 
         return in_buckets(total_of_bucket, grads, self._reduction, order=order, with_indices=True)
 
@@ -148,16 +148,8 @@ class InParts:
             (layout.like_params(state.opt_state), layout.like_params(state.accumulated, before=1)),
         )
         return replace(
-            state,
-            params=self._like(state.params),
-            opt_state=opt_state,
-            accumulated=accumulated,
+            state, params=self._like(state.params), opt_state=opt_state, accumulated=accumulated
         )
 
     def _like(self, params: Any) -> Any:
         return jax.lax.with_sharding_constraint(params, self._layout_of(params).shardings)
-
-
-def _over_data(parts: list[jax.Array]) -> list[jax.Array]:
-    """Returns the sums of parts over the copies of the model; with one copy, the parts."""
-    return psum(parts, axis_name=_jax.DATA_AXIS) if parts else []

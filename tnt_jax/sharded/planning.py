@@ -66,7 +66,8 @@ class StepPlan:
             for x in self.params
         ]
         for name, arrays in (("parameters", self.params), ("other state", self.state)):
-            whole, local = (sum(sizes) for sizes in zip(*map(_sizes, arrays), strict=True))
+            of_arrays = ((x.nbytes, x.local_bytes) for x in arrays)
+            whole, local = (sum(sizes) for sizes in zip(*of_arrays, strict=True))
             lines.append(f"All {name}: {in_units(whole)}, {in_units(local)} a device")
         lines.append(f"Memory of a step: {in_units(self.peak_bytes)} a device, by the compiler")
         return "\n".join([*lines, *self._traffic_lines()])
@@ -136,10 +137,6 @@ def _planned(path: str, x: Any) -> PlannedArray:
 def _shape(x: PlannedArray) -> str:
     dims = [f"{size} {axis}".strip() for size, axis in zip(x.shape, x.axes, strict=True)]
     return f"[{', '.join(dims)}]"
-
-
-def _sizes(x: PlannedArray) -> tuple[int, int]:
-    return x.nbytes, x.local_bytes
 
 
 def in_units(nbytes: float) -> str:

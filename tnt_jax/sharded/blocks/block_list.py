@@ -55,11 +55,6 @@ class BlockList:
                 return cls(stem, tuple(blocks), tuple(first), indices)
         return None
 
-    @property
-    def stacked_paths(self) -> list[str]:
-        """Path of each stacked array, such as `layers/Dense_0/kernel`."""
-        return [f"{self.path}/{name}" for name in self.arrays]
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class Staged:
@@ -80,7 +75,8 @@ class Staged:
         in_blocks = {index for indices in blocks.indices for index in indices}
         leaves = enumerate(state_arrays(params).items())
         others = dict(item for index, item in leaves if index not in in_blocks)
-        stacked = dict(zip(blocks.stacked_paths, stacks, strict=True))
+        paths = [f"{blocks.path}/{name}" for name in blocks.arrays]
+        stacked = dict(zip(paths, stacks, strict=True))
         return cls(others | stacked, blocks, jax.tree.structure(params))
 
     def leaves(self, unstack: Callable[[Any], Sequence[Any]]) -> list[Any]:

@@ -109,7 +109,14 @@ def difference(
     `uses` has positions of the equations that use arrays of each block, `depths` the number of the
     last block that a variable depends on.
     """
-    own = _in_blocks(equations, uses, names, depths)
+    own = [_Own([], []) for _ in names]
+    for at, equation in enumerate(equations):
+        block = _last_block(equation, depths)
+        if block < 0 or at < uses[block][0]:
+            continue
+        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
+        last_use = max(x for x in uses[block] if x < end)
+        (own[block].inside if at <= last_use else own[block].after).append(equation)
     return (
         _difference_inside(own, names)
         or _result_used_later(equations, names, depths, params)
@@ -125,22 +132,8 @@ class _Own(NamedTuple):
     after: list[Any]
 
 
-def _in_blocks(
-    equations: Sequence[Any],
-    uses: Sequence[Sequence[int]],
-    names: Sequence[str],
-    depths: Mapping[Any, int],
-) -> list[_Own]:
-    """Returns the equations of each block."""
-    own = [_Own([], []) for _ in names]
-    for at, equation in enumerate(equations):
-        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
-        if block < 0 or at < uses[block][0]:
-            continue
-        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
-        last_use = max(x for x in uses[block] if x < end)
-        (own[block].inside if at <= last_use else own[block].after).append(equation)
-    return own
+def _last_block(equation: Any, depths: Mapping[Any, int]) -> int:
+    return max((depths.get(v, -1) for v in equation.outvars), default=-1)
 
 
 def _difference_inside(own: Sequence[_Own], names: Sequence[str]) -> str | None:
@@ -174,7 +167,7 @@ def _result_used_later(
 ) -> str | None:
     """Returns which block's result is used by more than the next block."""
     for equation in equations:
-        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
+        block = _last_block(equation, depths)
         for v in variables_in(equation.invars):
             depth = depths.get(v, -1)
             if v not in params and 0 <= depth < block - 1:
