@@ -22,14 +22,9 @@ _MAPPED = (_jax.FSDP_AXIS, _jax.STAGE_AXIS)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of a model lie on a mesh.
+    """How the parameters of a model lie on a mesh: shapes and axes by path, in the order of leaves.
 
-    Attributes:
-        mesh: The mesh.
-        shapes: Shape of each parameter by path.
-        axes: Mesh axis of each dimension, by path, in the order of the leaves.
-        structure: Structure of the parameters.
-        blocks: The blocks of a list that the stages of a pipeline divide, if they are one.
+    `blocks` are those of a list that the stages of a pipeline divide, if they are one.
     """
 
     mesh: Mesh
@@ -49,15 +44,8 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of whole parameters, or of their descriptions.
 
-        Args:
-            params: The parameters.
-            mesh: The mesh.
-            rules: Rules of the user; see `tnt_jax.sharded.rules`.
-            names: Logical names of the dimensions of parameters by path, besides those in `params`.
-            pipeline: Layers that are divided over the axis `stage`, if there is one.
-
-        Raises:
-            ValueError: As `choose_axes`, and if the stages do not divide the layers.
+        `names` are logical names of dimensions by path, besides those in `params`. A ValueError is
+        as of `choose_axes`, or says that the stages do not divide the layers.
         """
         shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
         known = dict(names or {}) | boxed_names(params)

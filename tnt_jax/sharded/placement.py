@@ -80,13 +80,9 @@ def _check_statistics(model_state: Any) -> None:
 class InParts:
     """Keeps parameters, gradients and optimizer state in parts.
 
-    Args:
-        mesh: The mesh.
-        reduction: Buckets in which gradients are summed over the axis `data`.
-        layout_of: Returns the layout of whole parameters or of their descriptions.
-        has_remat: Whether what a step computes rematerializes blocks; see `gather_where_used`.
-        pipelining: Returns what computes a step and its gradients in a pipeline; None for the
-            derivative of what a step computes.
+    `layout_of` takes whole parameters or their descriptions; `has_remat` is as of
+    `gather_where_used`. `pipelining` returns what computes a step and its gradients in a pipeline;
+    None for the derivative of what a step computes.
     """
 
     def __init__(

@@ -34,15 +34,10 @@ class PlannedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a training step needs.
+    """What a training step needs: arrays, memory of each device, and collectives.
 
-    Attributes:
-        mesh: Devices along each axis.
-        params: Where the parameters lie.
-        state: Where all other arrays of the training state lie.
-        peak_bytes: Memory that a step needs on each device, by the compiler's analysis.
-        traffic: Collectives of the compiled step.
-        notes: Further lines: why the mesh was chosen, and what a pipeline costs.
+    `state` are all arrays but the parameters; `notes` say why the mesh was chosen, and what a
+    pipeline costs.
     """
 
     mesh: Mapping[str, int]

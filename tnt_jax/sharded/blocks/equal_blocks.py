@@ -192,11 +192,7 @@ class Step(NamedTuple):
 
 @dataclass
 class _Match:
-    """What is found while blocks are compared, backward from their ends.
-
-    It is what the first one starts from, by place among the carried values, and equations by their
-    positions in the program.
-    """
+    """What is found backward from the ends of blocks: what the first starts from, and equations."""
 
     start: dict[int, Any] = field(default_factory=dict)
     steps: dict[tuple[int, ...], Step] = field(default_factory=dict)

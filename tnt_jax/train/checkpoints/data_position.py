@@ -43,15 +43,9 @@ def batches_done(
 ) -> int:
     """Returns the batches of the running `fit` that a noted position has behind it in its epoch.
 
-    Args:
-        position: The position in the batches of the interrupted run.
-        noted: What `describe_position` returned there.
-        stream: The data of the running `fit`.
-        first_epoch: Epoch that the stream begins with.
-        is_accumulating: Whether gradients of steps before the position wait for their update.
-
-    Raises:
-        ValueError: If rows would be lost or seen twice; the message gives both values.
+    The position is in the batches of the interrupted run, where `describe_position` returned what
+    is noted. `is_accumulating` says whether gradients of steps before it wait for their update. A
+    ValueError, which gives both values, says that rows would be lost or seen twice.
     """
     own = describe_position(stream, first_epoch, noted["rows"])
     if noted["rows"] and (reason := row_order_of(stream.source).unrepeatable):

@@ -49,13 +49,9 @@ class DamagedCheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, copied to the host.
+    """What a checkpoint holds, copied to the host: arrays by tree and path, and a text about them.
 
-    Attributes:
-        items: Arrays by path, of the state and of what was saved beside it.
-        about: Text that describes them.
-        is_best: Whether the checkpoint is the best so far.
-        is_spread: Whether each process writes a part.
+    `is_best` says whether it is the best so far, `is_spread` whether each process writes a part.
     """
 
     items: dict[str, dict[str, HostArray]]
