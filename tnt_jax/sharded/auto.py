@@ -51,11 +51,7 @@ class TrainingStep(NamedTuple):
     def peak_bytes(self, steps: StepsInPlaces, mesh: Mesh, state: TrainState, batch: Batch) -> int:
         """Returns the memory of a step on each device, by the compiler's own analysis.
 
-        Args:
-            steps: How it is compiled.
-            mesh: The mesh of `steps`.
-            state: Training state, or its description; where it lies does not matter.
-            batch: Global batch, or its description.
+        State and batch may be descriptions; where the state lies does not matter.
         """
         placed = steps.place(state)
         by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
@@ -268,12 +264,9 @@ def _agreed(nbytes: int) -> int:
 def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
     """Returns the bytes that a step may use on a device, the same on every process.
 
-    They are those of the setting, those that the device states, or an equal share of the host's
-    memory for each device of this process; of several processes and devices the least.
-
-    Args:
-        devices: Devices of this process.
-        setting: `TNT_DEVICE_MEMORY` in bytes; None if it is not set.
+    They are those of the setting (`TNT_DEVICE_MEMORY`), those that the device states, or an equal
+    share of the host's memory for each device of this process; of several processes and devices the
+    least.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     stated = [(device.memory_stats() or {}).get("bytes_limit", host) for device in devices]

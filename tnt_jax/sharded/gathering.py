@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.sharded.blocks.tracing import trace
 
 # Equations that call a program with their own operands, by the name of its parameter.
 _CALLS = {
@@ -62,10 +63,6 @@ class Cut:
         # The compiler would otherwise be free to gather over these axes, too.
         return jax.lax.with_sharding_constraint(whole, PartitionSpec(*self.others))
 
-    def can_become(self, dtype: Any) -> bool:
-        """Returns whether parts may be gathered as floating numbers of a dtype."""
-        return self.dtype is None and jnp.issubdtype(dtype, jnp.floating)
-
     def inside_loop(self) -> "Cut":
         """Returns the cut of one item of an array that a loop runs over."""
         others = None if self.others is None else self.others[1:]
@@ -77,13 +74,13 @@ def gather_where_used(
 ) -> Any:
     """Returns `function(params)` for parameters of which this device holds parts.
 
-    It is called inside `shard_map`.
+    It is called inside `shard_map`. Numbers in the result remain numbers.
 
     Args:
-        function: Function of a pytree of whole arrays. Numbers in its result remain numbers.
+        function: Function of a pytree of whole arrays.
         parts: The pytree with the parts of this device.
         cuts: How each leaf is cut; None for a leaf that every device holds whole.
-        has_remat: Whether the function rematerializes its blocks itself. These gather again what
+        has_remat: Whether the function rematerializes its blocks itself, which gather again what
             they need, and nothing else is; otherwise everything is kept for backpropagation but
             gathered arrays.
     """
@@ -99,27 +96,18 @@ def gather_where_used(
         part if cut is None else _like_whole(part, cut)
         for part, cut in zip(leaves, cuts, strict=True)
     ]
-    numbers: list[Any] = []
-
-    def arrays_of(*leaves: jax.Array) -> list[jax.Array]:
-        results, tree = jax.tree.flatten(function(structure.unflatten(leaves)))
-        numbers[:] = [tree, [None if isinstance(x, jax.Array) else x for x in results]]
-        return [x for x in results if isinstance(x, jax.Array)]
-
-    traced = jax.make_jaxpr(arrays_of)(*whole)
-    _jax.check_axes(traced.jaxpr, advice=_ADVICE)
-    tree, kept = numbers
+    traced = trace(lambda *leaves: function(structure.unflatten(leaves)), *whole)
+    _jax.check_axes(traced.program.jaxpr, advice=_ADVICE)
     inside = {
         index: (jax.typeof(part), cut)
         for index, (part, cut) in enumerate(zip(leaves, cuts, strict=True))
         if cut is not None
     }
-    jaxpr = _rewritten(traced.jaxpr, inside)
-    run = _jax.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, traced.consts))
+    jaxpr = _rewritten(traced.program.jaxpr, inside)
+    run = _jax.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, traced.program.consts))
     # A policy around blocks that have one would override theirs.
     run = run if has_remat else _jax.keep_all_but_gathered(run)
-    arrays = iter(run(*leaves))
-    return tree.unflatten([next(arrays) if x is None else x for x in kept])
+    return traced.rebuild(run(*leaves))
 
 
 def _like_whole(part: jax.Array, cut: Cut) -> jax.Array:
@@ -167,12 +155,6 @@ def _rewritten(jaxpr: Any, cuts: dict[int, tuple[Any, Cut]]) -> Any:
 
 
 class _Rewriter:
-    """Collects the equations of a rewritten program.
-
-    Attributes:
-        equations: The equations so far.
-    """
-
     def __init__(self) -> None:
         self.equations: list[Any] = []
         # Variables of whole arrays: the variable of the part and its cut, until it is gathered, and
@@ -206,7 +188,7 @@ class _Rewriter:
         if cuts and name == "convert_element_type":
             part, cut = cuts[0]
             dtype = equation.params["new_dtype"]
-            if cut.can_become(dtype):
+            if cut.dtype is None and jnp.issubdtype(dtype, jnp.floating):
                 self._parts[equation.outvars[0]] = part, replace(cut, dtype=dtype)
                 return
         if cuts and name in _CALLS:

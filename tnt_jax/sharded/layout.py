@@ -22,14 +22,9 @@ _MAPPED = (_jax.FSDP_AXIS, _jax.STAGE_AXIS)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of a model lie on a mesh.
+    """How the parameters of a model lie on a mesh: shapes and axes by path, in the order of leaves.
 
-    Attributes:
-        mesh: The mesh.
-        shapes: Shape of each parameter by path.
-        axes: Mesh axis of each dimension, by path, in the order of the leaves.
-        structure: Structure of the parameters.
-        blocks: The blocks of a list that the stages of a pipeline divide, if they are one.
+    `blocks` are those of a list that the stages of a pipeline divide, if they are one.
     """
 
     mesh: Mesh
@@ -47,21 +42,14 @@ class Layout:
         names: Mapping[str, tuple[Axis, ...]] | None = None,
         pipeline: Pipeline | None = None,
     ) -> "Layout":
-        """Returns the layout of parameters.
+        """Returns the layout of whole parameters, or of their descriptions.
 
-        Args:
-            params: Whole parameters, or their descriptions.
-            mesh: The mesh.
-            rules: Rules of the user; see `tnt_jax.sharded.rules`.
-            names: Logical names of the dimensions of parameters by path, besides those in `params`.
-            pipeline: Layers that are divided over the axis `stage`, if there is one.
-
-        Raises:
-            ValueError: As `choose_axes`, and if the stages do not divide the layers.
+        `names` are logical names of dimensions by path, besides those in `params`. A ValueError is
+        as of `choose_axes`, or says that the stages do not divide the layers.
         """
         shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
         known = dict(names or {}) | boxed_names(params)
-        plain = {_unboxed(path): shape for path, shape in shapes.items()}
+        plain = {path.removesuffix(_VALUE): shape for path, shape in shapes.items()}
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
         blocks = None
         if pipeline is not None:
@@ -101,12 +89,8 @@ class Layout:
     def like_params(self, tree: Any, *, before: int = 0) -> Any:
         """Returns the shardings of another tree, such as the state of an optimizer.
 
-        An array lies like the parameter whose path is part of its own, if it has its shape; other
-        arrays are replicated.
-
-        Args:
-            tree: Arrays or their descriptions.
-            before: Dimensions of the arrays before those of the parameters.
+        An array lies like the parameter whose path is part of its own, if it has its shape after
+        the first `before` dimensions; other arrays are replicated.
         """
         found = [
             self._axes_at(path, tuple(x.shape)[before:]) for path, x in state_arrays(tree).items()
@@ -140,10 +124,6 @@ def boxed_names(params: Any) -> dict[str, tuple[Axis, ...]]:
 
 def _is_boxed(node: Any) -> bool:
     return hasattr(node, "names") and hasattr(node, "unbox")
-
-
-def _unboxed(path: str) -> str:
-    return path.removesuffix(_VALUE)
 
 
 def cut_of(axes: tuple[Axis, ...]) -> Cut | None:

@@ -62,11 +62,7 @@ class MeshAxes:
         return cls(**{name: int(size) for name, size in sizes.items()})
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Returns the size of each axis on so many devices.
-
-        Raises:
-            ValueError: If the axes do not use exactly these devices.
-        """
+        """Returns the size of each axis; a ValueError if they do not use just so many devices."""
         sizes = {name: getattr(self, name) for name in AXES}
         given = math.prod(size for size in sizes.values() if size != -1)
         if -1 in sizes.values():
@@ -83,14 +79,8 @@ class MeshAxes:
     def build(self, devices: Mesh) -> Mesh:
         """Returns the mesh over the devices of the job, in their order.
 
-        Axes of one device are left out, but for `data`.
-
-        Args:
-            devices: The mesh of the job, of one axis.
-
-        Raises:
-            ValueError: If the axes do not use exactly these devices, or if a process would hold
-                ranks that are not neighbours.
+        Axes of one device are left out, but for `data`. A ValueError says that the axes do not use
+        exactly these devices, or that a process would hold ranks that are not neighbours.
         """
         sizes = self.sizes(devices.size)
         named = {name: n for name, n in sizes.items() if n > 1 or name == _jax.DATA_AXIS}

@@ -14,12 +14,8 @@ from tnt_jax.sharded.rules import Rule, checked_rules
 class ShardingOptions:
     """The choices of a user, checked.
 
-    Attributes:
-        mesh: Devices along each axis.
-        rules: Rules that say which dimension is cut over which axis.
-        pipeline: Layers that are divided over the axis `stage`.
-        is_open: Whether training will choose a mesh for this one, which holds parts over all
-            devices; see `tnt_jax.sharded.auto`.
+    `is_open` says that training will choose a mesh for this one, which holds parts over all
+    devices; see `tnt_jax.sharded.auto`.
     """
 
     mesh: MeshAxes
@@ -37,16 +33,10 @@ class ShardingOptions:
     ) -> "ShardingOptions | None":
         """Returns the choices, or None if the model is not sharded.
 
-        Args:
-            mesh: Devices along each axis; `"auto"` to choose them by the memory of a step; None
-                for data parallelism alone.
-            rules: Sharding rules.
-            pipeline: Layers that are divided over the axis `stage`.
-            **others: Options that exclude a mesh, by name; those that are set count.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is invalid, or the choices exclude one another.
+        The mesh may be `"auto"`, to choose it by the memory of a step, or None, for data
+        parallelism alone. Others are options that exclude a mesh; those that are set count. A
+        TypeError says that an argument is of the wrong kind, a ValueError that a value is invalid,
+        or that choices exclude one another.
         """
         if mesh is None:
             if rules:
@@ -78,7 +68,6 @@ class ShardingOptions:
 
 
 def _check_stages(mesh: Any, axes: MeshAxes, pipeline: Any) -> None:
-    """Raises an error if a mesh and a pipeline do not fit."""
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(
             "pipeline must be a tnt_jax.Pipeline, such as Pipeline('layers', microbatches=16), but "

@@ -31,13 +31,8 @@ class PipelinedParts:
     """Implements `Parts` for training steps whose layers run by 1F1B.
 
     Parameters come as they lie: of the stacked layers those of this stage, and over `fsdp` in
-    parts, which are gathered for each micro-batch.
-
-    Args:
-        parts: What the step computes from whole parameters.
-        layout: How the parameters are cut.
-        pipeline: Layers and micro-batches.
-        policy: What the layers keep within the backward pass of a micro-batch; None for everything.
+    parts, which are gathered for each micro-batch. `policy` says what the layers keep within the
+    backward pass of a micro-batch; None for everything.
     """
 
     rows_at_once = None
@@ -55,9 +50,8 @@ class PipelinedParts:
     ) -> Measured:
         """Returns loss and metrics of one rank's rows, with gradients; inside `shard_map`.
 
-        Raises:
-            ValueError: If the model keeps statistics of rows, or has several losses, or losses of
-                its own that depend on rows.
+        A ValueError says that the model keeps statistics of rows, or has several losses, or losses
+        of its own that depend on rows.
         """
         num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
         rows = MicroRows(num_rows, self._pipeline.microbatches)
@@ -72,10 +66,7 @@ class PipelinedParts:
         leaves, structure = jax.tree.flatten(here.params)
         whole = [example_of(x, shape) for x, shape in zip(leaves, here.shapes, strict=True)]
         examples = vary(
-            (
-                structure.unflatten(whole),
-                jax.tree.map(lambda x: x[0], micro_batches),
-            ),
+            (structure.unflatten(whole), jax.tree.map(lambda x: x[0], micro_batches)),
             axes_of((leaves, micro_batches)),
         )
         loop = LayersLoop(part, examples, self._pipeline.path)
@@ -103,13 +94,7 @@ class _Sums(NamedTuple):
 
 
 class _Run:
-    """Loss and gradients of a rank's rows by 1F1B.
-
-    Args:
-        loop: The measurement of a micro-batch.
-        cuts: How each parameter is cut over `fsdp`.
-        policy: What the layers keep within the backward pass of a micro-batch.
-    """
+    """Loss and gradients of a rank's rows by 1F1B; `cuts` are those of parameters over `fsdp`."""
 
     def __init__(self, loop: LayersLoop, cuts: Sequence[Cut | None], policy: Any) -> None:
         self._loop = loop
@@ -198,7 +183,6 @@ class _Run:
 
 
 def _check(loop: LayersLoop) -> None:
-    """Raises a ValueError if a step cannot be computed a micro-batch at a time."""
     measured: Measured = loop.result
     check_statistics(loop, measured.model_state)
     way_out = "Use Pipeline(schedule='gpipe')."

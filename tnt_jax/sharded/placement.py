@@ -27,13 +27,7 @@ from tnt_jax.train.state_arrays import state_arrays
 
 
 class GatheredParts:
-    """Implements `Parts` for parameters in parts, which are gathered where they are used.
-
-    Args:
-        parts: What the step computes from whole parameters.
-        layout: How the parameters are cut.
-        has_remat: Whether `parts` rematerialize blocks; see `gather_where_used`.
-    """
+    """Implements `Parts` for parameters in parts, which are gathered where they are used."""
 
     def __init__(self, parts: Parts, layout: Layout, *, has_remat: bool = False) -> None:
         self.rows_at_once = parts.rows_at_once
@@ -46,9 +40,8 @@ class GatheredParts:
     ) -> Measured:
         """Returns loss and metrics of one rank's rows; inside `shard_map`.
 
-        Raises:
-            ValueError: If the model communicates over some axes of the ranks alone, or keeps
-                statistics of a rank's own rows.
+        A ValueError says that the model communicates over some axes of the ranks alone, or keeps
+        statistics of a rank's own rows.
         """
 
         def measure(params: Any) -> Measured:
@@ -75,7 +68,6 @@ def gathered_apply(apply: Apply, layout: Layout) -> Callable:
 
 
 def _check_statistics(model_state: Any) -> None:
-    """Raises a ValueError if model state differs between ranks."""
     for path, x in state_arrays(model_state).items():
         if _jax.is_varying(x):
             raise ValueError(
@@ -89,13 +81,9 @@ def _check_statistics(model_state: Any) -> None:
 class InParts:
     """Keeps parameters, gradients and optimizer state in parts.
 
-    Args:
-        mesh: The mesh.
-        reduction: Buckets in which gradients are summed over the axis `data`.
-        layout_of: Returns the layout of whole parameters or of their descriptions.
-        has_remat: Whether what a step computes rematerializes blocks; see `gather_where_used`.
-        pipelining: Returns what computes a step and its gradients in a pipeline; None for the
-            derivative of what a step computes.
+    `layout_of` takes whole parameters or their descriptions; `has_remat` is as of
+    `gather_where_used`. `pipelining` returns what computes a step and its gradients in a pipeline;
+    None for the derivative of what a step computes.
     """
 
     def __init__(
@@ -135,10 +123,10 @@ class InParts:
         def total_of_bucket(arrays: list[jax.Array], indices: list[int]) -> list[jax.Array]:
             whole = [cuts[index] is None for index in indices]
             sums = iter(psum([x for x, is_whole in zip(arrays, whole, strict=True) if is_whole]))
-            parts = iter(
-                _over_data([x for x, is_whole in zip(arrays, whole, strict=True) if not is_whole])
-            )
-            return [next(sums) if is_whole else next(parts) for is_whole in whole]
+            parts = [x for x, is_whole in zip(arrays, whole, strict=True) if not is_whole]
+            # Over the copies of the model.
+            totals = iter(psum(parts, axis_name=_jax.DATA_AXIS) if parts else [])
+            return [next(sums) if is_whole else next(totals) for is_whole in whole]
 
         return in_buckets(total_of_bucket, grads, self._reduction, order=order, with_indices=True)
 
@@ -157,16 +145,8 @@ class InParts:
             (layout.like_params(state.opt_state), layout.like_params(state.accumulated, before=1)),
         )
         return replace(
-            state,
-            params=self._like(state.params),
-            opt_state=opt_state,
-            accumulated=accumulated,
+            state, params=self._like(state.params), opt_state=opt_state, accumulated=accumulated
         )
 
     def _like(self, params: Any) -> Any:
         return jax.lax.with_sharding_constraint(params, self._layout_of(params).shardings)
-
-
-def _over_data(parts: list[jax.Array]) -> list[jax.Array]:
-    """Returns the sums of parts over the copies of the model; with one copy, the parts."""
-    return psum(parts, axis_name=_jax.DATA_AXIS) if parts else []

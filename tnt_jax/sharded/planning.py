@@ -19,15 +19,9 @@ _LINKS = {"450 GB/s (NVLink of an H100)": 450e9, "50 GB/s (400 Gbit/s)": 50e9}
 
 
 class PlannedArray(NamedTuple):
-    """Where an array lies.
+    """Where an array lies, and its bytes on all devices and on each.
 
-    Attributes:
-        path: Its path among the parameters.
-        shape: Its shape.
-        dtype: Its dtype.
-        axes: Mesh axes that cut each dimension, joined by `*`; empty for none.
-        nbytes: Bytes of the whole array.
-        local_bytes: Bytes on each device.
+    Axes are those of the mesh that cut each dimension, joined by `*`; empty for none.
     """
 
     path: str
@@ -40,15 +34,10 @@ class PlannedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a training step needs.
+    """What a training step needs: arrays, memory of each device, and collectives.
 
-    Attributes:
-        mesh: Devices along each axis.
-        params: Where the parameters lie.
-        state: Where all other arrays of the training state lie.
-        peak_bytes: Memory that a step needs on each device, by the compiler's analysis.
-        traffic: Collectives of the compiled step.
-        notes: Further lines: why the mesh was chosen, and what a pipeline costs.
+    `state` are all arrays but the parameters; `notes` say why the mesh was chosen, and what a
+    pipeline costs.
     """
 
     mesh: Mapping[str, int]
@@ -72,7 +61,8 @@ class StepPlan:
             for x in self.params
         ]
         for name, arrays in (("parameters", self.params), ("other state", self.state)):
-            whole, local = (sum(sizes) for sizes in zip(*map(_sizes, arrays), strict=True))
+            of_arrays = ((x.nbytes, x.local_bytes) for x in arrays)
+            whole, local = (sum(sizes) for sizes in zip(*of_arrays, strict=True))
             lines.append(f"All {name}: {in_units(whole)}, {in_units(local)} a device")
         lines.append(f"Memory of a step: {in_units(self.peak_bytes)} a device, by the compiler")
         return "\n".join([*lines, *self._traffic_lines()])
@@ -103,13 +93,9 @@ class StepPlan:
 def plan_step(
     lowered: Any, state: TrainState, mesh: Mesh, *, notes: Sequence[str] = ()
 ) -> StepPlan:
-    """Returns what a lowered training step needs; compiles it.
+    """Returns what a lowered training step needs, with further lines (`notes`); compiles it.
 
-    Args:
-        lowered: Training step, as `Trainer.lower_train_step` returns it.
-        state: Training state, or descriptions with shardings.
-        mesh: Mesh that the state lies on.
-        notes: Further lines for the plan.
+    The state may be descriptions with shardings.
     """
     compiled = lowered.compile()
     arrays = {path: _planned(path, x) for path, x in state_arrays(state).items()}
@@ -146,10 +132,6 @@ def _planned(path: str, x: Any) -> PlannedArray:
 def _shape(x: PlannedArray) -> str:
     dims = [f"{size} {axis}".strip() for size, axis in zip(x.shape, x.axes, strict=True)]
     return f"[{', '.join(dims)}]"
-
-
-def _sizes(x: PlannedArray) -> tuple[int, int]:
-    return x.nbytes, x.local_bytes
 
 
 def in_units(nbytes: float) -> str:

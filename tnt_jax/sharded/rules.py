@@ -26,9 +26,8 @@ _NAMED = 6
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Returns rules as a tuple.
 
-    Raises:
-        TypeError: If one is no pair of a text with an axis or a tuple of axes.
-        ValueError: If one names an unknown axis, or an axis twice.
+    A TypeError says that one is no pair of a text with an axis or a tuple of axes, a ValueError
+    that one names an unknown axis, or an axis twice.
     """
     checked = []
     for rule in rules:

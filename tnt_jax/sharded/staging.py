@@ -27,12 +27,10 @@ _NO_STAGE = (None, STAGE_AXIS)
 
 
 class AtStages(NamedTuple):
-    """Parameters as a step on stages computes with them.
+    """Parameters as a step on stages computes with them: with stacked layers, those of this stage.
 
-    Attributes:
-        params: Parameters: with stacked layers, those of this stage.
-        cuts: How each leaf is cut over `fsdp`.
-        shapes: Shape of each whole leaf, with the layers of all stages.
+    The cuts are those of each leaf over `fsdp`, the shapes those of each whole leaf, with the
+    layers of all stages.
     """
 
     params: Any
@@ -43,11 +41,7 @@ class AtStages(NamedTuple):
 def at_stages(params: Any, layout: Layout) -> AtStages:
     """Returns parameters with the blocks of a list at their stages, inside `shard_map`.
 
-    Without such a list, or without stages, they stay as they are.
-
-    Args:
-        params: Parameters as they lie.
-        layout: How they lie.
+    Without such a list, or without stages, they stay as they lie.
     """
     shapes, blocks = list(layout.shapes.values()), layout.blocks
     if blocks is None:

@@ -21,11 +21,11 @@ from tnt_jax.sharded.pipelined_parts import PipelinedParts
 from tnt_jax.sharded.placement import GatheredParts, InParts, gathered_apply
 from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
-from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, create_state
+from tnt_jax.train.steps.data_parallel import FusedLoops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
-from tnt_jax.train.steps.sharded_step import make_sharded_train_step, make_sharded_train_steps
+from tnt_jax.train.steps.sharded_step import make_sharded_train_step
 from tnt_jax.train.steps.step import compiled, evaluation, prediction
 
 _REPLICATED: Any = PartitionSpec()
@@ -39,21 +39,13 @@ class ShardedSteps:
     Args:
         runtime: Devices of the job, with the mesh that the model is sharded over.
         reduction: How gradients are summed over the axis `data`.
-        rules: Which dimension of a parameter is cut over which axis; see
-            `tnt_jax.sharded.rules`.
+        rules: Which dimension of a parameter is cut over which axis; see `tnt_jax.sharded.rules`.
         names: Returns the logical names of the dimensions of parameters, by path.
         has_remat: Whether what a step computes rematerializes blocks; otherwise everything is kept
             for backpropagation but gathered parameters.
         pipeline: Layers that are divided over the axis `stage`.
         policy: What the layers of a pipeline keep, a policy of `jax.checkpoint`; None for
             everything. GPipe has it from `pipelined`.
-
-    Attributes:
-        rank_slice: The part of the global batch that this process feeds.
-        fused: Several steps as one program.
-        takes_host_arrays: Always False.
-        mesh: The mesh that the programs are mapped over.
-        without_padding: None: padded rows are masked.
     """
 
     takes_host_arrays = False
@@ -84,27 +76,20 @@ class ShardedSteps:
         )
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
         stacked = NamedSharding(self.mesh, PartitionSpec(None, *self._by_row))
-        self.fused: Any = _FusedSteps(self.placement, stacked)
+        train = partial(make_sharded_train_step, placement=self.placement, stacked=True)
+        self.fused: Any = FusedLoops(train, stacked)
 
     def layout_of(self, params: Any) -> Layout:
-        """Returns the layout of whole parameters or of their descriptions.
-
-        Raises:
-            ValueError: As `choose_axes`.
-        """
+        """Returns the layout of whole parameters or of their descriptions; see `Layout.of`."""
         return Layout.of(params, self._named, self._rules, self._names(), self._pipeline)
 
     def why_rows_move(self, params: Any, nbytes: int) -> str | None:
         """Returns why a step had better move rows than parameters; None if it had not.
 
-        Where the products of a batch are smaller than the parameters, less is exchanged if each
-        device computes all rows with its part of the parameters. Each then holds all products, so
-        they must not be larger than what it holds of parameters, gradients and two moments. A
-        pipeline needs parts of batches.
-
-        Args:
-            params: Parameters, or their descriptions.
-            nbytes: Bytes of the products of the rows of a global batch with parameters.
+        Where the products of a batch with parameters (`nbytes`) are smaller than the parameters,
+        less is exchanged if each device computes all rows with its part of the parameters. Each
+        then holds all products, so they must not be larger than what it holds of parameters,
+        gradients and two moments. A pipeline needs parts of batches.
         """
         leaves = zip(jax.tree.leaves(params), self.layout_of(params).cuts, strict=True)
         cut = sum(x.size * x.dtype.itemsize for x, how in leaves if how is not None)
@@ -125,22 +110,14 @@ class ShardedSteps:
         accumulation_steps: int,
         on_nan: OnNaN | None = None,
     ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
-
-        Raises:
-            ValueError: If `on_nan` is set with a pipeline.
-        """
+        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
         if self._pipeline is not None and on_nan is not None:
             raise ValueError(
                 f"on_nan={on_nan!r} cannot be combined with a pipeline: a stage sees the gradients "
                 "of its own layers alone. Leave on_nan out; TerminateOnNaN looks at the loss."
             )
         return make_sharded_train_step(
-            parts,
-            optimizer,
-            self.placement,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
+            parts, optimizer, self.placement, accumulation_steps=accumulation_steps, on_nan=on_nan
         )
 
     def evaluate(self, parts: Parts) -> Callable:
@@ -149,7 +126,7 @@ class ShardedSteps:
         def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
             layout = self.layout_of(params)
             rank_step = evaluation(GatheredParts(parts, layout), self.mesh)
-            return self._mapped(rank_step, layout, 1, _REPLICATED)(params, model_state, sums, batch)
+            return self._mapped(rank_step, layout, _REPLICATED)(params, model_state, sums, batch)
 
         return compiled(step, self.mesh)
 
@@ -163,7 +140,7 @@ class ShardedSteps:
             def rank_step(params: Any, model_state: Any, first_row: Any, inputs: Any) -> Any:
                 return forward(params, model_state, inputs, first_row)
 
-            mapped = self._mapped(rank_step, layout, 1, self._by_row)
+            mapped = self._mapped(rank_step, layout, self._by_row)
             return mapped(params, model_state, first_row, inputs)
 
         return compiled(step, self.mesh)
@@ -232,18 +209,16 @@ class ShardedSteps:
             accumulated=layout.like_params(state.accumulated, before=1),
         )
 
-    def _mapped(self, step: Callable, layout: Layout, num_sums: int, out_specs: Any) -> Callable:
+    def _mapped(self, step: Callable, layout: Layout, out_specs: Any) -> Callable:
         """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
-        specs = (layout.manual_specs, *(_REPLICATED,) * (1 + num_sums), self._by_row)
+        specs = (layout.manual_specs, _REPLICATED, _REPLICATED, self._by_row)
         return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
 
 
 class ShardedGlobalSteps(WholeBatches, ShardedSteps):
     """Implements `Steps` with a state in parts, for whole batches that the compiler divides.
 
-    Args:
-        runtime: Devices of the job, with the mesh that the model is sharded over, not over stages.
-        **options: As `ShardedSteps`.
+    The arguments are those of `ShardedSteps`; there are no stages.
     """
 
     def __init__(self, runtime: Runtime, reduction: Reduction, **options: Any) -> None:
@@ -256,36 +231,3 @@ class ShardedGlobalSteps(WholeBatches, ShardedSteps):
 def _copied(tree: Any) -> Any:
     """Returns copies: buffers of the training state are donated, and the caller keeps its own."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
-
-
-class _FusedSteps:
-    """Implements `FusedSteps` with loops inside a program."""
-
-    def __init__(self, placement: InParts, stacked: NamedSharding) -> None:
-        self._placement = placement
-        self._stacked = stacked
-
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batches) -> (state, sums)`."""
-        return make_sharded_train_steps(
-            parts,
-            optimizer,
-            self._placement,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-        )
-
-    def evaluate(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, sums, batches) -> sums`."""
-        return scanned(step, self._stacked)
-
-    def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
-        return mapped(step, self._stacked)

@@ -10,7 +10,7 @@ compiled for a program that was lowered, so that the function of `jax.jit` finds
 called. What does not fit, such as a first batch of another shape, is compiled by the call itself,
 as without this module.
 
-A training state whose fresh variables a thread of process 0 still computes.
+A thread of process 0 also computes fresh variables of a training state meanwhile:
 
     coming = coming_state(adapter, inputs, seed=seed)
     ...  # The model is traced, and its step is lowered, with descriptions of the state.
@@ -44,10 +44,7 @@ _first_reader = Slot(
 
 
 def coming_state(adapter: Adapter, inputs: Any, *, seed: int) -> "ComingState | None":
-    """Returns the state of a model whose fresh variables are made in a thread from here on.
-
-    It is None for a model that holds variables, and where JAX compiles nothing.
-    """
+    """Returns the state of a model whose fresh variables a thread makes; None if none can."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     fresh = adapter.fresh_variables(inputs, seed=seed)
@@ -56,9 +53,6 @@ def coming_state(adapter: Adapter, inputs: Any, *, seed: int) -> "ComingState | 
 
 class ComingState:
     """The state of a model whose variables are being computed, by process 0 for all.
-
-    Args:
-        fresh: The program that makes them.
 
     Attributes:
         described: Descriptions of the arrays of the state, once `describe` was called; None if they
@@ -90,9 +84,8 @@ class ComingState:
     def variables(self) -> Variables:
         """Returns the variables, once they are computed; all processes must ask.
 
-        Raises:
-            Exception: What the compiler or the program raised on process 0; the other processes
-                raise a RuntimeError that quotes it.
+        It raises what the compiler or the program raised on process 0; the other processes raise a
+        RuntimeError that quotes it.
         """
         with phases.in_phase("compile", spent="compiling"):
             held = collectives.call_on_all_processes(self._held)
@@ -130,10 +123,8 @@ class Ahead:
     def start(self, lower: Callable[[], Any]) -> None:
         """Begins to compile a program; in a job of several processes all must call it.
 
-        Args:
-            lower: Returns the lowered program; only that of one `jax.jit` is compiled ahead. An
-                error of it, or of the compiler, is raised by the step, after the checks that
-                may explain it.
+        Only a lowered program of one `jax.jit` is compiled ahead. An error of `lower`, or of the
+        compiler, is raised by the step, after the checks that may explain it.
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return

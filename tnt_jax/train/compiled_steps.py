@@ -22,19 +22,8 @@ from tnt_jax.train.steps.epoch_sums import zero_sums
 class CompiledSteps:
     """Steps for one choice of parts and optimizer; each is compiled when it is first called.
 
-    A state that is only traced may be a description.
-
-    Args:
-        runtime: Mesh to train on.
-        steps: How steps are compiled.
-        parts: Forward pass, loss and metrics.
-        optimizer: Optax transformation.
-        accumulation_steps: Steps whose mean gradient makes one update.
-        on_nan: What follows a step that is not finite; None to take it.
-
-    Attributes:
-        parts: As given.
-        watch: What looks for numbers that are not finite; None to look for none.
+    A state that is only traced may be a description. `watch` looks for numbers that are not finite;
+    it is None to look for none.
     """
 
     def __init__(
@@ -114,13 +103,7 @@ class CompiledSteps:
     def host_sums(
         self, leaves: Sequence[np.ndarray], group: DeviceBatches, state: TrainState
     ) -> Any:
-        """Returns sums of an epoch with given leaves, on the devices.
-
-        Args:
-            leaves: Leaves of sums that steps returned, on the host.
-            group: Batches like those of the epoch.
-            state: The training state.
-        """
+        """Returns sums of an epoch of batches like a group's, with given leaves of host arrays."""
         sums = self.zero_sums(group, state)
         first = len(leaves) - len(jax.tree.leaves(sums))  # 1 if `on_nan` was set, else 0.
         sums = jax.tree.structure(sums).unflatten(leaves[first:])

@@ -1,7 +1,4 @@
-"""The contracts between the parts of training: batches, measurements and compiled steps.
-
-This module contains only types: nothing here runs a program.
-"""
+"""The contracts between the parts of training: batches, measurements and compiled steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,32 +122,22 @@ class StepParts:
         applied = self.apply(
             params, model_state, batch.inputs, key=key, train=train, mask=batch.mask
         )
-        increments = {
-            "outputs": self.increments(applied.outputs, batch),
-            "model": applied.increments,
-        }
+        own = self.increments(applied.outputs, batch)
+        increments = {"outputs": own, "model": applied.increments}
         terms = self.loss_terms(applied.outputs, batch)
         if train and not terms and isinstance(applied.penalty, float):
             raise ValueError(
                 "There is no loss to train by: the model adds none itself. Pass one to compile(), "
                 "for instance loss='mse', or an objective."
             )
-        return Measured(
-            terms,
-            applied.penalty,
-            applied.model_state,
-            increments,
-        )
+        return Measured(terms, applied.penalty, applied.model_state, increments)
 
 
 class Hooks(Protocol):
     """The actions of a loop's caller between steps."""
 
     def on_batch_begin(self, index: int) -> None:
-        """Runs before step `index` of the epoch.
-
-        For steps that share a program, it runs before the first.
-        """
+        """Runs before step `index` of the epoch, the first of those that share a program."""
         ...
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
@@ -199,10 +186,7 @@ class Steps(Protocol):
 
     @property
     def takes_host_arrays(self) -> bool:
-        """Whether the programs of a single process accept host arrays.
-
-        They copy such arrays faster themselves.
-        """
+        """Whether the programs of a single process accept host arrays, which they copy faster."""
         ...
 
     @property
@@ -245,16 +229,15 @@ class Steps(Protocol):
     def predict(self, apply: Apply) -> Callable:
         """Returns the function `(params, model_state, inputs, first_row) -> outputs`.
 
-        `first_row` is the number of rows of the data before these, uint32. The outputs
-        `[rows, ...]` are sharded by row.
+        `first_row` is the number of rows of the data before these, uint32. The outputs `[rows,
+        ...]` are sharded by row.
         """
         ...
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
         """Returns fresh variables, made on the devices in parts; None if they are not kept so.
 
-        Args:
-            make: Returns the variables; JAX can trace it.
+        JAX can trace `make`.
         """
         ...
 
@@ -279,13 +262,8 @@ class Steps(Protocol):
     ) -> TrainState | None:
         """Returns descriptions of the arrays that `create_state` returns, with their shardings.
 
-        It is None if they are known only once the variables are there.
-
-        Args:
-            variables: Descriptions of the variables.
-            optimizer: As for `create_state`.
-            seed: As for `create_state`.
-            accumulation_steps: As for `create_state`.
+        The variables are descriptions, too. It is None if they are known only once the variables
+        are there.
         """
         ...
 

@@ -53,10 +53,7 @@ class InFlight:
 
     On a machine with other work, a thread that was woken waits some milliseconds for a core. A host
     that is a few short steps ahead would leave the devices idle then. Where no other process and no
-    second device takes part, it gets further ahead, and waits seldom.
-
-    Args:
-        is_alone: Whether one device of one process runs the programs.
+    second device takes part (`is_alone`), it gets further ahead, and waits seldom.
     """
 
     def __init__(self, *, is_alone: bool = False) -> None:
@@ -69,8 +66,7 @@ class InFlight:
     def add(self, result: jax.Array) -> None:
         """Waits until few programs run.
 
-        Args:
-            result: A result of the program that was started last; no later one may overwrite it.
+        No later program may overwrite this result of the one that was started last.
         """
         self._results.append(result)
         if len(self._results) <= self._limit:
@@ -97,10 +93,6 @@ def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]
     """Yields batches in order, in groups of `size` with equal shapes.
 
     Batches that do not fill a group come one by one.
-
-    Args:
-        items: Host batches.
-        size: Batches per group, at least 1.
     """
     group: list[HostBatch] = []
     for item in items:
@@ -122,16 +114,7 @@ def stack(batches: list[Any]) -> Any:
 def fused_unless_slow(
     steps: Callable, step: Callable, state: Any, sums: Any, batches: Any, *, platform: str
 ) -> Callable:
-    """Returns the program of several steps, or what runs a step in a loop where that is faster.
-
-    Args:
-        steps: The program `(state, sums, batches) -> (state, sums)`.
-        step: The program of one step.
-        state: State before the steps.
-        sums: Sums of the epoch before them.
-        batches: Their stacked batches.
-        platform: Kind of the devices.
-    """
+    """Returns the program of several steps, or what runs a step in a loop where that is faster."""
     if platform != "cpu" or not _jax.convolves(steps, state, sums, batches):
         return steps
     logger.info(
@@ -142,11 +125,7 @@ def fused_unless_slow(
 
 
 def one_by_one(step: Callable) -> Callable:
-    """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` in a loop.
-
-    Args:
-        step: The function `(state, sums, batch) -> (state, sums)`.
-    """
+    """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` in a loop."""
 
     def steps(state: Any, sums: Any, batches: Any) -> tuple[Any, Any]:
         for index in range(len(jax.tree.leaves(batches)[0])):
@@ -159,11 +138,7 @@ def one_by_one(step: Callable) -> Callable:
 def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
     """Returns the jitted function `(params, model_state, sums, batches) -> sums`.
 
-    It runs an evaluation step for each stacked batch.
-
-    Args:
-        step: The jitted function `(params, model_state, sums, batch) -> sums`.
-        sharding: Sharding of the stacked batches `[steps, rows, ...]`; None to leave it open.
+    It runs a jitted evaluation step for each stacked batch `[steps, rows, ...]`, sharded like that.
     """
     plain_step = _jax.unjitted(step)
 
@@ -178,12 +153,8 @@ def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
 def mapped(step: Callable, sharding: NamedSharding | None) -> Callable:
     """Returns the jitted function `(params, model_state, inputs, first_rows) -> outputs`.
 
-    It runs a prediction step for each of the stacked inputs and its first row.
-
-    Args:
-        step: The jitted function `(params, model_state, inputs, first_row) -> outputs`.
-        sharding: Sharding of stacked inputs and outputs `[steps, rows, ...]`; None to leave it
-            open.
+    It runs a jitted prediction step for each of the stacked inputs `[steps, rows, ...]`, sharded
+    like the outputs, and its first row.
     """
     plain_step = _jax.unjitted(step)
 
@@ -196,11 +167,8 @@ def mapped(step: Callable, sharding: NamedSharding | None) -> Callable:
 def choose_num_steps(step_s: float, *, available: int | None) -> int:
     """Returns how many steps one program should run: a power of two.
 
-    It is large enough to make the start of the program cheap compared with its run.
-
-    Args:
-        step_s: Seconds per step.
-        available: Steps per epoch, which are divided into at least two programs; None if unknown.
+    It is large enough to make the start of the program cheap compared with its run. The steps that
+    are available in an epoch, if known, are divided into at least two programs.
     """
     wanted = 2 ** math.ceil(math.log2(max(_TARGET_S / step_s, 1)))
     fitting = _MOST_STEPS if available is None else 2 ** int(math.log2(max(available // 2, 1)))
@@ -233,11 +201,7 @@ class RowsInOrder:
             )
 
     def joined(self) -> Any:
-        """Returns all rows, as host arrays `[examples, ...]`.
-
-        Raises:
-            ValueError: If there are none.
-        """
+        """Returns all rows, as host arrays `[examples, ...]`; a ValueError if there are none."""
         if not self._pieces:
             raise ValueError("The dataset is empty: at least one example is needed.")
         pieces = chain.from_iterable(self._pieces.values())

@@ -1,16 +1,14 @@
 """Keeps steps that are not finite out of the training state, inside the program of a step.
 
-A step is computed as without, and then taken or left, by one flag that is the same on every rank.
-A step that is left changes nothing: no weight, no state of the optimizer or of the model, no
+A step is computed as without, and then taken or left, by one flag that is the same on every rank. A
+step that is left changes nothing: no weight, no state of the optimizer or of the model, no
 residual, no accumulated gradient, no sum of the logs, and no count of steps, so that training goes
 on as if its batch had not been in the data.
 
-Loss scaling for float16: multiplying the loss keeps small gradients from underflowing.
-
-The scale is part of the optimizer state. A step multiplies its loss by
-`loss_scale(state.opt_state)`, sums the scaled gradients over the ranks and passes them to the
-transformation, which divides them by the scale. A dynamic scale is updated from the sums, so that
-all ranks have the same.
+Loss scaling for float16: multiplying the loss keeps small gradients from underflowing. The scale is
+part of the optimizer state. A step multiplies its loss by `loss_scale(state.opt_state)`, sums the
+scaled gradients over the ranks and passes them to the transformation, which divides them by the
+scale. A dynamic scale is updated from the sums, so that all ranks have the same.
 """
 
 from collections.abc import Callable
@@ -27,12 +25,10 @@ from tnt_jax.train.state import TrainState
 
 
 class LossScaleState(NamedTuple):
-    """State of a gradient transformation with loss scaling.
+    """State of a gradient transformation with loss scaling, around that of another one.
 
-    Attributes:
-        scale: Factor of the loss of the next step, float32.
-        finite_steps: Updates since the scale last changed, int32.
-        inner: State of the transformation of the unscaled gradients.
+    The scale, float32, is that of the next step; `finite_steps`, int32, are updates since it
+    changed.
     """
 
     scale: jax.Array
@@ -68,12 +64,8 @@ def with_dynamic_scale(
     """Returns a transformation for gradients of a scaled loss that adapts the scale.
 
     It works as `keras.optimizers.LossScaleOptimizer`: if a gradient is not finite, parameters and
-    the inner state do not change, and the scale is halved.
-
-    Args:
-        optimizer: Transformation of the unscaled gradients.
-        initial_scale: First scale.
-        growth_steps: Updates in a row after which the scale is doubled.
+    the inner state do not change, and the scale is halved; it is doubled after `growth_steps`
+    updates in a row.
     """
 
     def init(params: Any) -> LossScaleState:
@@ -100,19 +92,13 @@ def with_dynamic_scale(
 
 
 def loss_scale(opt_state: Any) -> jax.Array | None:
-    """Returns the factor of the loss before it is differentiated.
-
-    The result is None if the optimizer does not scale the loss.
-    """
+    """Returns the factor of the loss before it is differentiated; None if there is none."""
     found = scale_alone(opt_state)
     return None if found is None else found.scale
 
 
 def scale_alone(opt_state: Any) -> LossScaleState | None:
-    """Returns the part of an optimizer's state that `loss_scale` needs.
-
-    The result is None if the optimizer does not scale the loss.
-    """
+    """Returns the part of an optimizer's state that `loss_scale` needs; None if there is none."""
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_scaled) if _is_scaled(x)]
     return states[0]._replace(inner=None) if states else None
 
@@ -135,10 +121,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def check_uncompressed(opt_state: Any) -> None:
-    """Raises a ValueError if an optimizer scales the loss, for use with compression.
-
-    The residuals of compression would have another scale.
-    """
+    """Raises a ValueError if the loss is scaled: residuals of compression would change theirs."""
     if scale_alone(opt_state) is not None:
         raise ValueError(
             "gradient_compression cannot be combined with a scaled loss (LossScaleOptimizer, "
@@ -169,14 +152,9 @@ CHECKED = "checked"
 
 
 def first_counts(in_a_row: int = 0, *, skipped: int = 0) -> np.ndarray:
-    """Returns the counts of steps that were left, as they are at the beginning.
+    """Returns the counts of steps that were left, as they are at the beginning, float32 `[3]`.
 
-    Args:
-        in_a_row: Steps in a row, up to the last one, that were left.
-        skipped: Steps of the epoch that were left.
-
-    Returns:
-        float32 `[3]`: the steps in a row, the loss of the last step, and the steps of the epoch.
+    They are the steps in a row up to the last one, its loss, and the steps of the epoch.
     """
     return np.array([in_a_row, 0, skipped], np.float32)
 
@@ -186,15 +164,9 @@ def is_finite_step(
 ) -> jax.Array:
     """Returns whether a step may be taken: whether loss, gradients and model state are finite.
 
-    Gradients of a loss whose scale adapts itself may be infinite, which lowers the scale. Model
-    state may hold what is not finite if it did so before the step.
-
-    Args:
-        state: State before the step.
-        model_state: Model state after it.
-        loss: Loss of the global batch.
-        grads: Gradients, summed over the ranks; None if they are not known.
-        found: Further condition.
+    Gradients, summed over the ranks, count if they are known, and no scale adapts itself to
+    infinite ones. Model state may hold what is not finite if it did so before the step. `found` is
+    a further condition.
     """
     is_finite = all_finite(loss) & found
     if not adapts_scale(state.opt_state):
@@ -208,13 +180,7 @@ def is_finite_step(
 
 
 def can_be_summed(state: TrainState, grads: Any, num_ranks: int) -> jax.Array:
-    """Returns whether a rank's gradients are finite, and their sum over the ranks is, too.
-
-    Args:
-        state: State before the step.
-        grads: This rank's part of the gradients.
-        num_ranks: Ranks that add theirs.
-    """
+    """Returns whether a rank's gradients are finite, and their sum over the ranks is, too."""
     if adapts_scale(state.opt_state):
         return jnp.asarray(True)
     return all_finite(jax.tree.map(lambda x: x * num_ranks, grads))
@@ -233,16 +199,8 @@ def take_or_leave(
     """Returns state and sums after a step that is taken if it is finite, and left if not.
 
     Unless steps are skipped, all steps after the first that was left are left as well, until the
-    host has read the counts and decided what follows.
-
-    Args:
-        on_nan: What follows a step that is not finite.
-        is_finite: Whether the step is finite, the same on every rank.
-        before: State and sums before the step.
-        finish: Makes the update; returns state and sums after the step, the sums without counts.
-        loss: Loss of the step.
-        platform: Platform of the devices.
-        in_parts: Whether each rank updates a part of the arrays alone.
+    host has read the counts and decided what follows. `finish` makes the update; with `in_parts`
+    each rank updates a part of the arrays alone.
     """
     state, sums = before
     in_a_row, _, skipped = sums[CHECKED]
@@ -256,18 +214,14 @@ def take_or_leave(
     if in_parts:
         new_state, new_sums = pick(is_finite, (new_state, new_sums), old)
     else:
-        new_rest, old_rest = (_without_update(*pair) for pair in ((new_state, new_sums), old))
+        # What an optimizer does not change.
+        new_rest = new_state.step, new_state.model_state, new_sums
+        old_rest = state.step, state.model_state, old[1]
         step, model_state, new_sums = pick(is_finite, new_rest, old_rest)
         new_state = replace(new_state, step=state.step, model_state=state.model_state)
-        new_state = replace(
-            _select(is_finite, new_state, state), step=step, model_state=model_state
-        )
+        chosen = _select(is_finite, new_state, state)
+        new_state = replace(chosen, step=step, model_state=model_state)
     return new_state, new_sums | {CHECKED: checked}
-
-
-def _without_update(state: TrainState, sums: Any) -> Any:
-    """Returns what an optimizer does not change: count of steps, model state, and sums."""
-    return state.step, state.model_state, sums
 
 
 def _select(is_finite: jax.Array, new: Any, old: Any) -> Any:

@@ -51,22 +51,15 @@ def create_state(
 ) -> TrainState:
     """Returns the state before the first update.
 
-    Args:
-        params: Arrays to train.
-        model_state: Arrays that the model updates itself.
-        optimizer: Transformation whose state is initialized for `params`.
-        seed: Seed of dropout and of other random streams of the step.
-        accumulating_ranks: Number of ranks that accumulate gradients over several steps; 0 if every
-            step updates.
-        compressing_ranks: Number of ranks that send compressed gradients; 0 without compression.
+    The seed is that of dropout and of other random streams of the step. `accumulating_ranks`
+    accumulate gradients over several steps, `compressing_ranks` send compressed ones; 0 if none
+    does.
     """
 
     def rows(num_ranks: int) -> Any:
-        return (
-            jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params)
-            if num_ranks
-            else None
-        )
+        if num_ranks:
+            return jax.tree.map(lambda x: np.zeros((num_ranks, *x.shape), x.dtype), params)
+        return None
 
     zero: Any = np.zeros((), np.int32)
     return TrainState(
@@ -101,10 +94,8 @@ def started_at_once(optimizer: optax.GradientTransformation) -> optax.GradientTr
 def moved(state: TrainState, places: TrainState) -> TrainState:
     """Returns a copy of a state in other places on the same devices.
 
-    Args:
-        state: Arrays on the devices.
-        places: Descriptions of the arrays there, with their shardings. Sums of gradients may have
-            more rows there, of which the further ones are zeros, or the one that is their sum.
+    The places are descriptions of the arrays there, with their shardings. Sums of gradients may
+    have more rows there, of which the further ones are zeros, or the one that is their sum.
     """
 
     def with_rows(x: jax.Array, place: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,9 +1,6 @@
-"""The arrays of a training state by path, such as `params/Dense_0/kernel`.
+"""The arrays of a training state by path, as they are saved and must fit a model again."""
 
-They are what is saved, and what must fit a model when it is read again.
-"""
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +9,13 @@ import numpy as np
 from tnt_jax.adapters.base import VariablePath
 from tnt_jax.train.state import TrainState
 
-# How many leaves an error names before it says how many there are besides.
-_NAMED_LEAVES = 8
+# How many leaves or rows an error names.
+_NAMED = 8
 _ACCUMULATED = ("accumulated/", "residual/")
 
 
 def state_arrays(state: Any) -> dict[str, Any]:
-    """Returns the arrays of a state by path, such as `params/Dense_0/kernel`.
-
-    Args:
-        state: A `TrainState`, or another pytree of arrays or their descriptions.
-
-    Raises:
-        ValueError: If two leaves have the same path.
-    """
+    """Returns the arrays of a state, or other pytree, by path, such as `params/Dense_0/kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_array)
     return by_path(("/".join(map(_saved_part, path)), leaf) for path, leaf in leaves)
 
@@ -33,8 +23,8 @@ def state_arrays(state: Any) -> dict[str, Any]:
 def by_path(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns leaves by path.
 
-    Raises:
-        ValueError: If two leaves have the same path, as the keys `"a/b"`, and `"b"` within `"a"`.
+    A ValueError says that two leaves have the same path, as the keys `"a/b"`, and `"b"` within
+    `"a"`.
     """
     flat: dict[str, Any] = {}
     for path, leaf in leaves:
@@ -48,16 +38,7 @@ def by_path(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
-    """Returns a state like `state` with other arrays.
-
-    Args:
-        state: State whose structure is kept.
-        arrays: Arrays by path, as `state_arrays` returns them.
-
-    Raises:
-        ValueError: If a path is missing or too many, or a shape or dtype differs; the message names
-            the leaves.
-    """
+    """Returns a state like `state` with other arrays by path, which must fit; see `check_match`."""
     expected = state_arrays(state)
     arrays = _for_ranks(arrays, expected)
     check_match(expected, arrays)
@@ -65,39 +46,22 @@ def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
 
 
 def without_accumulated(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arrays without what the ranks have accumulated since the last update.
-
-    Each process holds only its part of that.
-    """
+    """Returns arrays without what ranks have accumulated, of which each process holds a part."""
     return {path: leaf for path, leaf in arrays.items() if not path.startswith(_ACCUMULATED)}
 
 
 def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Checks that arrays have the paths, shapes and dtypes of others.
-
-    Args:
-        expected: Arrays of the model by path.
-        found: Arrays of the file by path.
-
-    Raises:
-        ValueError: If they do not; the message names the leaves.
-    """
-    missing = [path for path in expected if path not in found]
-    unknown = [path for path in found if path not in expected]
-    different = [
-        f"{path} (file: {_kind(found[path])}, model: {_kind(leaf)})"
-        for path, leaf in expected.items()
-        if path in found and _kind(found[path]) != _kind(leaf)
-    ]
-    parts = [
-        f"{what}: {_listed(paths)}"
-        for what, paths in (
-            ("not in the file", missing),
-            ("not in the model", unknown),
-            ("different", different),
-        )
-        if paths
-    ]
+    """Raises a ValueError unless arrays of a file have the model's paths, shapes and dtypes."""
+    problems = {
+        "not in the file": [path for path in expected if path not in found],
+        "not in the model": [path for path in found if path not in expected],
+        "different": [
+            f"{path} (file: {_kind(found[path])}, model: {_kind(leaf)})"
+            for path, leaf in expected.items()
+            if path in found and _kind(found[path]) != _kind(leaf)
+        ],
+    }
+    parts = [f"{what}: {listed(paths)}" for what, paths in problems.items() if paths]
     if parts:
         raise ValueError(
             f"What was saved does not fit the model. Leaves {'; '.join(parts)}. Load it into the "
@@ -106,10 +70,7 @@ def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arrays with accumulated gradients `[ranks, ...]` for another number of ranks.
-
-    Only the sum of the gradients matters.
-    """
+    """Returns arrays with accumulated gradients `[ranks, ...]` of as many ranks as expected."""
     found = dict(arrays)
     for path, leaf in expected.items():
         if not path.startswith(_ACCUMULATED):
@@ -119,6 +80,7 @@ def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
             found[path] = np.zeros(leaf.shape, leaf.dtype)
         elif saved.shape[0] != leaf.shape[0] and saved.shape[1:] == leaf.shape[1:]:
             found[path] = np.zeros(leaf.shape, leaf.dtype)
+            # Only the sum of the gradients matters.
             found[path][0] = np.sum(saved, axis=0)
     return found
 
@@ -127,9 +89,10 @@ def _kind(leaf: Any) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - _NAMED_LEAVES} more" if len(paths) > _NAMED_LEAVES else ""
-    return ", ".join(paths[:_NAMED_LEAVES]) + more
+def listed(items: Sequence[Any]) -> str:
+    """Returns the first items in words, and how many there are besides."""
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(map(str, items[:_NAMED])) + more
 
 
 def _saved_part(entry: Any) -> str:

@@ -44,10 +44,8 @@ class Trainer:
             for a state of its own.
 
     Attributes:
-        rank_slice: The part of the data axis, in ranks or virtual ranks, that this process feeds.
         put: From this process's rows to arrays on the devices, sharded by row over all ranks.
         put_stacked: The same for several batches `[batches, rows, ...]`.
-        predict_step: The compiled forward pass; see `Steps.predict`.
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
     """
 
@@ -94,10 +92,7 @@ class Trainer:
     def move(self, runtime: Runtime, steps: Steps, places: TrainState) -> None:
         """Goes on with other steps, on another mesh over the same devices; `compile` follows.
 
-        Args:
-            runtime: The mesh.
-            steps: How steps are compiled there.
-            places: Descriptions of the arrays of the state there, with their shardings.
+        The places describe the arrays of the state there, with their shardings.
         """
         state = self._built()
         # What is compiled for the steps before must not meet those to come.
@@ -174,8 +169,7 @@ class Trainer:
     def require_state(self) -> TrainState:
         """Returns the state, of a model that was built or can build itself.
 
-        Raises:
-            RuntimeError: If the model has no variables yet.
+        A RuntimeError says that the model has no variables yet.
         """
         if self.state is None and (inputs := self.adapter.sample_inputs()) is not None:
             self.build(inputs)
@@ -187,10 +181,7 @@ class Trainer:
         return self.state
 
     def build_from(self, variables: Variables) -> None:
-        """Creates the state from host arrays in the form in which `adapter.init` returns variables.
-
-        The arrays must be the same on every process.
-        """
+        """Creates the state from host arrays as of `adapter.init`, the same on every process."""
         self._create_state(variables)
 
     def compile(
@@ -203,13 +194,8 @@ class Trainer:
     ) -> None:
         """Chooses what the steps compute, and starts the optimizer unless it runs already.
 
-        Parameters and model state stay.
-
-        Args:
-            parts: Forward pass, loss and metrics.
-            optimizer: Optax transformation.
-            accumulation_steps: Steps whose mean gradient makes one update.
-            on_nan: What follows a step that is not finite; None to take it.
+        Parameters and model state stay. The mean gradient of `accumulation_steps` makes one update;
+        `on_nan` says what follows a step that is not finite, None to take it.
         """
         self._compiled = CompiledSteps(
             self.runtime,
@@ -224,12 +210,7 @@ class Trainer:
     def use_optimizer(
         self, optimizer: optax.GradientTransformation, *, accumulation_steps: int = 1
     ) -> None:
-        """Starts an optimizer afresh, unless it is the one that the state belongs to.
-
-        Args:
-            optimizer: Optax transformation.
-            accumulation_steps: Steps whose mean gradient makes one update.
-        """
+        """Starts an optimizer afresh, unless it is the one that the state belongs to."""
         if optimizer is self._optimizer and accumulation_steps == self._accumulation_steps:
             return
         self._optimizer, self._accumulation_steps = optimizer, accumulation_steps
@@ -241,12 +222,7 @@ class Trainer:
             self._create_state(held if is_cut else self.variables())
 
     def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
-        """Returns sums of an epoch with given leaves, for host batches like `batch`.
-
-        Args:
-            leaves: Leaves of sums that `train_epoch` returned, on the host.
-            batch: Batch of this process's rows.
-        """
+        """Returns sums of an epoch with given host leaves, for host batches like `batch`."""
         group = DeviceBatches(self.put(batch), 0)
         return self.programs.host_sums(leaves, group, self._built())
 
@@ -257,10 +233,8 @@ class Trainer:
     def gathered_state(self, *, alone: bool = False) -> TrainState:
         """Returns the state with what lies in parts replicated.
 
-        All processes must call it, unless `alone` is True.
-
-        Raises:
-            RuntimeError: If one process alone asks for what is sharded over several.
+        All processes must call it, unless `alone` is True: a RuntimeError then refuses what is
+        sharded over several.
         """
         state = self._built()
         if alone and not all(
@@ -303,11 +277,8 @@ class Trainer:
     ) -> Any:
         """Trains on batches on the devices; returns the sums of the epoch, or None without a batch.
 
-        Args:
-            batches: Batches on the devices.
-            hooks: What runs between the steps.
-            first_index: Number of the first step in the epoch.
-            sums: Sums of the steps before.
+        `first_index` is the number of the first step in the epoch, `sums` are those of the steps
+        before.
         """
         running = InFlight(is_alone=self._is_alone)
         index, watch = first_index, self.programs.watch
@@ -444,15 +415,7 @@ _FIRST = np.uint32(0)  # Rows of the data before the batch.
 
 
 def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
-    """Returns how many steps of evaluation or prediction share a program.
-
-    They are as many as wanted, but 1 where that is slow.
-
-    Args:
-        trainer: Trainer with variables.
-        wanted: Steps that the user wants in one program.
-        batch: This process's rows of a batch.
-    """
+    """Returns how many steps of evaluation share a program: as wanted, but 1 where that is slow."""
     if wanted == 1 or trainer.steps.fused is None or trainer.runtime.platform != "cpu":
         return wanted
     # As in training: XLA's CPU convolutions are many times slower in a program of several steps.
@@ -466,10 +429,6 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
     """Returns shapes and dtypes of the model's outputs, and what made each of them last.
 
     The second tree holds `"sigmoid"`, `"softmax"` or `""`.
-
-    Args:
-        trainer: Trainer that was built.
-        batch: Batch of this process's rows.
     """
     state = trainer.described()
     # Steps that run one by one have several programs, none of which says it alone.
@@ -486,14 +445,7 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
 
 
 def local_outputs(trainer: Trainer, batch: Batch) -> Any:
-    """Returns the model's outputs for this process's rows of a batch, as host arrays.
-
-    The rows of padding are included.
-
-    Args:
-        trainer: Trainer with variables.
-        batch: Batch of this process's rows.
-    """
+    """Returns host arrays of the outputs for this process's rows of a batch, padding included."""
     state = trainer.require_state()
     with phases.in_phase("step"):
         outputs = _jax.finished(
@@ -536,13 +488,7 @@ def device_feed(
 def preparation_of(
     trainer: Trainer, unpack: Callable[[HostBatch], Batch], *, threaded: bool
 ) -> Callable[[list[HostBatch]], DeviceBatches]:
-    """Returns the function that makes of some host batches what one program takes.
-
-    Args:
-        trainer: Trainer whose steps take them.
-        unpack: From a host batch to what a step takes.
-        threaded: Whether a thread calls it.
-    """
+    """Returns the function that makes of some host batches what one program takes."""
     # Without a thread that hides its cost, device_put takes longer than the compiled step does to
     # fetch host arrays itself.
     is_direct = not threaded and jax.process_count() == 1 and trainer.steps.takes_host_arrays

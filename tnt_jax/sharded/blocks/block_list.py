@@ -39,14 +39,8 @@ class BlockList:
     def of(cls, params: Any, path: str) -> "BlockList | None":
         """Returns the blocks of a list; None if no modules of a list have this path.
 
-        In a Keras model the path may be that of the layers' names, or that of saved weights.
-
-        Args:
-            params: Parameters, or their descriptions.
-            path: Path of the list, without the numbers of the blocks.
-
-        Raises:
-            ValueError: If a block has other arrays than the first one.
+        In a Keras model the path may be that of the layers' names, or that of saved weights; it has
+        no numbers. A ValueError says that a block has other arrays than the first one.
         """
         saved, leaves = (list(x) for x in zip(*state_arrays(params).items(), strict=True))
         stem = path.strip("/")
@@ -61,22 +55,13 @@ class BlockList:
                 return cls(stem, tuple(blocks), tuple(first), indices)
         return None
 
-    @property
-    def stacked_paths(self) -> list[str]:
-        """Path of each stacked array, such as `layers/Dense_0/kernel`."""
-        return [f"{self.path}/{name}" for name in self.arrays]
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class Staged:
     """Parameters in which the arrays of a list of blocks are stacked, `[blocks, ...]`.
 
-    A pytree with the other arrays, and then the stacked ones, by path.
-
-    Args:
-        arrays: The arrays by path.
-        blocks: The blocks.
-        structure: Structure of the parameters of the model.
+    A pytree with the other arrays, and then the stacked ones, by path. `structure` is that of the
+    parameters of the model.
     """
 
     def __init__(self, arrays: dict[str, Any], blocks: BlockList, structure: Any) -> None:
@@ -86,25 +71,16 @@ class Staged:
 
     @classmethod
     def of(cls, params: Any, blocks: BlockList, stacks: Iterable[Any]) -> "Staged":
-        """Returns parameters with other arrays for the blocks.
-
-        Args:
-            params: Parameters of the model.
-            blocks: The blocks.
-            stacks: What stands for each array of the blocks.
-        """
+        """Returns parameters of the model with these stacks for each array of the blocks."""
         in_blocks = {index for indices in blocks.indices for index in indices}
         leaves = enumerate(state_arrays(params).items())
         others = dict(item for index, item in leaves if index not in in_blocks)
-        stacked = dict(zip(blocks.stacked_paths, stacks, strict=True))
+        paths = [f"{blocks.path}/{name}" for name in blocks.arrays]
+        stacked = dict(zip(paths, stacks, strict=True))
         return cls(others | stacked, blocks, jax.tree.structure(params))
 
     def leaves(self, unstack: Callable[[Any], Sequence[Any]]) -> list[Any]:
-        """Returns leaves of the parameters of the model.
-
-        Args:
-            unstack: Returns what stands for each block's array, from a stacked one.
-        """
+        """Returns leaves of the model's parameters, each stack as what `unstack` gives."""
         leaves: list[Any] = [None] * self.structure.num_leaves
         arrays = list(self.arrays.values())
         num_others = len(arrays) - len(self.blocks.arrays)
@@ -174,7 +150,6 @@ def _renamed(block: dict[str, int], saved: Sequence[str]) -> dict[str, int]:
 
 
 def _check_equal(blocks: dict[str, dict[str, int]], leaves: Sequence[Any], stem: str) -> None:
-    """Raises a ValueError if the arrays of a block are not those of the first one."""
     (first, expected), *others = blocks.items()
     for name, block in others:
         found = _difference(first, expected, name, block, leaves)

@@ -106,14 +106,17 @@ def difference(
 ) -> str:
     """Returns what differs between blocks, in words.
 
-    Args:
-        equations: Equations of the program.
-        uses: Positions of the equations that use arrays of each block.
-        names: Paths of the blocks.
-        depths: Number of the last block that a variable depends on.
-        params: Variables of the blocks' arrays.
+    `uses` has positions of the equations that use arrays of each block, `depths` the number of the
+    last block that a variable depends on.
     """
-    own = _in_blocks(equations, uses, names, depths)
+    own = [_Own([], []) for _ in names]
+    for at, equation in enumerate(equations):
+        block = _last_block(equation, depths)
+        if block < 0 or at < uses[block][0]:
+            continue
+        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
+        last_use = max(x for x in uses[block] if x < end)
+        (own[block].inside if at <= last_use else own[block].after).append(equation)
     return (
         _difference_inside(own, names)
         or _result_used_later(equations, names, depths, params)
@@ -123,33 +126,14 @@ def difference(
 
 
 class _Own(NamedTuple):
-    """The equations from the first use of a block's arrays on, up to that of the next block's.
-
-    Attributes:
-        inside: Those up to the last use of its arrays.
-        after: Those that follow.
-    """
+    """The equations from the first use of a block's arrays on to the last, and those after it."""
 
     inside: list[Any]
     after: list[Any]
 
 
-def _in_blocks(
-    equations: Sequence[Any],
-    uses: Sequence[Sequence[int]],
-    names: Sequence[str],
-    depths: Mapping[Any, int],
-) -> list[_Own]:
-    """Returns the equations of each block."""
-    own = [_Own([], []) for _ in names]
-    for at, equation in enumerate(equations):
-        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
-        if block < 0 or at < uses[block][0]:
-            continue
-        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
-        last_use = max(x for x in uses[block] if x < end)
-        (own[block].inside if at <= last_use else own[block].after).append(equation)
-    return own
+def _last_block(equation: Any, depths: Mapping[Any, int]) -> int:
+    return max((depths.get(v, -1) for v in equation.outvars), default=-1)
 
 
 def _difference_inside(own: Sequence[_Own], names: Sequence[str]) -> str | None:
@@ -183,7 +167,7 @@ def _result_used_later(
 ) -> str | None:
     """Returns which block's result is used by more than the next block."""
     for equation in equations:
-        block = max((depths.get(v, -1) for v in equation.outvars), default=-1)
+        block = _last_block(equation, depths)
         for v in variables_in(equation.invars):
             depth = depths.get(v, -1)
             if v not in params and 0 <= depth < block - 1:
@@ -200,12 +184,7 @@ Atoms = tuple[Any, ...]
 
 
 class Step(NamedTuple):
-    """An equation of every block.
-
-    Attributes:
-        equations: The equation in each block.
-        operands: What each of its operands is in each block.
-    """
+    """The same equation in each block, and what each of its operands is in each block."""
 
     equations: tuple[Any, ...]
     operands: tuple[Atoms, ...]
@@ -213,12 +192,7 @@ class Step(NamedTuple):
 
 @dataclass
 class _Match:
-    """What is found while blocks are compared, backward from their ends.
-
-    Attributes:
-        start: What the first of them starts from, by place among the carried values.
-        steps: Equations by their positions in the program.
-    """
+    """What is found backward from the ends of blocks: what the first starts from, and equations."""
 
     start: dict[int, Any] = field(default_factory=dict)
     steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
@@ -403,10 +377,7 @@ class EqualBlocks:
     def _compare_place(
         self, blocks: Sequence[int], atoms: Atoms, starts: Sequence[Any], found: _Match
     ) -> bool | None:
-        """Returns whether what stands at one place of some blocks is the same in all of them.
-
-        None says that equations of the blocks make it, which are to be compared.
-        """
+        """Returns whether one place is the same in blocks; None if equations make it."""
         if self.is_shared(atoms):
             return True
         places = {
@@ -509,7 +480,6 @@ class EqualBlocks:
         return -1 if _is_literal(x) else self._depth.get(x, -1)
 
     def _check_uses(self) -> None:
-        """Raises a ValueError if arrays of blocks are used elsewhere, too."""
         for name, uses in zip(self._names, self._uses, strict=True):
             for at in uses:
                 if not self.is_in_block(self._equations[at]):

@@ -52,8 +52,10 @@ def rematerialized(
 ) -> Any:
     """Returns `function(params)`, whose blocks keep what `remat` says for backpropagation.
 
+    Numbers in the result remain numbers.
+
     Args:
-        function: Function of a pytree of arrays. Numbers in its result remain numbers.
+        function: Function of a pytree of arrays.
         params: The parameters.
         remat: `"none"` to keep everything, `"dots"` to keep products with matrices, `"full"` to
             keep the inputs of blocks alone; or a mapping from patterns of paths to these, of which
@@ -90,12 +92,7 @@ def rematerialized(
 
 
 def rematerialized_apply(apply: Apply, remat: Remat | Mapping[str, Remat]) -> Apply:
-    """Returns a forward pass whose blocks keep what `remat` says in training.
-
-    Args:
-        apply: Forward pass.
-        remat: As in `rematerialized`.
-    """
+    """Returns a forward pass whose blocks keep what `remat` says in training."""
 
     def rematerializing(params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
         def forward(params: Any) -> Applied:
@@ -109,12 +106,8 @@ def rematerialized_apply(apply: Apply, remat: Remat | Mapping[str, Remat]) -> Ap
 def policy_of(remat: Remat | Mapping[str, Remat], path: str) -> Any:
     """Returns the policy of `jax.checkpoint` for the layers of a pipeline; None to keep everything.
 
-    Args:
-        remat: As in `rematerialized`. A pattern may fit the layers, or the first block of a list.
-        path: Path of the layers.
-
-    Raises:
-        ValueError: If a pattern of `remat` does not fit the layers.
+    A pattern of `remat` may fit the path of the layers, or that of the first block of a list; a
+    ValueError says that it does neither.
     """
     names = [path, f"{path}_0", f"{path}/0"]
     policies = _policies(remat, names)
@@ -136,10 +129,7 @@ def _loops(jaxpr: Any, paths: Sequence[str]) -> dict[int, list[int]]:
 
 
 def _listed_blocks(paths: Sequence[str]) -> list[str]:
-    """Returns the paths of the outermost modules that stand in a list: `a_0` or `a/0`, and so on.
-
-    A list has at least two modules.
-    """
+    """Returns the paths of the outermost modules in lists of two or more: `a_0` or `a/0`."""
     found: list[str] = []
     for path in paths:
         keys = path.split("/")[:-1]

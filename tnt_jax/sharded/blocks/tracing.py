@@ -1,10 +1,8 @@
 """Traces functions of parameters, and runs the equations of their programs one by one.
 
-Numbers that a rematerialized function folds into keys, brought out of it.
-
 A module that is rematerialized, as by `nn.remat`, folds its own number into the key of its dropout
 inside the rematerialized function. So the programs of equal blocks differ in a number; outside of
-them it can be an input of each layer.
+them (`hoisted`) it can be an input of each layer.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,8 +18,7 @@ _REMATERIALIZED = ("checkpoint", "remat2", "remat")
 def hoisted(equations: list[Any]) -> list[Any]:
     """Returns equations of which rematerialized ones get numbers from outside, marked as varying.
 
-    Args:
-        equations: Equations of a program, traced inside `shard_map`.
+    The program was traced inside `shard_map`.
     """
     found = []
     for equation in equations:
@@ -55,13 +52,9 @@ def _marks_number(equation: Any) -> bool:
 
 
 class Traced(NamedTuple):
-    """A function of arrays as a program.
+    """A function of arrays as a program, from leaves of its arguments to arrays of its result.
 
-    Attributes:
-        program: Program with the leaves of the arguments as arguments, and the arrays of the
-            function's result as results.
-        rebuild: Maps the results of the program to the function's result, whose other values are
-            those of the trace.
+    `rebuild` maps these to the function's result, whose other values are those of the trace.
     """
 
     program: Any
@@ -88,12 +81,7 @@ def trace(function: Callable, *args: Any) -> Traced:
 
 
 class Values:
-    """The values of the variables of a program, while its equations run.
-
-    Args:
-        variables: Variables that are known from the start.
-        values: Their values.
-    """
+    """The values of the variables of a program, while its equations run."""
 
     def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
         self._known = dict(zip(variables, values, strict=True))
@@ -155,11 +143,7 @@ def loop_operands(equation: Any, operands: list[Any]) -> LoopOperands:
 
 
 class Sources:
-    """Which parameter a variable stands for, where casts alone lie between.
-
-    Args:
-        variables: Variable of each parameter.
-    """
+    """Which of the parameters a variable stands for, where casts alone lie between."""
 
     def __init__(self, variables: Iterable[Any]) -> None:
         self._found = {variable: index for index, variable in enumerate(variables)}

@@ -27,12 +27,7 @@ from tnt_jax.train.state_arrays import state_arrays
 
 
 class Moving(NamedTuple):
-    """What passes from stage to stage for a micro-batch.
-
-    Attributes:
-        carried: What the loop carries: the activations.
-        extras: Other values that depend on parameters, which the layers or what follows them need.
-    """
+    """What passes from stage to stage: activations, and other values that depend on parameters."""
 
     carried: list[Any]
     extras: list[Any]
@@ -92,46 +87,38 @@ class LayersLoop:
     @property
     def moving(self) -> list[Any]:
         """Variables of what passes from stage to stage."""
-        carried = loop_operands(self._loop, self._loop.invars).carried
-        return variables_in([*carried, *self._extras])
+        return variables_in([*self._operands.carried, *self._extras])
 
     def enter(self, params: Sequence[Any], micro: Sequence[Any]) -> Moving:
         """Returns what the first layer gets, from leaves of whole parameters and a micro-batch."""
         values = self._values(params, micro)
-        operands = loop_operands(self._loop, self._loop.invars)
-        needed = variables_in([*operands.carried, *self._extras])
-        values.run(_leading_to(needed, self._others))
-        return Moving(values.read(operands.carried), values.read(self._extras))
+        values.run(_leading_to(self.moving, self._others))
+        return Moving(values.read(self._operands.carried), values.read(self._extras))
 
     def stage(
         self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, first: Any, policy: Any
     ) -> Moving:
-        """Returns what consecutive layers make of a micro-batch.
+        """Returns what consecutive layers make of a micro-batch, in which `x` comes to the first.
 
-        Args:
-            layers: Parts of the stacked arrays with these layers, in the order of `indices`.
-            x: What comes to the first of them.
-            micro: Leaves of the micro-batch.
-            first: Number of the first of them.
-            policy: What a layer keeps for backpropagation; None for everything.
+        `layers` are parts of the stacked arrays, in the order of `indices`; `policy` says what a
+        layer keeps for backpropagation, None for everything.
         """
-        operands = loop_operands(self._loop, self._loop.invars)
         axes = axes_of([x, layers])
         x, micro = vary((x, list(micro)), axes)
         values = self._values(None, micro)
         values.write(self._extras, x.extras)
-        others = [v for i, v in enumerate(operands.items) if i not in self._layers]
         known = set(self._extras)
-        needed = [v for v in variables_in([*operands.consts, *others]) if v not in known]
+        needed = [v for v in self._given if v not in known]
         values.run(_leading_to(needed, self._others))
         length = layers[0].shape[0]
-        own = iter(jax.lax.dynamic_slice_in_dim(v, first, length) for v in values.read(others))
+        others = values.read(self._other_items)
+        own = iter(jax.lax.dynamic_slice_in_dim(v, first, length) for v in others)
         of_layers = dict(zip(self._layers, layers, strict=True))
         items = [
             of_layers[i].astype(v.aval.dtype) if i in of_layers else next(own)
-            for i, v in enumerate(operands.items)
+            for i, v in enumerate(self._operands.items)
         ]
-        body = partial(loop_body(self._loop), values.read(operands.consts))
+        body = partial(loop_body(self._loop), values.read(self._operands.consts))
         if policy is not None:
             # Within a loop nothing can be merged with what was computed before.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
@@ -140,13 +127,7 @@ class LayersLoop:
         return Moving(carried, x.extras)
 
     def leave(self, params: Sequence[Any], x: Moving, micro: Sequence[Any]) -> list[Any]:
-        """Returns the arrays of the result; see `rebuild`.
-
-        Args:
-            params: Leaves of the parameters; those of the layers are not used.
-            x: What leaves the last layer.
-            micro: Leaves of the micro-batch.
-        """
+        """Returns the arrays of the result from what leaves the last layer; see `rebuild`."""
         values = self._values(params, micro)
         values.run(_leading_to(self._repeated, self._others))
         values.write(self._extras, x.extras)
@@ -180,6 +161,11 @@ class LayersLoop:
         equations = [e for e in jaxpr.eqns if not self._casts_layers(e, sources)]
         users = [e for e in equations if any(self._holds(sources.of(v)) for v in e.invars)]
         self._loop, self._layers = self._loop_over_layers(users, sources)
+        self._operands = loop_operands(self._loop, self._loop.invars)
+        items = enumerate(self._operands.items)
+        self._other_items = [v for i, v in items if i not in self._layers]
+        # What layers need beside their arrays and activations.
+        self._given = variables_in([*self._operands.consts, *self._other_items])
         self.indices = list(self._layers.values())
         depending = _depending(equations, self._loop.outvars)
         self._after = [e for e in equations if any(v in depending for v in variables_in(e.invars))]
@@ -192,11 +178,9 @@ class LayersLoop:
             _depending(self._others, variables) for variables in (self._params, self._micro)
         )
         bridge = [v for v in used if v in made]
-        operands = loop_operands(self._loop, self._loop.invars)
-        others = [v for i, v in enumerate(operands.items) if i not in self._layers]
         # Stages have no other parameters than their layers', and no activations but those they get.
         self._extras = variables_in(
-            [v for v in variables_in([*operands.consts, *others]) if v in of_params]
+            [v for v in self._given if v in of_params]
             + [v for v in bridge if v in of_params and v in of_rows]
         )
         self._repeated = [v for v in bridge if v not in self._extras]
@@ -235,10 +219,7 @@ class LayersLoop:
 
 
 def example_of(part: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns what stands for an array of another shape while a function of it is traced.
-
-    It is the same on all stages, and differs between ranks.
-    """
+    """Returns an array of another shape to trace with: the same on all stages, not on all ranks."""
     return _jax.make_varying(jnp.zeros(shape, part.dtype))
 
 

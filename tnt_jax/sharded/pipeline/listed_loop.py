@@ -18,14 +18,9 @@ from tnt_jax.sharded.blocks.tracing import Values, hoisted, trace
 def with_loop(function: Callable[[Any, Any], Any]) -> Callable[[Staged, Any], Any]:
     """Returns `function` of stacked blocks, which run as one `jax.lax.scan`.
 
-    The program of the function is traced for the model's own parameters, and the equations of its
-    blocks are replaced by a loop.
-
-    Args:
-        function: Function `(params, micro_batch) -> result` of the model's own parameters.
-
-    Raises:
-        ValueError: If the blocks are not equal, or not in a row; see `EqualBlocks`.
+    The program of the function `(params, micro_batch) -> result` is traced for the model's own
+    parameters, and the equations of its blocks are replaced by a loop. They must be as
+    `EqualBlocks` says.
     """
 
     def looped(staged: Staged, micro_batch: Any) -> Any:

@@ -89,13 +89,8 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
     It is called inside `shard_map` over the ranks and the axis `stage`; without this axis nothing
     changes. Of the layers each device passes its own, stacked or `Staged`, of other parameters all.
     With the schedule 1F1B, forward passes of training do not change either: see
-    `tnt_jax.sharded.pipelined_parts`.
-
-    Args:
-        apply: Forward pass; rows must not depend on one another.
-        pipeline: Layers and micro-batches.
-        policy: What the layers keep for backpropagation, a policy of `jax.checkpoint`; None for
-            everything.
+    `tnt_jax.sharded.pipelined_parts`. Rows must not depend on one another. `policy` says what the
+    layers keep, as of `jax.checkpoint`; None for everything.
     """
 
     def in_pipeline(

@@ -89,8 +89,7 @@ class _Run(NamedTuple):
         x: Activations that the stage before sent in the last slot.
         grad_x: Gradients that the stage after sent in the last slot.
         kept: Inputs of the micro-batches whose backward pass is still to come, `[stages, ...]`.
-        loss: Sum so far; on the last stage alone.
-        numbers: Sums so far; on the last stage alone.
+        loss, numbers: Sums so far; on the last stage alone.
         grads: Sums so far of the gradients of (shared, layers).
     """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +52,11 @@ class HostArray:
     def of(cls, leaf: Any, *, has_whole: bool) -> HostArray:
         """Returns copies of what this process saves of an array.
 
-        Args:
-            leaf: Host or device array.
-            has_whole: Whether this process saves the arrays that are not spread over processes.
+        `has_whole` says whether it saves the arrays that are not spread over processes.
         """
         if is_spread(leaf):
             shards = [
-                (tuple(part.start or 0 for part in shard.index), np.array(shard.data))
+                (_starts(shard.index), np.array(shard.data))
                 for shard in leaf.addressable_shards
                 if shard.replica_id == 0
             ]
@@ -70,8 +68,12 @@ class HostArray:
 
     def region(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part at a region of the whole array."""
-        starts = tuple(part.start or 0 for part in index)
+        starts = _starts(index)
         return next(values for at, values in self.shards if at == starts)
+
+
+def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
 
 
 def is_spread(leaf: Any) -> bool:
@@ -82,18 +84,11 @@ def is_spread(leaf: Any) -> bool:
 
 
 def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
-    """Returns which parts of arrays this process holds, of those that each process holds in part.
-
-    Args:
-        arrays: Arrays by path.
-    """
+    """Returns which parts of arrays this process holds, of those that each holds in part."""
     return {
         path: (
             tuple(leaf.shape),
-            {
-                tuple(part.start or 0 for part in shard.index): shard.data.shape
-                for shard in leaf.addressable_shards
-            },
+            {_starts(shard.index): shard.data.shape for shard in leaf.addressable_shards},
         )
         for path, leaf in arrays.items()
         if is_spread(leaf)
@@ -101,14 +96,9 @@ def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
 
 
 def check_savable(arrays: Mapping[str, Any]) -> None:
-    """Raises an error if arrays could not be restored as they are.
+    """Raises a TypeError for a dtype that cannot be stored, a ValueError for two paths of one name.
 
-    Args:
-        arrays: Arrays by path.
-
-    Raises:
-        TypeError: If a dtype cannot be stored, such as uint4.
-        ValueError: If two paths have the same name in the files, as `a/b` and `a.b` do.
+    `a/b` and `a.b` have the same name in the files.
     """
     paths: dict[str, str] = {}
     for path, leaf in arrays.items():
@@ -140,15 +130,10 @@ def _is_storable(dtype: str) -> bool:
 def write_arrays(
     folder: Path, arrays: Mapping[str, HostArray], *, process: int | None = None
 ) -> None:
-    """Writes arrays to a folder, in one transaction.
+    """Writes arrays to a folder, in one transaction; an OSError if they cannot be written.
 
-    Args:
-        folder: Folder; created if it is missing.
-        arrays: Copies of the arrays by path.
-        process: Number of this process if several write; `merge_arrays` then joins what they wrote.
-
-    Raises:
-        OSError: If they cannot be written.
+    If several processes write, each gives its number, and `merge_arrays` then joins what they
+    wrote.
     """
     import tensorstore as ts
 
@@ -167,7 +152,7 @@ def write_arrays(
             for path, array in arrays.items()
         ]
         writes = [
-            store.result()[_region(starts, values.shape)].write(
+            store.result()[region(starts, values.shape)].write(
                 values, can_reference_source_data_indefinitely=True
             )
             for store, array in zip(stores, arrays.values(), strict=True)
@@ -220,11 +205,7 @@ def describe_arrays(folder: Path, arrays: Mapping[str, HostArray]) -> None:
 
 
 def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of each array of a folder by path.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Returns shape and dtype of each array of a folder by path, or raises a ValueError."""
     return {
         path: jax.ShapeDtypeStruct(store.result().shape, store.result().dtype.numpy_dtype)
         for path, store in _opened(folder).items()
@@ -232,22 +213,15 @@ def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_arrays(
-    folder: Path,
-    kinds: Mapping[str, str],
-    wanted: Mapping[str, Regions] | None = None,
+    folder: Path, kinds: Mapping[str, str], wanted: Mapping[str, Regions] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
 
-    Arrays are NumPy arrays, or a `HostArray` of the parts that are wanted.
-
     Args:
-        folder: Folder.
-        wanted: Parts to read of arrays that are not needed whole; see `spread_regions`.
+        folder: Folder; a ValueError if its description cannot be read.
         kinds: What `kind` of each array must be: a damaged description may demand any amount of
             memory.
-
-    Raises:
-        ValueError: If the description of the folder cannot be read.
+        wanted: Parts to read, as a `HostArray`; see `spread_regions`.
     """
     arrays, problems = {}, {}
     reads = {}
@@ -264,27 +238,23 @@ def read_arrays(
     for path, (store, (is_whole, started)) in reads.items():
         try:
             parts = [(at, np.asarray(read.result())) for at, read in started]
-            arrays[path] = parts[0][1] if is_whole else _parts_of(store, parts)
+            values = parts[0][1]
+            if not is_whole:
+                dtype = np.dtype(store.dtype.numpy_dtype)
+                values = HostArray(tuple(store.shape), dtype, values.shape, parts)
+            arrays[path] = values
         except ValueError as error:
             problems[path] = _first_words(error)
     return arrays, problems
 
 
 def _started(store: Any, wanted: Regions | None) -> tuple[bool, list[Any]]:
-    """Starts to read an array, or parts of it if it has the shape that is expected.
-
-    Returns whether it is read whole, and where each part begins, with the values to come.
-    """
+    """Starts to read an array, or parts of it if it has the shape that is expected."""
     shape = tuple(store.shape)
     if wanted is None or wanted[0] != shape:
         return True, [((0,) * len(shape), store.read())]
     parts = wanted[1].items()
-    return False, [(at, store[_region(at, size)].read()) for at, size in parts]
-
-
-def _parts_of(store: Any, parts: list[tuple[tuple[int, ...], np.ndarray]]) -> HostArray:
-    dtype = np.dtype(store.dtype.numpy_dtype)
-    return HostArray(tuple(store.shape), dtype, parts[0][1].shape, parts)
+    return False, [(at, store[region(at, size)].read()) for at, size in parts]
 
 
 def kind(shape: tuple[int, ...], dtype: Any) -> str:
@@ -344,7 +314,8 @@ def _layout(array: HostArray) -> dict[str, Any]:
     }
 
 
-def _region(starts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def region(starts: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices of a part of an array."""
     return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
 
 

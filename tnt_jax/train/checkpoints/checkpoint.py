@@ -207,8 +207,8 @@ class Checkpoints:
             before: Look among those of smaller numbers only.
         """
         self.wait()
-        numbers = [n for n in self._on_all(self._complete())[0] if before is None or n < before]
-        return max(numbers, default=None)
+        complete = self._on_all(self._folders.complete(self.directory))[0]
+        return max((n for n in complete if before is None or n < before), default=None)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of the newest checkpoint's arrays by path.
@@ -264,7 +264,8 @@ class Checkpoints:
         """
         self.wait()
         problems: list[str] = []
-        found = self._on_all([*self._complete(), *self._folders.remains(self.directory)])
+        here = self.directory
+        found = self._on_all([*self._folders.complete(here), *self._folders.remains(here)])
         numbers = {n for seen in found for n in seen if before is None or n < before}
         for number in sorted(numbers, reverse=True):
             saved, problem = self._read_on_all(number, like)
@@ -303,10 +304,8 @@ class Checkpoints:
     def check(self) -> bool:
         """Returns whether everything is written, without waiting for it.
 
-        Without a call of it, a checkpoint that could not be written is noticed by the next one.
-
-        Raises:
-            OSError: As `wait`.
+        Without a call of it, a checkpoint that could not be written is noticed by the next one. It
+        raises as `wait`.
         """
         if not self._writer.is_done():
             return False
@@ -322,8 +321,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs write to the directory.
 
-        Raises:
-            OSError: As `wait`.
+        It raises as `wait`.
         """
         try:
             self.wait()
@@ -370,9 +368,6 @@ class Checkpoints:
                 outcome.problem,
             )
 
-    def _complete(self) -> list[tuple[int, Path]]:
-        return self._folders.complete(self.directory)
-
     def _on_all(self, folders: list[tuple[int, Path]]) -> list[list[int]]:
         """Returns the numbers of the folders that each process sees."""
         seen = [number for number, _ in folders]
@@ -386,16 +381,14 @@ class Checkpoints:
         problem = ""
         saved = None
         try:
-            saved = self._read(number, like)
+            wanted = None if like is None else spread_regions(state_arrays(like))
+            items, about = read_checkpoint(self._folder(number), wanted)
+            position = None if about["position"] is None else Position(*about["position"])
+            extra = items.get("extra", {})
+            saved = Saved(number, items["state"], extra, position, about["notes"])
         except Exception as error:  # All processes must hear of it.
             problem = str(error) or type(error).__name__
         if not self._alone:
             told = collectives.agree("Checkpoints.read", {"checkpoint": number}, note=problem)
             problem = next(filter(None, told), "")
         return (None if problem else saved), problem
-
-    def _read(self, number: int, like: TrainState | None) -> Saved:
-        wanted = None if like is None else spread_regions(state_arrays(like))
-        items, about = read_checkpoint(self._folder(number), wanted)
-        position = None if about["position"] is None else Position(*about["position"])
-        return Saved(number, items["state"], items.get("extra", {}), position, about["notes"])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.files import read_regular
-from tnt_jax.train.checkpoints.arrays import HostArray, kind
+from tnt_jax.train.checkpoints.arrays import HostArray, kind, region
 
 FOLDER = "checksums"
 _FILES = "files.json"
@@ -34,13 +34,7 @@ def array_checksum(array: np.ndarray) -> int:
 
 
 def write_array_checksums(folder: Path, arrays: Mapping[str, HostArray], *, process: int) -> None:
-    """Writes the checksums of the arrays that a process saves.
-
-    Args:
-        folder: Folder of the checkpoint.
-        arrays: Copies of the arrays by path.
-        process: Number of this process.
-    """
+    """Writes the checksums of the arrays that a process saves of a checkpoint."""
     noted = {
         path: [
             kind(array.shape, array.dtype),
@@ -72,10 +66,7 @@ def has_checksums(folder: Path) -> bool:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Returns what is wrong with the files of a checkpoint, a sentence for each.
-
-    Its folder must have no irregular entries (`tnt_jax.files`).
-    """
+    """Returns what is wrong with the files of a checkpoint, which has no irregular entries."""
     try:
         noted = json.loads(read_regular(folder / FOLDER / _FILES))
         files = {name: (int(size), int(crc)) for name, (size, crc) in noted["files"].items()}
@@ -98,11 +89,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def read_array_checksums(folder: Path) -> dict[str, tuple[str, list[Any]]]:
-    """Returns, by path, the kind of each array and the place and checksum of its parts.
-
-    Raises:
-        ValueError: If they cannot be read.
-    """
+    """Returns, by path, the kind of each array and the place and checksum of its parts."""
     found: dict[str, tuple[str, list[Any]]] = {}
     try:
         for file in sorted((folder / FOLDER).glob("arrays_*.json")):
@@ -118,10 +105,6 @@ def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[An
 
     Of an array that was read in part those parts are compared that were saved as they were read;
     for the others the checksums of the files must do.
-
-    Args:
-        array: The array.
-        expected: Its entry in `read_array_checksums`.
     """
     text, parts = expected
     if kind(array.shape, array.dtype) != text:
@@ -131,12 +114,8 @@ def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[An
         known = [(values, saved.get((at, values.shape))) for at, values in array.shards]
         is_damaged = any(crc not in (None, array_checksum(values)) for values, crc in known)
         return "has other values than were saved" if is_damaged else ""
-    for starts, shape, crc in parts:
-        region = tuple(
-            slice(start, start + size) for start, size in zip(starts, shape, strict=True)
-        )
-        if array_checksum(array[region]) != crc:
-            return "has other values than were saved"
+    if any(array_checksum(array[region(at, shape)]) != crc for at, shape, crc in parts):
+        return "has other values than were saved"
     covered = sum(int(np.prod(shape)) for _, shape, _ in parts)
     return "" if covered == array.size else "is not covered by its checksums"
 
@@ -152,7 +131,6 @@ def _problem_of_file(path: Path, size: int, crc: int) -> str:
 
 
 def _file_checksum(path: Path, *, is_synced: bool = False) -> tuple[int, int]:
-    """Returns size and checksum of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

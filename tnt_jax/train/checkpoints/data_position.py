@@ -16,13 +16,7 @@ DataPosition = dict[str, Any]
 
 
 def describe_position(stream: EpochStream, first_epoch: int, rows: int) -> DataPosition:
-    """Returns a position in the rows of an epoch, and what their order depends on.
-
-    Args:
-        stream: The data.
-        first_epoch: Epoch that the stream begins with.
-        rows: Rows of the epoch that are done.
-    """
+    """Returns a position in the rows of an epoch, and what their order depends on."""
     source = stream.source
     order = row_order_of(source)
     checksums = getattr(source, "first_checksums", None)
@@ -49,15 +43,9 @@ def batches_done(
 ) -> int:
     """Returns the batches of the running `fit` that a noted position has behind it in its epoch.
 
-    Args:
-        position: The position in the batches of the interrupted run.
-        noted: What `describe_position` returned there.
-        stream: The data of the running `fit`.
-        first_epoch: Epoch that the stream begins with.
-        is_accumulating: Whether gradients of steps before the position wait for their update.
-
-    Raises:
-        ValueError: If rows would be lost or seen twice; the message gives both values.
+    The position is in the batches of the interrupted run, where `describe_position` returned what
+    is noted. `is_accumulating` says whether gradients of steps before it wait for their update. A
+    ValueError, which gives both values, says that rows would be lost or seen twice.
     """
     own = describe_position(stream, first_epoch, noted["rows"])
     if noted["rows"] and (reason := row_order_of(stream.source).unrepeatable):
@@ -87,12 +75,8 @@ def _rebatched(
     position: Position, noted: DataPosition, stream: EpochStream, *, is_accumulating: bool
 ) -> int:
     """Returns the batches behind a position if batches have another size than they had."""
-    size, old_size, rows = (
-        stream.source.global_batch_size,
-        noted["global_batch_size"],
-        noted["rows"],
-    )
-    order = row_order_of(stream.source)
+    size, old_size = stream.source.global_batch_size, noted["global_batch_size"]
+    rows, order = noted["rows"], row_order_of(stream.source)
     problem = ""
     if is_accumulating:
         problem = "gradients of the former are accumulated and not applied yet"
@@ -110,12 +94,8 @@ def _rebatched(
             "times the number of ranks."
         )
     if rows:
-        _check_parts(
-            position,
-            noted,
-            {"parts": order.parts, "first_batch": None},
-            leave_out=("batches of an epoch",),
-        )
+        own = {"parts": order.parts, "first_batch": None}
+        _check_parts(position, noted, own, leave_out=("batches of an epoch",))
     logger.warning(
         "The global batch has %s rows, %s before the interruption. No row of an epoch is lost or "
         "seen twice, but learning rate schedules go on counting updates, and results are not "

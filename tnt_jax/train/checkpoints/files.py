@@ -49,13 +49,9 @@ class DamagedCheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, copied to the host.
+    """What a checkpoint holds, copied to the host: arrays by tree and path, and a text about them.
 
-    Attributes:
-        items: Arrays by path, of the state and of what was saved beside it.
-        about: Text that describes them.
-        is_best: Whether the checkpoint is the best so far.
-        is_spread: Whether each process writes a part.
+    `is_best` says whether it is the best so far, `is_spread` whether each process writes a part.
     """
 
     items: dict[str, dict[str, HostArray]]
@@ -72,14 +68,7 @@ class Content:
         is_best: bool,
         leads: bool,
     ) -> Content:
-        """Returns copies of what this process saves.
-
-        Args:
-            trees: Arrays by path, by the name of the tree.
-            about: JSON values that describe them.
-            is_best: See above.
-            leads: Whether this process saves what all processes hold.
-        """
+        """Returns copies of what this process saves; if it `leads`, of what all hold, too."""
         for leaf in (leaf for tree in trees.values() for leaf in tree.values()):
             if isinstance(leaf, jax.Array) and (leads or is_spread(leaf)):
                 leaf.copy_to_host_async()
@@ -100,39 +89,16 @@ def check_finite(content: Content) -> None:
 
 
 def write_part(folder: Path, content: Content, *, process: int) -> None:
-    """Writes the arrays of this process, and their checksums.
-
-    Args:
-        folder: Folder of the checkpoint, which exists.
-        content: What it holds.
-        process: Number of this process.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Writes the arrays of this process to the folder of a checkpoint, and their checksums."""
     for item, arrays in content.items.items():
         own = {path: array for path, array in arrays.items() if array.shards}
         if own:
             write_arrays(folder / item, own, process=process if content.is_spread else None)
-    flat = {
-        f"{item}/{path}": array
-        for item, arrays in content.items.items()
-        for path, array in arrays.items()
-    }
-    write_array_checksums(folder, flat, process=process)
+    write_array_checksums(folder, _by_path(content.items), process=process)
 
 
 def complete(folder: Path, content: Content, target: Path) -> None:
-    """Adds what describes the arrays, then lets the checkpoint appear.
-
-    Args:
-        folder: Folder in which all processes have written their parts.
-        content: What the first process knows of it.
-        target: Name under which it appears.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Adds what describes the arrays to what all processes wrote; the checkpoint then appears."""
     for item, arrays in content.items.items():
         if content.is_spread:
             merge_arrays(folder / item)
@@ -151,13 +117,9 @@ def read_checkpoint(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Returns the arrays of a checkpoint by path, by tree, and what describes them.
 
-    Args:
-        folder: Folder of the checkpoint.
-        wanted: Parts to read of arrays of the state that are not needed whole.
-
-    Raises:
-        FileNotFoundError: If this process does not see the folder.
-        DamagedCheckpointError: If it does not hold what was saved; the text names files and arrays.
+    Of arrays of the state that are `wanted` in parts, these alone are read. Raises a
+    FileNotFoundError if this process does not see the folder, and a DamagedCheckpointError that
+    names files and arrays which do not hold what was saved.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -211,14 +173,16 @@ def _read_items(
             problems[item] = str(error)
             continue
         problems |= {f"{item}/{path}": problem for path, problem in bad.items()}
-    found = {f"{item}/{path}": leaf for item, tree in items.items() for path, leaf in tree.items()}
-    return items, problems | _differences(found, sums, problems)
+    return items, problems | _differences(_by_path(items), sums, problems)
+
+
+def _by_path(items: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{item}/{path}": leaf for item, tree in items.items() for path, leaf in tree.items()}
 
 
 def _differences(
     found: Mapping[str, Any], sums: Mapping[str, Any], known: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns what differs between arrays and their checksums, by path."""
     differences = {}
     for path, expected in sums.items():
         if path in found:

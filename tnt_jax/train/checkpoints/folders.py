@@ -29,11 +29,7 @@ _PARTS = (METADATA, "state", "extra", "about", FOLDER)
 
 
 class OwnFolders:
-    """The names of checkpoints of one kind.
-
-    Args:
-        prefix: The beginning of the names, which a number follows.
-    """
+    """The names of checkpoints of one kind: a prefix, which a number follows."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -51,18 +47,12 @@ class OwnFolders:
         return [(number, path) for number, path in self._named(directory, "") if is_ours(path)]
 
     def remains(self, directory: Path) -> list[tuple[int, Path]]:
-        """Returns number and path of each folder that is left of a checkpoint without its files.
-
-        A cluster that purges old files leaves such folders.
-        """
+        """Returns number and path of each folder that has lost its files, as in a purge."""
         named = self._named(directory, "")
         return [(n, path) for n, path in named if not is_ours(path) and _holds_parts(path)]
 
     def taken(self, directory: Path) -> int:
-        """Returns the largest number that a name of this kind has in a directory.
-
-        Folders of other programs count, too. The result is -1 if there is none.
-        """
+        """Returns the largest number in a name of this kind, of any program; -1 without one."""
         return max(
             (number for number, _ in self._named(directory, f"({_UNFINISHED})?")), default=-1
         )
@@ -74,12 +64,10 @@ class OwnFolders:
                 remove(path)
 
     def remove_old(self, directory: Path, *, max_to_keep: int | None, ignored: set[int]) -> None:
-        """Removes all checkpoints but the newest ones and the newest of the best.
+        """Removes all checkpoints but the newest ones (`max_to_keep`) and the newest of the best.
 
-        Args:
-            directory: Directory.
-            max_to_keep: How many stay; all if None.
-            ignored: Numbers of checkpoints that are damaged, which do not count.
+        All stay if `max_to_keep` is None. Those whose numbers are `ignored` are damaged, and do not
+        count.
         """
         if max_to_keep is None:
             return
@@ -129,13 +117,7 @@ def is_ours(path: Path) -> bool:
 
 
 def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:
-    """Writes Orbax's metadata of a checkpoint with tnt_jax's marker.
-
-    Args:
-        path: Folder of the checkpoint.
-        items: Names of its trees of arrays.
-        is_best: Whether it is the best so far.
-    """
+    """Writes Orbax's metadata of a checkpoint with trees of arrays, and tnt_jax's marker in it."""
     trees = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
     texts = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
     metadata = {

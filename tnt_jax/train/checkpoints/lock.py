@@ -39,25 +39,17 @@ class LockedError(RuntimeError):
 
 
 class DirectoryLock:
-    """The lock of a directory, which this process holds until `release`.
+    """The lock of a directory, by a file in it, which this process holds until `release`.
 
-    Args:
-        path: File that stands for the lock; its folder must exist.
-
-    Raises:
-        LockedError: If another process holds it.
-        OSError: If the file cannot be written.
+    It raises a LockedError if another process holds it, an OSError if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_lost = False
         self._file = _open_locked(path)
-        try:
+        with _closing_on_error(self._file):
             self._take_over()
-        except BaseException:
-            _close(self._file)
-            raise
         self._is_over = threading.Event()
         self._thread = threading.Thread(
             target=self._renew, name="tnt_jax checkpoint lock", daemon=True

@@ -34,7 +34,6 @@ from tnt_jax.train.checkpoints.files import (
 from tnt_jax.train.checkpoints.folders import OwnFolders, remove
 from tnt_jax.train.checkpoints.lock import DirectoryLock, LockedError
 
-_KEY = "tnt_jax/checkpoint"
 _WHAT = "a checkpoint"
 # "written", "refused" because of its numbers, or "failed".
 Result = Literal["written", "refused", "failed"]
@@ -42,27 +41,16 @@ Result = Literal["written", "refused", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How writing a checkpoint ended, the same on all processes.
-
-    Attributes:
-        result: How.
-        problem: What was wrong, if anything.
-    """
+    """How writing a checkpoint ended, and what was wrong, the same on all processes."""
 
     result: Result
     problem: str = ""
 
 
 class Writer:
-    """Writes the checkpoints of one directory.
+    """Writes the checkpoints of one directory; `alone` without the other processes.
 
-    Args:
-        directory: The directory.
-        folders: Names of its checkpoints.
-        alone: Whether this process acts without the others.
-
-    Attributes:
-        damaged: Numbers of checkpoints that could not be read.
+    `damaged` has the numbers of checkpoints that could not be read.
     """
 
     def __init__(self, directory: Path, folders: OwnFolders, *, alone: bool) -> None:
@@ -78,8 +66,8 @@ class Writer:
         self._attempts = 0
         self._pending: Outcome | None = None
         self._is_writing = False
-        identity = f"{directory} {folders.prefix}"
-        self._key = f"{_KEY}/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        identity = hashlib.sha256(f"{directory} {folders.prefix}".encode())
+        self._key = f"tnt_jax/checkpoint/{identity.hexdigest()[:16]}"
 
     @property
     def leads(self) -> bool:
@@ -89,35 +77,22 @@ class Writer:
     def lock(self) -> None:
         """Refuses other jobs the directory, which is created if it is missing.
 
-        Raises:
-            LockedError: On all processes, if another job writes to it.
-            OSError: On all processes, if it cannot be written to.
+        If another job writes to it, all processes raise a LockedError; if nothing can be written,
+        an OSError.
         """
         self._agree("Checkpoints.lock", self._hold_lock)
 
     def begin(self, wanted: int) -> int:
         """Returns the number of a new checkpoint, whose folder has been created.
 
-        Args:
-            wanted: The number, unless there are higher ones already.
-
-        Raises:
-            LockedError: On all processes, if another job writes to the directory.
-            OSError: On all processes, if it cannot be written to.
+        It is the wanted one, unless there are higher ones already. It raises as `lock`.
         """
         return self._agree("Checkpoints.save", lambda: self._prepare(wanted))
 
     def start(
         self, number: int, content: Content, *, max_to_keep: int | None, must_be_finite: bool
     ) -> None:
-        """Writes a checkpoint in the background.
-
-        Args:
-            number: What `begin` returned.
-            content: What the checkpoint holds.
-            max_to_keep: How many stay.
-            must_be_finite: Whether it is refused if its parameters hold NaN or infinity.
-        """
+        """Writes a checkpoint in the background, with the number that `begin` returned."""
         self._attempts += 1
         self._is_writing = True
         if not (self.leads or content.is_spread):
@@ -137,10 +112,7 @@ class Writer:
         return collectives.agree("Checkpoints.check", {}, note=is_done)[0]
 
     def finish(self) -> Outcome | None:
-        """Waits for the checkpoint that is being written.
-
-        Returns how it ended, None if there is none.
-        """
+        """Waits for the checkpoint that is being written; returns how it ended, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -194,11 +166,7 @@ class Writer:
             logger.warning("The lock of %s was lost, and is taken again.", self.directory)
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = DirectoryLock(self.directory / self._lock_name)
-
-    @property
-    def _lock_name(self) -> str:
-        return f".{self._folders.prefix}.lock"
+            self._lock = DirectoryLock(self.directory / f".{self._folders.prefix}.lock")
 
     def _prepare(self, wanted: int) -> int:
         """Locks the directory and creates the folder of a checkpoint; returns its number."""
@@ -224,7 +192,8 @@ class Writer:
             return
         try:
             if content.is_spread:
-                outcome = self._worst([outcome, *self._others(key)])
+                outcomes = [outcome, *self._others(key)]
+                outcome = next((each for each in outcomes if each.result != "written"), outcome)
             if outcome.result == "written":
                 target = self.directory / self._folders.build_name(number)
                 complete(self._temporary(number), content, target)
@@ -256,10 +225,6 @@ class Writer:
             outcomes.append(Outcome(*json.loads(told)) if told else ends)
             _jax.coordination_client().key_value_delete(f"{key}/{process}")
         return outcomes
-
-    def _worst(self, outcomes: list[Outcome]) -> Outcome:
-        bad = [outcome for outcome in outcomes if outcome.result != "written"]
-        return bad[0] if bad else Outcome("written")
 
     def _tell(self, outcome: Outcome, number: int, key: str) -> None:
         """Ends a checkpoint for all processes."""

@@ -16,13 +16,11 @@ from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.finite import all_finite, can_be_summed, scale_alone
 from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state_arrays import listed, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient
 from tnt_jax.train.steps.step import differentiate
 
 _REPLICATED: Any = PartitionSpec()
-# How many rows and arrays an error names before it says how many there are besides.
-_NAMED = 8
 
 
 class Diagnosis(NamedTuple):
@@ -45,7 +43,7 @@ class Diagnosis(NamedTuple):
     def describe(self) -> str:
         """Returns sentences for an error."""
         if self.leaves:
-            text = f"The gradient of {_listed(self.leaves)} is not finite. "
+            text = f"The gradient of {listed(self.leaves)} is not finite. "
         else:
             text = "Every gradient of it is finite. "
         if self.data_rows:
@@ -67,15 +65,7 @@ class Diagnosis(NamedTuple):
 def diagnose(
     parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, *, real_rows: Sequence[slice]
 ) -> Diagnosis:
-    """Returns what is not finite in the step that follows a state; all processes must call it.
-
-    Args:
-        parts: What the step computes.
-        state: State before the step.
-        batch: Batch on the devices.
-        mesh: Ranks.
-        real_rows: Positions of the real rows.
-    """
+    """Returns what is not finite in the step that follows a state; all processes must call it."""
 
     def work(state: TrainState, batch: Batch) -> Any:
         local = differentiate(parts, state, batch, mesh)
@@ -116,8 +106,6 @@ def _bad_data(batch: Batch) -> jax.Array:
 
 
 def _bad_losses(parts: Parts, state: TrainState, batch: Batch) -> jax.Array:
-    """Returns for each row whether its loss in evaluation is not finite."""
-
     def is_bad(row: Batch) -> jax.Array:
         alone = jax.tree.map(lambda x: x[None], row)
         measured = parts.measure(state.params, state.model_state, alone, key=None, train=False)
@@ -127,9 +115,4 @@ def _bad_losses(parts: Parts, state: TrainState, batch: Batch) -> jax.Array:
 
 
 def _rows(rows: list[int]) -> str:
-    return f"row {rows[0]}" if len(rows) == 1 else f"rows {_listed(rows)}"
-
-
-def _listed(items: Sequence[Any]) -> str:
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return ", ".join(map(str, items[:_NAMED])) + more
+    return f"row {rows[0]}" if len(rows) == 1 else f"rows {listed(rows)}"

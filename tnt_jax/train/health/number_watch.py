@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tnt_jax import _jax
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.contracts import Parts
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches
 from tnt_jax.train.finite import CHECKED, OnNaN, first_counts
 from tnt_jax.train.health.diagnosis import diagnose
@@ -46,12 +46,7 @@ class LossSpikes:
         self._is_told = False
 
     def see(self, loss: float, step: int) -> None:
-        """Warns if a loss is far above those before it.
-
-        Args:
-            loss: Loss of one step; one that is not finite is no spike.
-            step: Number of the step in the epoch, from 1 on.
-        """
+        """Warns if the loss of a step (from 1 on in the epoch) is far above those before it."""
         if not math.isfinite(loss):
             return
         if loss > self._bound:
@@ -105,13 +100,7 @@ class _Copy:
 
 
 class NumberWatch:
-    """Watches the steps of one model.
-
-    Args:
-        on_nan: What follows a step that is not finite.
-        parts: What the step computes.
-        mesh: Ranks.
-    """
+    """Watches the steps of one model, and does what `on_nan` says after one that is not finite."""
 
     def __init__(self, on_nan: OnNaN, parts: Parts, mesh: Mesh) -> None:
         self._on_nan, self._parts, self._mesh = on_nan, parts, mesh
@@ -138,12 +127,11 @@ class NumberWatch:
         if CHECKED not in sums:
             self._begin()
             sums = self.with_counts(sums)
-        if self._on_nan == "rollback" and (
-            self._copy is None or index - self._copy.index >= COPY_STEPS
-        ):
-            if self._copy is None:
+        before = self._copy
+        if self._on_nan == "rollback" and (before is None or index - before.index >= COPY_STEPS):
+            if before is None:
                 self._first_step = int(state.step)
-            skipped = 0 if self._copy is None else self._copy.skipped
+            skipped = 0 if before is None else before.skipped
             self._copy = _Copy(_copied(state), sums, index, skipped)
             if self._has_progressed:
                 self._num_rollbacks, self._has_progressed = 0, False
@@ -154,15 +142,9 @@ class NumberWatch:
     ) -> tuple[TrainState, Any]:
         """Reads the counts of an older program; returns the state and sums to go on with.
 
-        Args:
-            index: Steps of the epoch that were started.
-            state: State after them.
-            sums: Sums after them.
-            group: Batches of the last program.
-
-        Raises:
-            FloatingPointError: On all processes, if training ends because of a step that was not
-                finite.
+        State and sums are those after `index` steps of the epoch, the last ones of which ran on
+        `group`. All processes raise a FloatingPointError if training ends because of a step that
+        was not finite.
         """
         self._running.append(_Started(sums[CHECKED], group, index))
         if len(self._running) > IN_FLIGHT:
@@ -176,11 +158,7 @@ class NumberWatch:
         return state, sums
 
     def end_epoch(self, state: TrainState) -> None:
-        """Warns of an epoch of which `"rollback"` has kept no step, and raises after a second one.
-
-        Raises:
-            FloatingPointError: On all processes, if two epochs in a row changed nothing.
-        """
+        """Warns of an epoch of which `rollback` has kept no step; raises after a second."""
         if self._on_nan != "rollback" or self._copy is None:
             return
         is_lost = int(state.step) == self._first_step
@@ -227,12 +205,10 @@ class NumberWatch:
         if not skipped or self._is_told:
             return
         self._is_told = True
-        first = started.index - (self._in_a_row or started.group.num_steps) + 1
-        where = (
-            f"Step {first}"
-            if self._in_a_row or started.group.num_steps == 1
-            else (f"One of the steps {first} to {started.index}")
-        )
+        first = _first_left(started, self._in_a_row or started.group.num_steps)
+        where = f"One of the steps {first} to {started.index}"
+        if self._in_a_row or started.group.num_steps == 1:
+            where = f"Step {first}"
         logger.warning(
             "%s%s was skipped: loss or gradients are not finite%s. The logs count such "
             "steps as skipped_steps.",
@@ -276,7 +252,9 @@ class NumberWatch:
             'compile(on_nan="skip") to leave such steps out.'
         )
         try:
-            batch = _batch_of(group, position)
+            batch = group.batch
+            if group.num_steps > 1:
+                batch = jax.tree.map(lambda x: x[position], batch)
             found = diagnose(self._parts, state, batch, self._mesh, real_rows=group.real_rows)
         except Exception as error:
             raise FloatingPointError(f"{text}; why could not be found out. {advice}") from error
@@ -295,12 +273,6 @@ def _of_epoch() -> str:
 def _first_left(started: _Started, in_a_row: int) -> int:
     """Returns the number of the first of the last steps that were left, from 1 on."""
     return started.index - in_a_row + 1
-
-
-def _batch_of(group: DeviceBatches, position: int) -> Batch:
-    if group.num_steps == 1:
-        return group.batch
-    return jax.tree.map(lambda x: x[position], group.batch)
 
 
 def _copied(state: TrainState) -> TrainState:

@@ -25,10 +25,7 @@ _programs = Slot[dict[Mesh, Callable]](dict)
 
 
 def replicated_arrays(state: TrainState) -> list[jax.Array]:
-    """Returns the arrays of a state that every rank holds in full.
-
-    Sums of each rank's own gradients and a sharded optimizer state are left out.
-    """
+    """Returns the arrays of a state that every rank holds in full."""
     return [x for x in jax.tree.leaves(_shared(state)) if x.is_fully_replicated]
 
 
@@ -38,14 +35,7 @@ def replicated_paths(state: TrainState) -> list[str]:
 
 
 def local_checksums(arrays: Sequence[jax.Array], mesh: Mesh) -> np.ndarray:
-    """Returns the checksums of replicated arrays, uint32 `[local ranks, arrays]`.
-
-    Nothing is communicated. It waits until the arrays are computed.
-
-    Args:
-        arrays: Arrays that are replicated over the mesh.
-        mesh: The ranks.
-    """
+    """Returns the checksums of replicated arrays, uint32 `[local ranks, arrays]`, once computed."""
     plain = [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
     if mesh.devices.flat[0].platform == "cpu":
         parts = zip(*map(_jax.local_parts, plain), strict=True)

@@ -122,10 +122,9 @@ class LoopCheckpoints:
 
 def _arrays(state: Any) -> dict[str, Any]:
     """Returns the arrays of a state by path; random keys as their words."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
     return by_path(
-        ("/".join(jax.tree_util.keystr((entry,), simple=True) for entry in path), _plain(leaf))
-        for path, leaf in leaves
+        (jax.tree_util.keystr(path, simple=True, separator="/"), _plain(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     )
 
 

@@ -71,13 +71,14 @@ class StepContext:
         """Returns what all ranks together add to the state of each metric that was updated."""
         # What is the same on every rank, such as the loss, was seen once.
         added = [increments for _, increments in self.records]
-        local = [index for index, tree in enumerate(added) if self._is_of_rank(tree)]
+        local = [
+            index
+            for index, tree in enumerate(added)
+            if not self.tells_varying or any(map(_jax.is_varying, jax.tree.leaves(tree)))
+        ]
         summed = self.sum([added[index] for index in local])
         known = dict(zip(local, summed, strict=True))
         return [known.get(index, tree) for index, tree in enumerate(added)]
-
-    def _is_of_rank(self, tree: Any) -> bool:
-        return not self.tells_varying or any(_jax.is_varying(x) for x in jax.tree.leaves(tree))
 
     def record(self, metric: SummedMetric, added: Any) -> None:
         """Notes what this rank's rows add to the state of a metric."""
@@ -116,14 +117,7 @@ def current_step() -> StepContext | None:
 
 
 def require_step(function: str) -> StepContext:
-    """Returns the step that is traced.
-
-    Args:
-        function: Public name of the function that needs it.
-
-    Raises:
-        RuntimeError: If no step is traced.
-    """
+    """Returns the step that is traced, for a public function; a RuntimeError without one."""
     context = _current.get()
     if context is None:
         raise RuntimeError(
@@ -134,16 +128,10 @@ def require_step(function: str) -> StepContext:
 
 
 def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLike | None:
-    """Returns row weights that are 0 on the padding of the step being traced.
+    """Returns row weights that are 0 on the padding of the step being traced, if one is.
 
-    Outside a step the weights are returned unchanged.
-
-    Args:
-        weight: Weights `[rows, ...]`, a scalar, or None.
-        values: What is weighed; a scalar has no rows.
-
-    Raises:
-        ValueError: If the values are a scalar that a rank made of its own rows.
+    A ValueError says that `values`, which are weighed, are a scalar that a rank made of its own
+    rows.
     """
     context = _current.get()
     if context is None:

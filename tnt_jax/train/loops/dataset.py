@@ -26,13 +26,7 @@ from tnt_jax.train.loops.batch import DistributedBatch
 
 @dataclass(frozen=True)
 class _Position:
-    """The batch that is read next.
-
-    Attributes:
-        epoch: Number of its epoch, from 0.
-        batch: Number of the batch in the epoch, from 0.
-        step: Number of batches before it, in all epochs.
-    """
+    """The batch that is read next: in its epoch, from 0, and after how many batches in all."""
 
     epoch: int = 0
     batch: int = 0
@@ -115,9 +109,7 @@ class DistributedDataset:
 
     def describe_position(self) -> dict[str, Any]:
         """Returns the position in rows as well, and what their order depends on, as JSON values."""
-        return self.position | {
-            "data": describe_position(self._stream, 0, self._num_rows),
-        }
+        return self.position | {"data": describe_position(self._stream, 0, self._num_rows)}
 
     def go_on_from(self, noted: Mapping[str, Any]) -> None:
         """Seeks what `describe_position` returned, of a dataset that may have other batches.
@@ -177,7 +169,10 @@ class DistributedDataset:
     def _batches(
         self, items: Iterator[HostBatch], start: _Position, size: int | None, *, stacked: bool
     ) -> Iterator[DistributedBatch]:
-        groups = _of_equals(items) if size is None else in_groups(items, size)
+        if size is None:
+            groups = (list(group) for _, group in groupby(items, key=signature))
+        else:
+            groups = in_groups(items, size)
         put = _put(self._mesh, start, stacked=stacked)
         with Feed(groups, put, threaded=not self._stream.source.in_memory) as feed:
             for batch in feed:
@@ -259,11 +254,6 @@ def distribute(
         seed=reading.seed,
     )
     return DistributedDataset(stream, runtime.mesh)
-
-
-def _of_equals(items: Iterator[HostBatch]) -> Iterator[list[HostBatch]]:
-    """Yields batches in order, all that follow one another and can be stacked in one list."""
-    return (list(group) for _, group in groupby(items, key=signature))
 
 
 def _put(mesh: Mesh, start: _Position, *, stacked: bool) -> Callable[..., DistributedBatch]:

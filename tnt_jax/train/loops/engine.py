@@ -24,18 +24,7 @@ from tnt_jax.train.steps.step import compiled
 
 
 class Engine:
-    """The programs of a step on the ranks of a job.
-
-    Args:
-        function: The user's function.
-        name: Its name.
-        runtime: Mesh to run on.
-        takes_key: Whether the function takes a key.
-        trains: Whether it returns a state.
-
-    Attributes:
-        runtime: See above.
-    """
+    """The programs of a user's step, which may take a key and return a state, on the ranks."""
 
     def __init__(
         self, function: Callable, name: str, runtime: Runtime, *, takes_key: bool, trains: bool
@@ -62,7 +51,9 @@ class Engine:
         start_ns = time.perf_counter_ns()
         state = self._placement.place(state)
         words = self._key_words(key)
-        self._begin(batch)
+        # For the errors of processes that stand elsewhere.
+        here = phases.here()
+        here.epoch, here.step = batch.epoch + 1, batch.index + 1
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
         phase: phases.Phase = "steps" if stacked else "step"
         with phases.in_phase(phase if stacked in self._compiled else "compile"):
@@ -81,23 +72,17 @@ class Engine:
         timeline.add(kind, "step", start_ns, epoch=batch.epoch + 1, step=last)
         return state, metrics
 
-    def _begin(self, batch: DistributedBatch) -> None:
-        """Notes where training stands, for the errors of processes that stand elsewhere."""
-        here = phases.here()
-        here.epoch, here.step = batch.epoch + 1, batch.index + 1
-
     def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:
         stacked = batch.num_steps is not None
         one = jax.tree.map(_first, batch.arrays) if stacked else batch.arrays
-        prepared = self._program.prepared(self.runtime.mesh, state, one, words)
-        self._program = prepared.program
-        self._metrics = _Metrics(prepared.metrics, prepared.sums, self._placement)
+        metrics, sums, operation = self._program.prepared(self.runtime.mesh, state, one, words)
+        self._metrics = _Metrics(metrics, sums, self._placement)
         donated = 0 if self._program.trains else ()
-        if prepared.operation is None:
+        if operation is None:
             mapped = self._program.mapped(self.runtime.mesh, stacked=stacked)
             self._compiled[stacked] = compiled(mapped, self.runtime.mesh, donate_argnums=donated)
         else:
-            mesh = self._with_whole_batches(prepared.operation)
+            mesh = self._with_whole_batches(operation)
             mapped = self._program.mapped(mesh, stacked=stacked)
             self._compiled[stacked] = divided(
                 mapped,
@@ -145,7 +130,6 @@ class Engine:
             )
 
     def _key_words(self, key: Any) -> Any:
-        """Returns the two words of a threefry key."""
         if key is not self._words[0]:
             is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
             words = np.asarray(jax.random.key_data(key) if is_typed else key)
@@ -159,13 +143,7 @@ class Engine:
 
 
 class _Metrics:
-    """The metrics that a step updates; their states lie on the devices.
-
-    Args:
-        metrics: Metrics in the order of their first updates.
-        shapes: Arrays that each of them adds up.
-        placement: What puts arrays on every device.
-    """
+    """Metrics that a step updates, and the arrays that each adds up; they lie on the devices."""
 
     def __init__(
         self, metrics: list[SummedMetric], shapes: list[Any], placement: Placement

@@ -77,11 +77,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 def grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     """Returns a function that computes the gradient of a loss of the global batch.
 
-    See `value_and_grad`.
-
-    Args:
-        loss_fn: As for `value_and_grad`.
-        has_aux: Whether `loss_fn` returns a pair.
+    The arguments are those of `value_and_grad`.
 
     Returns:
         A function from the arguments of `loss_fn` to the gradient, or with `has_aux` to the pair of
@@ -100,20 +96,14 @@ def grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 def _differentiate(
     objective: Callable, params: Any, step: StepContext
 ) -> tuple[tuple[Any, Any], Any]:
-    """Returns the loss of the global batch with other results, and the summed gradients.
-
-    The gradients are summed over the ranks.
-    """
+    """Returns the loss of the global batch with other results, and the summed gradients."""
     rewrite = partial(keep_inputs, step=step.step) if step.platform == "cpu" else None
     (value, (loss, others)), grads, order = trace_grads(
         jax.value_and_grad(objective, has_aux=True), _jax.make_varying(params), rewrite=rewrite
     )
     is_part = loss is None
     summed = sum_gradients(
-        grads,
-        step.reduction,
-        order=order,
-        first=_jax.make_varying(value) if is_part else (),
+        grads, step.reduction, order=order, first=_jax.make_varying(value) if is_part else ()
     )
     return (summed.first if is_part else value, others), summed.grads
 

@@ -14,12 +14,7 @@ from tnt_jax.distributed.host import collectives
 
 
 class Placement:
-    """Puts the state of a step on every device, unless it lies there already.
-
-    Args:
-        name: Name of the step.
-        mesh: Ranks, over the axis `data`.
-    """
+    """Puts the state of the step `name` on every device of a mesh, unless it lies there already."""
 
     def __init__(self, name: str, mesh: Mesh) -> None:
         self._name = name
@@ -31,10 +26,8 @@ class Placement:
     def place(self, state: Any) -> Any:
         """Returns a state on every device; of one that lies elsewhere, a copy.
 
-        Raises:
-            TypeError: If an NNX variable occurs twice in it, or it is traced.
-            ValueError: If an earlier step was given it; on every process, if processes come with
-                different states.
+        A TypeError says that an NNX variable occurs twice in it, or that it is traced, a ValueError
+        that an earlier step was given it, or that processes come with different states.
         """
         known = self._known
         leaves = jax.tree.leaves(state)
@@ -54,16 +47,16 @@ class Placement:
         if any(x.is_deleted() for x in arrays):
             # JAX may end the process where it is given such arrays.
             raise _given_away(self._name, state)
-        if len(arrays) == len(leaves) and all(map(self._is_in_place, arrays)):
+        whole = self._sharding
+        if len(arrays) == len(leaves) and all(
+            x.sharding.is_equivalent_to(whole, x.ndim) for x in arrays
+        ):
             self._known |= {id(x.sharding): x.sharding for x in arrays}
             return state
         check_unshared(state)
         state = jax.tree.map(_jax.local_copy, state)
         self._check_equal(state)
         return _jax.replicate(state, self._mesh)
-
-    def _is_in_place(self, x: jax.Array) -> bool:
-        return x.sharding.is_equivalent_to(self._sharding, x.ndim)
 
     def _check_equal(self, state: Any) -> None:
         if jax.process_count() == 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,18 @@ from tnt_jax.distributed.sums.random_rows import Draws, batch_key, key_for
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
+from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.row_dependence import Exchanged, Mixed, dependences
 
 
 def sums_again(jaxpr: Any) -> bool:
-    """Returns whether a program sums over the ranks a value equal on all of them.
-
-    Only values that the program computes count.
-    """
+    """Returns whether a program sums over the ranks a value that it computes equal on all."""
     spread = set()
     for equation in jaxpr.eqns:
         if any(sums_again(inner) for inner in _jax.jaxprs_in_params(equation.params)):
             return True
         name = equation.primitive.name
-        computed = _variables(equation.invars)
+        computed = [x for x in equation.invars if isinstance(x, _jax.Var)]
         if name in ("pvary", "pcast") and computed and computed[0] not in jaxpr.constvars:
             spread.update(equation.outvars)
         if name.startswith("psum") and spread.intersection(computed):
@@ -36,16 +34,8 @@ def sums_again(jaxpr: Any) -> bool:
     return False
 
 
-def _variables(values: Any) -> list[Any]:
-    return [x for x in values if isinstance(x, _jax.Var)]
-
-
 def unpacked(name: str, result: Any) -> tuple[Any, Any]:
-    """Returns state and metrics of a step's result.
-
-    Raises:
-        TypeError: If it is no pair.
-    """
+    """Returns state and metrics of a step's result; a TypeError if it is no pair."""
     if isinstance(result, tuple) and len(result) == 2:
         return result
     found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -56,17 +46,7 @@ def unpacked(name: str, result: Any) -> tuple[Any, Any]:
 
 
 def check_state(name: str, before: Any, after: Any) -> Any:
-    """Returns the state that a step returned, as arrays.
-
-    Args:
-        name: Name of the step.
-        before: State that it was given.
-        after: State that it returned.
-
-    Raises:
-        TypeError: If it has another structure, other shapes or dtypes than before, or differs
-            between ranks.
-    """
+    """Returns the state that a step returned as arrays, if it is like that which it was given."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise TypeError(
             f"{name} must return a state of the structure that it was given, "
@@ -95,11 +75,7 @@ def check_state(name: str, before: Any, after: Any) -> Any:
 
 
 def check_metrics(name: str, metrics: Any) -> Any:
-    """Returns the metrics of a step as arrays.
-
-    Raises:
-        TypeError: If one differs between ranks.
-    """
+    """Returns the metrics of a step as arrays; a TypeError if one differs between ranks."""
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(metrics)
     for path, leaf in paths_and_leaves:
         if hasattr(leaf, "aval") and _jax.is_varying(leaf):
@@ -118,19 +94,23 @@ _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 
 
-@dataclass(frozen=True)
-class Program:
-    """A user's step for a rank.
+class Prepared(NamedTuple):
+    """What tracing a program tells.
 
     Attributes:
-        function: The user's function.
-        name: Its name.
-        platform: Platform of the devices.
-        reduction: How gradients are summed over the ranks.
-        takes_key: Whether the function takes a key.
-        trains: Whether it returns a state.
-        draws: What is known of its random numbers.
+        metrics: Metrics that it updates, in the order of their first updates.
+        sums: Shapes of the arrays that each of them adds up.
+        operation: Name of an operation that combines rows of the batch; None if there is none.
     """
+
+    metrics: list[SummedMetric]
+    sums: list[Any]
+    operation: str | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A user's step for a rank; it `trains` if it returns a state."""
 
     function: Callable
     name: str
@@ -143,32 +123,19 @@ class Program:
     def mapped(self, mesh: Any, *, stacked: bool) -> Callable:
         """Returns the function `(state, (totals, number), batch, words) -> (state, sums, metrics)`.
 
-        It runs over all ranks; `sums` are `(totals, number)`. If the step does not train, the
-        resulting state is None.
-
-        Args:
-            mesh: Ranks, over the axis `data`.
-            stacked: Whether it scans stacked batches.
+        It runs over all ranks, and scans stacked batches; `sums` are `(totals, number)`. If the
+        step does not train, the resulting state is None.
         """
         specs = (_REPLICATED, _REPLICATED, _STACKED if stacked else _BY_ROW, _REPLICATED)
         function = self._several if stacked else self._one
         return _jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_REPLICATED)
 
-    def prepared(self, mesh: Mesh, state: Any, batch: Batch, words: Any) -> "Prepared":
-        """Returns the program to run and the metrics that it updates.
+    def prepared(self, mesh: Mesh, state: Any, batch: Batch, words: Any) -> Prepared:
+        """Returns what tracing the program tells, after all checks that types allow.
 
-        It first runs all checks that types allow.
-
-        On one rank nothing differs, so that types tell nothing: the step is traced for two.
-
-        Args:
-            mesh: Ranks, over the axis `data`.
-            state: State on the devices.
-            batch: One batch on the devices, not stacked.
-            words: Words of the key, or None.
-
-        Raises:
-            TypeError: If the step sums again what is summed already.
+        On one rank nothing differs, so that types tell nothing: the step is traced for two. State
+        and batch (one, not stacked) are on the devices. A TypeError says that it sums again what is
+        summed already.
         """
         several = max(mesh.size, 2)
         records: list[tuple[SummedMetric, Any]] = []
@@ -204,10 +171,9 @@ class Program:
                 "compute_average_loss are global: leave the psum or pmean out."
             )
         metrics = [metric for metric, _ in records]
-        operation = None
-        if mesh.size > 1:
-            operation = comparison_of_rows(mapped, operands, traced, several)
-        return Prepared(self, metrics, shapes[2], operation)
+        is_shared = mesh.size > 1
+        operation = comparison_of_rows(mapped, operands, traced, several) if is_shared else None
+        return Prepared(metrics, shapes[2], operation)
 
     def _one(self, state: Any, carried: Any, batch: Batch, words: Any) -> Any:
         totals, number = carried
@@ -231,14 +197,15 @@ class Program:
         """Runs the user's function on a rank's rows; returns the context, state and metrics."""
         key = None
         if words is not None:
-            num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
 
             def results(key: jax.Array, batch: Batch) -> Any:
                 # A step may change NNX modules, those of its own trace alone.
                 own = jax.tree.map(lambda x: x, state)
                 return jax.tree.leaves(self._run(own, number, batch, key)[1:])
 
-            key = key_for(results, batch_key(words, number, num_rows), batch, self.draws)
+            key = key_for(
+                results, batch_key(words, number, num_local_rows(batch)), batch, self.draws
+            )
         return self._run(state, number, batch, key)
 
     def _run(
@@ -265,41 +232,17 @@ class Program:
         return context, new_state, check_metrics(self.name, metrics)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A program that was traced.
-
-    Attributes:
-        program: What to run.
-        metrics: Metrics that it updates, in the order of their first updates.
-        sums: Shapes of the arrays that each of them adds up.
-        operation: Name of an operation that combines rows of the batch; None if there is none.
-    """
-
-    program: Program
-    metrics: list[SummedMetric]
-    sums: list[Any]
-    operation: str | None
-
-
 def comparison_of_rows(
     mapped: Callable, operands: tuple[Any, ...], traced: Any, num_ranks: int
 ) -> str | None:
-    """Returns the operation by which values of a row depend on other rows; None if none is found.
-
-    Args:
-        mapped: The program over the ranks.
-        operands: Descriptions of state, number, batch and words.
-        traced: Its `ClosedJaxpr` for them.
-        num_ranks: Ranks that share the batch.
-    """
+    """Returns the operation by which values of a row depend on other rows, if one is found."""
     state, number, batch, words = operands
     holds_rows = (
         *(False for _ in jax.tree.leaves((state, number))),
         *(True for _ in jax.tree.leaves(batch)),
         *(False for _ in jax.tree.leaves(words)),
     )
-    num_rows = jax.tree.leaves(batch.inputs)[0].shape[0] // num_ranks
+    num_rows = num_local_rows(batch) // num_ranks
     _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
     if Exchanged() in marks:
         # Synchronised statistics would hide what else combines rows.

@@ -13,11 +13,7 @@ from tnt_jax.train.loops.engine import Engine
 
 
 class DistributedStep:
-    """A training step over all ranks; `tnt_jax.distributed_step` makes it.
-
-    Args:
-        step: The user's function `step(state, batch, key) -> (state, metrics)`.
-    """
+    """A training step over all ranks; `tnt_jax.distributed_step` makes it."""
 
     def __init__(self, step: Callable) -> None:
         update_wrapper(self, step)
@@ -50,23 +46,14 @@ class DistributedStep:
     ) -> tuple[Any, Any]:
         """Makes the steps of stacked batches in one program, by `jax.lax.scan`.
 
-        Args:
-            state: As in a call.
-            batches: Stacked batches of `dataset.stacked()`.
-            key: As in a call.
-
-        Returns:
-            State after the last step, and metrics of all steps, with a leading dimension `[steps]`.
+        The arguments are as in a call, with batches of `dataset.stacked()`. The metrics are those
+        of all steps, with a leading dimension `[steps]`.
         """
         return self._engine.get().run(state, batches, key, stacked=True)
 
 
 class DistributedEvalStep:
-    """An evaluation step over all ranks; `tnt_jax.distributed_eval_step` makes it.
-
-    Args:
-        step: The user's function `step(state, batch) -> metrics`.
-    """
+    """An evaluation step over all ranks; `tnt_jax.distributed_eval_step` makes it."""
 
     def __init__(self, step: Callable) -> None:
         update_wrapper(self, step)
@@ -146,12 +133,7 @@ def distributed_eval_step(step: Callable) -> DistributedEvalStep:
 
 
 class _EngineOfJob:
-    """The engine of a step in the job that runs: steps may be defined before it is joined.
-
-    Args:
-        step: The user's function.
-        options: Other arguments of `Engine`.
-    """
+    """The engine of a step in the job that runs: steps may be defined before it is joined."""
 
     def __init__(self, step: Callable, **options: bool) -> None:
         self._step = step
@@ -171,7 +153,6 @@ def _name(step: Callable) -> str:
 
 
 def _takes_key(step: Callable) -> bool:
-    """Returns whether a step takes a key in addition to state and batch."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
@@ -21,7 +21,6 @@ from tnt_jax.train.state import TrainState, create_state, started_at_once
 from tnt_jax.train.steps.sharded_step import (
     ShardedOptimizer,
     make_sharded_train_step,
-    make_sharded_train_steps,
     shardings_in_parts,
 )
 from tnt_jax.train.steps.step import (
@@ -33,20 +32,7 @@ from tnt_jax.train.steps.step import (
 
 
 class DataParallelSteps:
-    """Implements `Steps` with one program per step.
-
-    Args:
-        runtime: Mesh to train on.
-        reduction: How gradients are summed over the ranks.
-
-    Attributes:
-        rank_slice: The slice of the data axis that this process feeds.
-        fused: Several steps as one program.
-        takes_host_arrays: Always True.
-        reduction: How gradients are summed over the ranks.
-        mesh: The mesh that the programs are mapped over.
-        without_padding: None: padded rows are masked.
-    """
+    """Implements `Steps` with one program per step."""
 
     takes_host_arrays = True
     without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
@@ -54,8 +40,11 @@ class DataParallelSteps:
     def __init__(self, runtime: Runtime, reduction: Reduction) -> None:
         self.reduction = reduction
         self.rank_slice = rank_slice_of(runtime)
-        self.fused = _FusedSteps(runtime, reduction)
         self.mesh = runtime.mesh
+        self.fused = FusedLoops(
+            partial(_make_train_step, self.mesh, reduction, stacked=True),
+            NamedSharding(self.mesh, PartitionSpec(None, _jax.DATA_AXIS)),
+        )
 
     def train(
         self,
@@ -66,11 +55,14 @@ class DataParallelSteps:
         on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
-        if self.reduction.shard_optimizer_state:
-            placement = ShardedOptimizer(self.mesh, self.reduction)
-            return make_sharded_train_step(parts, optimizer, placement, **options)
-        return make_train_step(parts, optimizer, self.mesh, reduction=self.reduction, **options)
+        return _make_train_step(
+            self.mesh,
+            self.reduction,
+            parts,
+            optimizer,
+            accumulation_steps=accumulation_steps,
+            on_nan=on_nan,
+        )
 
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""
@@ -121,11 +113,7 @@ class DataParallelSteps:
         return self.place(jax.eval_shape(create, *variables))
 
     def place(self, state: TrainState) -> TrainState:
-        """Returns descriptions of a state's arrays, with their shardings on the devices.
-
-        Args:
-            state: State of any `Steps`, or its description; without a residual.
-        """
+        """Returns descriptions of a state's arrays with their shardings; it has no residual."""
         is_cut = self.reduction.shard_optimizer_state
         rows = 1 if is_cut else self.mesh.size
         accumulated = jax.tree.map(
@@ -161,29 +149,30 @@ class DataParallelSteps:
         return replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
 
 
-class _FusedSteps:
-    """Implements `FusedSteps` with loops inside a program."""
+def _make_train_step(
+    mesh: Mesh,
+    reduction: Reduction,
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulation_steps: int,
+    on_nan: OnNaN | None = None,
+    stacked: bool = False,
+) -> Callable:
+    options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+    if reduction.shard_optimizer_state:
+        placement = ShardedOptimizer(mesh, reduction)
+        return make_sharded_train_step(parts, optimizer, placement, stacked=stacked, **options)
+    make = make_train_steps if stacked else make_train_step
+    return make(parts, optimizer, mesh, reduction=reduction, **options)
 
-    def __init__(self, runtime: Runtime, reduction: Reduction) -> None:
-        self._runtime = runtime
-        self._reduction = reduction
-        self._sharding = NamedSharding(runtime.mesh, PartitionSpec(None, _jax.DATA_AXIS))
 
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batches) -> (state, sums)`."""
-        mesh, reduction = self._runtime.mesh, self._reduction
-        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
-        if reduction.shard_optimizer_state:
-            placement = ShardedOptimizer(mesh, reduction)
-            return make_sharded_train_steps(parts, optimizer, placement, **options)
-        return make_train_steps(parts, optimizer, mesh, reduction=reduction, **options)
+class FusedLoops:
+    """Implements `FusedSteps` with loops inside a program; `train` makes that of training."""
+
+    def __init__(self, train: Callable[..., Callable], sharding: NamedSharding) -> None:
+        self.train = train
+        self._sharding = sharding
 
     def evaluate(self, step: Callable) -> Callable:
         """Returns the function `(params, model_state, sums, batches) -> sums`."""

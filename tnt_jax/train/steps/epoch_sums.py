@@ -34,10 +34,7 @@ def zero_sums(parts: Parts, state: TrainState, batch: Batch, mesh: Mesh) -> Any:
 def add_sums(
     sums: Any, loss: jax.Array, losses: list[jax.Array], increments: Any, rows: jax.Array | float
 ) -> Any:
-    """Returns the sums after a global batch of `rows` real rows.
-
-    The loss of a batch is weighted by its rows, as in Keras 3.
-    """
+    """Returns the sums after a batch of `rows` real rows, which weigh its loss, as in Keras 3."""
 
     def add(pair: tuple[jax.Array, jax.Array], value: jax.Array) -> tuple[jax.Array, jax.Array]:
         return pair[0] + value.astype(jnp.float32) * rows, pair[1] + rows

@@ -30,12 +30,7 @@ from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
-from tnt_jax.train.steps.sharded_step import (
-    Placement,
-    ShardedOptimizer,
-    make_sharded_train_step,
-    make_sharded_train_steps,
-)
+from tnt_jax.train.steps.sharded_step import Placement, ShardedOptimizer, make_sharded_train_step
 from tnt_jax.train.steps.step import compiled, make_eval_step, make_predict_step
 
 # What the names of the axes of a global mesh begin with that rows lie over.
@@ -45,9 +40,7 @@ _ROWS = "rows_"
 class WholeBatches:
     """The part of `Steps` that computes whole batches, beside a class that places their state.
 
-    Attributes:
-        mesh: A mesh that `global_mesh` returned.
-        placement: How an update is computed and where its results lie.
+    Its mesh is one that `global_mesh` returned.
     """
 
     takes_host_arrays = False
@@ -57,7 +50,7 @@ class WholeBatches:
     def _compute_whole_batches(self, runtime: Runtime) -> None:
         """Begins to compute whole batches."""
         self.rank_slice = rank_slice_of(runtime)
-        self.fused = _FusedSteps(self.mesh, self.placement)
+        self.fused = _FusedSteps(self.placement)
         self._take = RealRows(self.mesh)
 
     def without_padding(self, group: DeviceBatches) -> DeviceBatches:
@@ -76,16 +69,8 @@ class WholeBatches:
         on_nan: OnNaN | None = None,
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        step = make_sharded_train_step(
-            parts,
-            optimizer,
-            _OneRank(self.placement),
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-        )
-        out_shardings = (None, _whole(self.mesh))
-        return divided(
-            _jax.unjitted(step), self.mesh, at=2, donate_argnums=0, out_shardings=out_shardings
+        return _make_train_step(
+            self.placement, parts, optimizer, accumulation_steps=accumulation_steps, on_nan=on_nan
         )
 
     def evaluate(self, parts: Parts) -> Callable:
@@ -101,11 +86,7 @@ class WholeBatches:
 
 
 class GlobalSteps(WholeBatches, DataParallelSteps):
-    """Implements `Steps` for models whose rows depend on one another; parameters are whole.
-
-    Args:
-        runtime: The mesh of the ranks that batches are read for.
-    """
+    """Implements `Steps` for models whose rows depend on one another; parameters are whole."""
 
     def __init__(self, runtime: Runtime) -> None:
         whole = replace(runtime, mesh=global_mesh(runtime.mesh))
@@ -114,38 +95,40 @@ class GlobalSteps(WholeBatches, DataParallelSteps):
         self._compute_whole_batches(runtime)
 
 
+def _make_train_step(
+    placement: Placement,
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulation_steps: int,
+    on_nan: OnNaN | None = None,
+    stacked: bool = False,
+) -> Callable:
+    mesh = placement.mesh
+    step = make_sharded_train_step(
+        parts,
+        optimizer,
+        _OneRank(placement),
+        accumulation_steps=accumulation_steps,
+        on_nan=on_nan,
+        stacked=stacked,
+    )
+    return divided(
+        _jax.unjitted(step),
+        mesh,
+        at=2,
+        dim=int(stacked),
+        donate_argnums=0,
+        out_shardings=(None, _whole(mesh)),
+    )
+
+
 class _FusedSteps:
     """Implements `FusedSteps` with loops inside a program."""
 
-    def __init__(self, mesh: Mesh, placement: Placement) -> None:
-        self._mesh = mesh
-        self._placement = placement
-
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batches) -> (state, sums)`."""
-        steps = make_sharded_train_steps(
-            parts,
-            optimizer,
-            _OneRank(self._placement),
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-        )
-        out_shardings = (None, _whole(self._mesh))
-        return divided(
-            _jax.unjitted(steps),
-            self._mesh,
-            at=2,
-            dim=1,
-            donate_argnums=0,
-            out_shardings=out_shardings,
-        )
+    def __init__(self, placement: Placement) -> None:
+        self._mesh = placement.mesh
+        self.train = partial(_make_train_step, placement, stacked=True)
 
     def evaluate(self, step: Callable) -> Callable:
         """Returns the function `(params, model_state, sums, batches) -> sums`."""
@@ -211,23 +194,13 @@ def log_choice(reason: str, num_ranks: int) -> None:
 
 
 class RealRows:
-    """Drops the padded rows of batches on the devices.
-
-    Args:
-        mesh: A mesh that `global_mesh` returned.
-    """
+    """Drops the padded rows of batches on the devices of a mesh that `global_mesh` returned."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._take = jax.jit(partial(_taken, mesh), static_argnums=(1, 2))
 
     def __call__(self, batch: Batch, real_rows: Sequence[slice], *, dim: int = 0) -> Batch:
-        """Returns the real rows of a batch, and no mask; all processes must call it.
-
-        Args:
-            batch: Arrays whose dimension `dim` is the rows.
-            real_rows: Where the real rows are.
-            dim: See above.
-        """
+        """Returns the real rows of a batch, and no mask; all processes must call it."""
         if batch.mask is None:
             return batch
         ends = tuple((part.start, part.stop) for part in real_rows)
@@ -239,13 +212,8 @@ def divided(
 ) -> Callable:
     """Returns the jitted step of one rank that the compiler divides over a global mesh.
 
-    Args:
-        step: The function, not jitted.
-        mesh: A mesh that `global_mesh` returned.
-        at: Position of its argument that is arrays of rows.
-        dim: Dimension of the rows.
-        gives_rows: Whether its results are rows, too.
-        **options: Arguments of `jax.jit`.
+    Its argument number `at` is arrays with rows in the dimension `dim`, and so are its results if
+    it `gives_rows`. The options are those of `jax.jit`.
     """
 
     def run(*args: Any) -> Any:

@@ -20,12 +20,8 @@ from tnt_jax import _jax
 def keep_inputs(traced: Any, step: jax.Array) -> Any:
     """Returns a program with the results of `traced` that keeps the inputs of convolutions.
 
-    Convolutions inside loops, conditions and called functions do not change.
-
-    Args:
-        traced: A `jax.extend.core.ClosedJaxpr` that computes gradients.
-        step: Number of steps so far, from 0. It must be an argument of the compiled program,
-            because a constant would be simplified away.
+    Convolutions inside loops, conditions and called functions do not change. `step` must be an
+    argument of the compiled program, because a constant would be simplified away.
     """
     shared = _shared_inputs(traced.jaxpr)
     if not shared:
@@ -49,8 +45,7 @@ def keep_inputs(traced: Any, step: jax.Array) -> Any:
 def _shared_inputs(jaxpr: Any) -> set[Any]:
     """Returns computed inputs that convolutions use both forward and transposed.
 
-    They are first operands of convolutions with batch and features in one order, and of others with
-    the reverse order.
+    They are first operands of convolutions with batch and features in one order and in the reverse.
     """
     made = {variable for equation in jaxpr.eqns for variable in equation.outvars}
     orders: dict[Any, set[tuple[int, int]]] = {}

@@ -22,11 +22,7 @@ _MARK = "tnt_jax values of rows"
 
 @dataclass(frozen=True)
 class Free:
-    """An array that does not depend on the batch.
-
-    Attributes:
-        varying: Dimensions along which its values may differ.
-    """
+    """An array that does not depend on the batch; along some dimensions its values may differ."""
 
     varying: frozenset[int] = frozenset()
 
@@ -46,11 +42,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Mixed:
-    """An array whose values depend on several rows.
-
-    Attributes:
-        operation: Name of the operation that combined them.
-    """
+    """An array whose values depend on several rows, which an operation combined."""
 
     operation: str
 
@@ -65,11 +57,9 @@ Dependence = Free | Rows | Unknown | Mixed | Exchanged
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch of a program.
+    """The batch of a program, and how arrays depend on rows that were `marked`.
 
-    Attributes:
-        num_rows: Its rows; arrays with so many that keys of `row_key` draw are drawn by row.
-        marked: How arrays depend on rows that were `marked`.
+    Arrays with as many rows that keys of `row_key` draw are drawn by row.
     """
 
     num_rows: int
@@ -86,10 +76,7 @@ def dependences(
 ) -> tuple[list[Dependence], list[Dependence]]:
     """Returns how results of a program, and what it marks, depend on the rows of a batch.
 
-    Args:
-        jaxpr: The program, a `Jaxpr`.
-        holds_rows: For each operand, whether it is an array `[rows, ...]` of the batch.
-        num_rows: Rows of the batch.
+    The batch consists of the operands that `holds_rows`, arrays `[rows, ...]`.
     """
     batch = _Batch(num_rows)
     given = [
@@ -142,8 +129,7 @@ def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[
     rule = _RULES.get(name)
     if rule is None:
         return [_spread(equation, found, out) for out in equation.outvars]
-    result = rule(equation, found)
-    return [result] * len(equation.outvars)
+    return [rule(equation, found)] * len(equation.outvars)
 
 
 def _spread(equation: Any, found: list[Dependence], out: Any = None) -> Dependence:
@@ -199,14 +185,14 @@ def _moved(position: Callable[[Any, int], int | None], *, mixes: bool = True) ->
     return rule
 
 
-def _reduced(equation: Any, dim: int) -> int | None:
-    axes = equation.params["axes"]
-    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+def _without(name: str) -> Callable[[Any, int], int | None]:
+    """Returns the position of a dimension once those that a parameter names are gone."""
 
+    def position(equation: Any, dim: int) -> int | None:
+        axes = equation.params[name]
+        return None if dim in axes else dim - sum(axis < dim for axis in axes)
 
-def _squeezed(equation: Any, dim: int) -> int | None:
-    axes = equation.params["dimensions"]
-    return None if dim in axes else dim - sum(axis < dim for axis in axes)
+    return position
 
 
 def _unless(name: str) -> Callable[[Any, int], int | None]:
@@ -353,14 +339,7 @@ def _concatenated(equation: Any, found: list[Dependence]) -> Dependence:
 
 
 def _stacked(equation: Any, found: list[Dependence]) -> Dependence:
-    axis, result = equation.params["axis"], joined(*found)
-    if isinstance(result, Free):
-        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in result.varying)]))
-    return (
-        Rows(result.dim + (result.dim >= axis), result.inner)
-        if isinstance(result, Rows)
-        else result
-    )
+    return _around(joined(*found), equation.params["axis"])
 
 
 def _counted(equation: Any, found: list[Dependence]) -> Dependence:
@@ -377,12 +356,9 @@ def _cond(equation: Any, found: list[Dependence], batch: _Batch) -> list[Depende
 def _while(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry = found[second:]
+    body = params["body_jaxpr"].jaxpr
     carry = _fixed_point(
-        lambda carry: _of_program(
-            params["body_jaxpr"].jaxpr, [*found[first:second], *carry], batch
-        ),
-        carry,
+        lambda carry: _of_program(body, [*found[first:second], *carry], batch), found[second:]
     )
     (goes_on,) = _of_program(params["cond_jaxpr"].jaxpr, [*found[:first], *carry], batch)
     return carry if isinstance(goes_on, Free) else [joined(x, Unknown()) for x in carry]
@@ -398,7 +374,7 @@ def _scan(equation: Any, found: list[Dependence], batch: _Batch) -> list[Depende
 
     def run(carry: list[Dependence]) -> list[Dependence]:
         results = _of_program(body, [*found[:first], *carry, *slices], batch)
-        outputs[:] = [_around(x) for x in results[num_carry:]]
+        outputs[:] = [_around(x, 0) for x in results[num_carry:]]
         return results[:num_carry]
 
     return _fixed_point(run, found[first:second]) + outputs
@@ -411,11 +387,13 @@ def _within(x: Dependence) -> Dependence:
     return Free(frozenset(dim - 1 for dim in x.varying if dim)) if isinstance(x, Free) else x
 
 
-def _around(x: Dependence) -> Dependence:
-    """Returns how slices that a loop stacks depend on rows."""
+def _around(x: Dependence, axis: int) -> Dependence:
+    """Returns how slices that are stacked along a new dimension depend on rows."""
     if isinstance(x, Rows):
-        return Rows(x.dim + 1, x.inner)
-    return Free(frozenset([0, *(dim + 1 for dim in x.varying)])) if isinstance(x, Free) else x
+        return Rows(x.dim + (x.dim >= axis), x.inner)
+    if isinstance(x, Free):
+        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in x.varying)]))
+    return x
 
 
 def _fixed_point(run: Callable, carry: list[Dependence]) -> list[Dependence]:
@@ -451,10 +429,10 @@ ELEMENTWISE = """
 _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **{
-        f"reduce_{name}": _moved(_reduced)
+        f"reduce_{name}": _moved(_without("axes"))
         for name in ("sum", "max", "min", "prod", "and", "or", "xor")
     },
-    **{name: _moved(_reduced) for name in ("argmax", "argmin")},
+    **dict.fromkeys(("argmax", "argmin"), _moved(_without("axes"))),
     **{
         f"cum{name}": _moved(_unless("axis")) for name in ("sum", "prod", "max", "min", "logsumexp")
     },
@@ -463,7 +441,7 @@ _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     "top_k": _moved(_last),
     "rev": _moved(_unless("dimensions")),
     **dict.fromkeys(("slice", "dynamic_slice", "split"), _moved(_whole, mixes=False)),
-    "squeeze": _moved(_squeezed, mixes=False),
+    "squeeze": _moved(_without("dimensions"), mixes=False),
     "transpose": _moved(_transposed),
     "dynamic_update_slice": _updated,
     "broadcast_in_dim": _broadcast,

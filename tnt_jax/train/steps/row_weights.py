@@ -34,10 +34,7 @@ def weighted(
     valid: jax.Array | None,
     mask: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns values and weights of matching ranks.
-
-    The weights are 0 on padding and on invalid values.
-    """
+    """Returns values and weights of matching ranks, which are 0 on padding and invalid values."""
     weight = None
     if sample_weight is not None:
         values, weight = _aligned(values, jnp.asarray(sample_weight).astype(values.dtype))
@@ -49,10 +46,7 @@ def weighted(
 
 
 def _aligned(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns values and sample weights of equal ranks.
-
-    Weights with fewer dimensions weight whole slices, a scalar weights all values.
-    """
+    """Returns both with equal ranks; weights of fewer dimensions weigh whole slices."""
     original = weight.shape
     if weight.ndim == 0 or values.ndim == 0:
         return values, weight

@@ -55,12 +55,9 @@ class Placement(Protocol):
         ...
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
-        """Returns the sums of gradients over the ranks, inside `shard_map`.
+        """Returns the sums of this rank's gradients over the ranks, inside `shard_map`.
 
-        Args:
-            grads: Gradients of this rank.
-            params: The whole parameters, or their descriptions.
-            order: Indices of the leaves, in order of availability, earliest first.
+        The parameters are whole, or described; `order` has indices of the leaves, earliest first.
         """
         ...
 
@@ -76,12 +73,7 @@ class Placement(Protocol):
 
 
 class ShardedOptimizer:
-    """Keeps the optimizer state in parts, and accumulated gradients; parameters are whole.
-
-    Args:
-        mesh: Ranks.
-        reduction: Buckets in which gradients are scattered.
-    """
+    """Keeps the optimizer state in parts, and accumulated gradients; parameters are whole."""
 
     def __init__(self, mesh: Mesh, reduction: Reduction) -> None:
         self.mesh = mesh
@@ -131,47 +123,12 @@ def make_sharded_train_step(
     *,
     accumulation_steps: int = 1,
     on_nan: OnNaN | None = None,
+    stacked: bool = False,
 ) -> Callable:
-    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
+    """Returns the jitted function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
-    Args:
-        parts: What the step computes.
-        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
-        placement: Which arrays lie in parts.
-        accumulation_steps: Steps whose mean gradient makes one update. Each step sums its gradients
-            over the ranks, which keep the parts that they update.
-        on_nan: What follows a step that is not finite; None to take it.
-    """
-    step = _sharded_step(parts, optimizer, placement, accumulation_steps, on_nan)
-    return compiled(step, placement.mesh, donate_argnums=0)
-
-
-def make_sharded_train_steps(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    *,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-) -> Callable:
-    """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
-
-    It is one program for several steps. The arguments are those of `make_sharded_train_step`.
-    """
-    step = _sharded_step(parts, optimizer, placement, accumulation_steps, on_nan)
-    return compiled(repeated(step), placement.mesh, donate_argnums=0)
-
-
-def _sharded_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    accumulation_steps: int,
-    on_nan: OnNaN | None,
-) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
-    """Returns one training step with an update in parts over all ranks.
-
-    It runs outside `shard_map`.
+    Each step sums its gradients over the ranks, which keep the parts that they update. If
+    `stacked`, it is a program of several steps, for arrays `[steps, rows, ...]`.
     """
     mesh = placement.mesh
     by_row: Any = PartitionSpec(_jax.rank_axes(mesh))
@@ -242,4 +199,4 @@ def _sharded_step(
             )
         return placement.placed(new_state), taken_sums
 
-    return step
+    return compiled(repeated(step) if stacked else step, mesh, donate_argnums=0)

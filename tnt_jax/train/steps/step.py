@@ -46,18 +46,10 @@ def accumulate(
 ) -> tuple[Any, Any, Any]:
     """Adds a step's gradients to the sums and updates in every `num_steps`-th step, as Keras does.
 
-    Called inside `shard_map`.
-
-    Args:
-        state: State before the step; its `accumulated` arrays are this rank's, `[1, ...]`, or None
-            if every step updates.
-        grads: This rank's part of the gradients of the step.
-        update: Maps mean gradients, parameters and optimizer state to the updated parameters and
-            optimizer state; it sums the gradients over the ranks unless they are summed already.
-        num_steps: Steps per update.
-
-    Returns:
-        Parameters, optimizer state and sums after the step.
+    It runs inside `shard_map`, where the gradients and `state.accumulated` (`[1, ...]`, or None if
+    every step updates) are this rank's. `update` maps mean gradients, parameters and optimizer
+    state to the updated parameters and optimizer state, and sums the gradients over the ranks
+    unless they are summed already. Returns parameters, optimizer state and sums after the step.
     """
     if num_steps == 1:
         return *update(grads, state.params, state.opt_state), None
@@ -131,8 +123,7 @@ def make_train_steps(
 ) -> Callable:
     """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
 
-    It is one program for several steps. The batches are stacked: arrays `[steps, rows, ...]`. The
-    arguments are those of `make_train_step`.
+    It is one program for several steps, of stacked batches `[steps, rows, ...]`.
     """
     steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan))
     mapped = _jax.shard_map(
@@ -142,10 +133,7 @@ def make_train_steps(
 
 
 def repeated(step: Callable) -> Callable:
-    """Returns the function `(state, sums, batches) -> (state, sums)` that scans a step.
-
-    The batches are stacked, `[steps, rows, ...]`.
-    """
+    """Returns the function `(state, sums, batches) -> (state, sums)` that scans a step."""
 
     # Its name is that of the program, for the profiler and the messages of JAX.
     def steps(state: Any, sums: Any, batches: Any) -> Any:
@@ -157,13 +145,7 @@ def repeated(step: Callable) -> Callable:
 
 
 def compiled(function: Callable, mesh: Mesh, **options: Any) -> Callable:
-    """Returns a jitted function with the compiler options that suit the devices of a mesh.
-
-    Args:
-        function: The function.
-        mesh: The mesh.
-        **options: Other arguments of `jax.jit`.
-    """
+    """Returns a jitted function with the compiler options that suit the devices of a mesh."""
     return jax.jit(function, compiler_options=_jax.convolution_options(mesh), **options)
 
 
@@ -193,12 +175,7 @@ def differentiate(
 ) -> LocalStep:
     """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`.
 
-    Args:
-        parts: What the step computes.
-        state: State before the step.
-        batch: This rank's rows.
-        mesh: Ranks, over the axis `data`.
-        first_rank: Ranks of other meshes that compute earlier rows of the global batch.
+    `first_rank` are the ranks of other meshes that compute earlier rows of the global batch.
     """
     num_rows = num_local_rows(batch)
     key = batch_key(state.key, state.step, num_rows, first_rank=first_rank)
@@ -330,16 +307,10 @@ def _train_step(
 def sums_of_numbers(
     local: LocalStep, state: TrainState, mesh: Mesh, *, checked: Any
 ) -> tuple[Any, Any]:
-    """Returns the sums of a step's numbers over the ranks.
+    """Returns the sums of a step's numbers over the ranks, and how many ranks' `checked` is unfit.
 
-    They come with the number of ranks whose gradients could not be summed.
-
-    Args:
-        local: What this rank has computed.
-        state: State before the step.
-        mesh: Ranks.
-        checked: Gradients of this rank to check, which are not summed on all ranks; None to check
-            nothing.
+    These are gradients of this rank to check, which are not summed on all ranks; None checks
+    nothing.
     """
     if checked is None:
         return psum(local.numbers), 0

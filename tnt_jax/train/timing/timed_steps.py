@@ -25,13 +25,9 @@ _MOST_TRIES = 8
 
 
 class Times(NamedTuple):
-    """What the steps took.
+    """Steps that were timed, their real rows, and the seconds of the slowest process.
 
-    Attributes:
-        steps: Timed steps.
-        rows: Real rows of all of them.
-        seconds: What they took on the slowest process.
-        shares: As of `trace_shares.shares_of`, of further steps, mean over the processes.
+    The shares are those of `shares_of` for further steps, mean over the processes.
     """
 
     steps: int
@@ -41,8 +37,6 @@ class Times(NamedTuple):
 
 
 class _CountedCompilations:
-    """Counts the programs that JAX compiles while the block runs."""
-
     def __init__(self) -> None:
         self.number = 0
 
@@ -58,8 +52,6 @@ class _CountedCompilations:
 
 
 class _Rows:
-    """Hooks of a loop that count real rows."""
-
     def __init__(self) -> None:
         self.number = 0
 
@@ -81,20 +73,11 @@ def time_steps(
     num_steps: int | None,
     steps: int,
 ) -> Times:
-    """Returns what steps take, after those that compile and warm up.
+    """Returns what steps take, after those that compile and warm up; all processes must call it.
 
-    All processes must call it; they get the same times.
-
-    Args:
-        trainer: Compiled trainer with variables, which the steps change.
-        batches: Batches without an end.
-        unpack: From a host batch to what a step takes.
-        threaded: Whether a thread prepares batches ahead.
-        num_steps: Steps of a program; None to choose as `fit` does.
-        steps: How many to time, rounded up to whole programs.
-
-    Raises:
-        RuntimeError: If programs were compiled within the timed steps again and again.
+    The batches, which have no end, are prepared ahead by a thread if `threaded`. A program has
+    `num_steps`, or as many as `fit` chooses; `steps` is rounded up to whole ones. A RuntimeError
+    says that programs were compiled within the timed steps again and again.
     """
     phases.here().epoch = 1
     if num_steps is None:
@@ -122,8 +105,6 @@ def _choose(
 
 
 class _Loop:
-    """The steps of one feed, run in parts."""
-
     def __init__(self, trainer: Trainer, groups: Iterator[DeviceBatches]) -> None:
         self._trainer = trainer
         self._groups = groups

@@ -1,7 +1,7 @@
 """Where the time of traced steps went: computing, exchanging, waiting for data, or the host."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,18 +22,9 @@ _EXCHANGES = re.compile(
 # Operations that contain others, which are listed, too.
 _CONTAINERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 
-Interval = tuple[float, float]
-
 
 class Event(NamedTuple):
-    """What a device or the thread that trains did.
-
-    Attributes:
-        name: Of an operation or an annotation.
-        start: Nanoseconds.
-        end: Nanoseconds.
-        is_operation: Whether a device did it.
-    """
+    """What a device (an operation) or the thread that trains (an annotation) did, in ns."""
 
     name: str
     start: float
@@ -64,11 +55,9 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
     otherwise as exchanging if one exchanges; otherwise as data if the thread that trains waits for
     a batch; otherwise as the host's.
 
-    Args:
-        events: Events with one annotation of the steps.
-
     Raises:
-        ValueError: If there is no such annotation, or no operation of a device within it.
+        ValueError: If there is not one annotation of the steps, or no operation of a device within
+            it.
     """
     events = list(events)
     steps = [event for event in events if event.name == STEPS and not event.is_operation]
@@ -83,32 +72,21 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
     operations = [e for e in inside if e.is_operation and not _CONTAINERS.match(e.name)]
     if not operations:
         raise ValueError("The profiler has recorded no operation of a device.")
-    computing = _spans(e for e in operations if not _EXCHANGES.search(e.name))
-    exchanging = _spans(e for e in operations if _EXCHANGES.search(e.name))
-    waiting = _spans(e for e in inside if e.name == DATA and not e.is_operation)
-    covered = [
-        _length(_union(s))
-        for s in (computing, computing + exchanging, computing + exchanging + waiting)
-    ]
+    computing = [e for e in operations if not _EXCHANGES.search(e.name)]
+    waiting = [e for e in inside if e.name == DATA and not e.is_operation]
+    covered = [_covered(events) for events in (computing, operations, operations + waiting)]
     total = end - start
     ends = [0.0, *covered, total]
     compute, exchange, data, host = ((b - a) / total for a, b in pairwise(ends))
     return compute, exchange, data, host
 
 
-def _spans(events: Iterable[Event]) -> list[Interval]:
-    return [(event.start, event.end) for event in events]
-
-
-def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
+def _covered(events: Iterable[Event]) -> float:
+    """Returns the nanoseconds in which any of the events goes on."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted((event.start, event.end) for event in events):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((start, end))
-    return joined
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+    return sum(end - start for start, end in joined)

@@ -33,13 +33,7 @@ _WORTH_A_CHANGE = 0.98
 
 
 class Candidate(NamedTuple):
-    """A way to sum gradients.
-
-    Attributes:
-        setting: How a user asks for it.
-        reduction: What it is.
-        is_exact: Whether it adds the gradients as they are, in whatever order.
-    """
+    """A way to sum gradients: how to ask for it, what it is, whether it rounds nothing."""
 
     setting: str
     reduction: Reduction
@@ -47,14 +41,7 @@ class Candidate(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the trials run.
-
-    Attributes:
-        parts: Forward pass, loss and metrics.
-        optimizer: Optax transformation.
-        accumulation_steps: Steps whose mean gradient makes one update.
-        num_steps: Steps of one program.
-    """
+    """What the trials run; `num_steps` are those of one program."""
 
     parts: Parts
     optimizer: optax.GradientTransformation
@@ -74,11 +61,7 @@ def list_candidates(
 ) -> list[Candidate]:
     """Returns the ways that the trainer's devices allow, with the one that it uses first.
 
-    Args:
-        trainer: Trainer with variables.
-        by_argument: Whether the model states the size of its buckets, which wins over the
-            launcher's option.
-        accumulation_steps: Steps whose mean gradient makes one update.
+    If a model states the size of its buckets `by_argument`, that wins over the launcher's option.
     """
     platform = trainer.runtime.platform
     num_ranks = trainer.runtime.num_ranks
@@ -97,11 +80,9 @@ def list_candidates(
     candidates = [
         Candidate(option.format(kb), choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")
     ]
-    candidates.append(
-        Candidate(
-            'Model(gradient_compression="bfloat16")', choose(compression="bfloat16"), is_exact=False
-        )
-    )
+    compressed = choose(compression="bfloat16")
+    setting = 'Model(gradient_compression="bfloat16")'
+    candidates.append(Candidate(setting, compressed, is_exact=False))
     if accumulation_steps == 1:
         candidates.append(
             Candidate("Model(shard_optimizer_state=True)", choose(shard_optimizer_state=True))
@@ -116,17 +97,13 @@ def list_candidates(
 
 
 def ranks_of_equal_hosts(hosts: Sequence[Any]) -> int:
-    """Returns how many neighbouring ranks share a host.
+    """Returns how many neighbouring ranks share a host, given the host of each.
 
     It is 1 if there is one host only, if hosts differ in their numbers of ranks, or if the ranks of
     a host are not neighbours.
 
-    Args:
-        hosts: The host of each rank.
-
-    Example:
-        >>> [ranks_of_equal_hosts(hosts) for hosts in ("aabb", "aab", "aaaa", "abab")]
-        [2, 1, 1, 1]
+    >>> [ranks_of_equal_hosts(hosts) for hosts in ("aabb", "aab", "aaaa", "abab")]
+    [2, 1, 1, 1]
     """
     sizes = [len(list(group)) for _, group in groupby(hosts)]
     return sizes[0] if len(sizes) == len(set(hosts)) > 1 and len(set(sizes)) == 1 else 1
@@ -137,18 +114,8 @@ def tune(
 ) -> None:
     """Tries all ways and prints a table and the options to use, on the master.
 
-    The trainer's state is given up. Every process must call it; all take the same decisions.
-
-    Args:
-        trainer: Trainer with variables.
-        step: What to run.
-        item: Batch of the data; every step uses it.
-        unpack: From a host batch to what a step takes.
-        by_argument: Whether the model states the size of its buckets, which wins over the
-            launcher's option.
-
-    Raises:
-        ValueError: If there is nothing to choose: one rank, or reproducible training.
+    The trainer's state is given up. Every process must call it; all take the same decisions. A
+    ValueError says that there is nothing to choose: one rank, or reproducible training.
     """
     num_ranks = trainer.runtime.num_ranks
     steps = trainer.runtime.settings.tune_steps
@@ -180,14 +147,12 @@ def try_candidates(
     *,
     steps: int,
 ) -> list[Trial]:
-    """Measures a step in each way.
+    """Measures a step in each way, but for those that ask for the same program as an earlier one.
 
-    Ways that ask for the same program as an earlier one are left out. The ways run in turns, so
-    that a disturbance of the machine hits all alike, and one state at a time is on the devices.
+    The ways run in turns, so that a disturbance of the machine hits all alike, and one state at a
+    time is on the devices.
     """
-    variables = trainer.variables()
-    adapter = trainer.adapter
-    runtime = trainer.runtime
+    variables, adapter, runtime = trainer.variables(), trainer.adapter, trainer.runtime
     trainer.state = None
     with device_feed(
         trainer, iter([item] * step.num_steps), unpack, threaded=True, num_steps=step.num_steps
@@ -234,7 +199,7 @@ def describe(trials: Sequence[Trial]) -> str:
 def advise(trials: Sequence[Trial]) -> str:
     """Returns which options to use, in words.
 
-    A way is worth a change if its median is 2 % below that of the way in use, the first one, and
+    A way is worth a change if its median is 2 % below that of the first one, which is in use, and
     below its fastest round.
     """
     used = trials[0].seconds
@@ -255,8 +220,6 @@ def advise(trials: Sequence[Trial]) -> str:
 
 
 class _Nothing:
-    """Hooks of a loop that do nothing."""
-
     def on_batch_begin(self, index: int) -> None:
         """Does nothing."""
 
@@ -267,7 +230,6 @@ class _Nothing:
 
 def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
     """Returns the seconds of a step, after one program that warms up."""
-    num_programs = -(-steps // group.num_steps)
 
     def run(count: int) -> float:
         started = time.perf_counter()
@@ -277,7 +239,7 @@ def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
         return (time.perf_counter() - started) / (count * group.num_steps)
 
     run(1)
-    return run(num_programs)
+    return run(-(-steps // group.num_steps))
 
 
 def _reduction_of(trainer: Trainer) -> Reduction:
@@ -292,6 +254,5 @@ def _reduction_of(trainer: Trainer) -> Reduction:
 
 
 def _hosts_of_ranks(trainer: Trainer) -> list[int]:
-    """Returns a number for the host of each rank."""
     numbers = collectives.all_gather(np.uint32(zlib.crc32(socket.gethostname().encode())))
     return [int(numbers[device.process_index]) for device in trainer.runtime.mesh.devices.flat]
