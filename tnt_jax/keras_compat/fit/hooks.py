@@ -1,6 +1,7 @@
 """The hooks between the loop and the callbacks, and the progress that callbacks read."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class PhaseHooks:
         # Callbacks see the first and the last of so many steps, as in Keras also where fewer are
         # left: the end of those then has the number that the last of all would have.
         self.num_steps = num_steps
-        # Number of the last step of the group, while it runs.
-        self._group_end: int | None = None
+        # Number of the last step of each group that runs: workers have several at a time.
+        self._group_ends: deque[int] = deque()
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = phases.here()
         self._trains = phase == "train"
@@ -121,8 +122,8 @@ class PhaseHooks:
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
         self._here.step = index + 1
-        if self._group_end is None:
-            self._group_end = index + self.num_steps - 1
+        if not self._group_ends or index > self._group_ends[-1]:
+            self._group_ends.append(index + self.num_steps - 1)
             self._progress.rows_in_batch = 0
             self._callbacks.call_batch(self._begin, index, {})
         self._before_step()
@@ -144,13 +145,13 @@ class PhaseHooks:
             progress.rows_done += num_rows
             progress.training_sums = sums
             goodput.note_steps(index + 1 - self._first, self._start_ns)
-        if self._group_end is not None and index >= self._group_end:
+        if self._group_ends and index >= self._group_ends[0]:
             self.end_group(sums)
         return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
 
     def end_group(self, sums: Any) -> None:
         """Runs the callbacks after a group of steps, unless they have run."""
-        index, self._group_end = self._group_end, None
+        index = self._group_ends.popleft() if self._group_ends else None
         if index is not None and self._has_end:
             logs = {} if sums is None else LazyLogs(lambda: self._logs(sums))
             self._callbacks.call_batch(self._end, index, logs)
