@@ -61,7 +61,7 @@ def _stop_readers() -> None:
 
 
 # Batches that wait on the devices while a step runs.
-_AHEAD = 2
+BATCHES_AHEAD = 2
 _TICK_S = 0.2
 
 
@@ -116,7 +116,7 @@ class Feed:
         self._prepare = timeline.recorded(prepare, "put a batch on the devices", "data")
         self._threaded = threaded
         self._gives_up = gives_up
-        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(_AHEAD)
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(BATCHES_AHEAD)
         self._stopped = threading.Event()
 
     def __enter__(self) -> "Feed":

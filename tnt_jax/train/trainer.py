@@ -47,6 +47,8 @@ class Trainer:
         put: From this process's rows to arrays on the devices, sharded by row over all ranks.
         put_stacked: The same for several batches `[batches, rows, ...]`.
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
+        fewer_rows: Lets steps compute fewer rows at once, and returns whether that is possible;
+            called where a device has no memory for a step. None to raise the error.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Trainer:
         self._accumulation_steps = 1
         self._compiled: CompiledSteps | None = None
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
+        self.fewer_rows: Callable[[], bool] | None = None
+        self._ran: set[int] = set()
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
     def _use(self, runtime: Runtime, steps: Steps) -> None:
@@ -289,9 +293,12 @@ class Trainer:
             self.ahead.wait()
             sums = compiled.zero_sums(group, self._built()) if sums is None else sums
             sums = sums if watch is None else watch.before(index, self._built(), sums)
-            step = compiled.training(group, self._built(), sums)
-            # Read here, because a callback may have replaced the state.
-            self.state, sums = step(self._built(), sums, group.batch)
+            if self.fewer_rows is not None and group.num_rows not in self._ran:
+                self.state, sums = self._first_run(group, sums)
+            else:
+                step = compiled.training(group, self._built(), sums)
+                # Read here, because a callback may have replaced the state.
+                self.state, sums = step(self._built(), sums, group.batch)
             running.add(sums["loss"][1])
             index += group.num_steps
             if watch is not None:
@@ -301,6 +308,28 @@ class Trainer:
         if watch is not None and sums is not None:
             self.state, sums = watch.settle(self._built(), sums)
         return sums
+
+    def _first_run(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:
+        """Runs the first step of a shape; without memory for it, again with fewer rows at once.
+
+        A program that fails has taken the state, of which the host holds a copy meanwhile.
+        """
+        assert self.fewer_rows is not None
+        held = jax.device_get(self._built())
+        while True:
+            state = self._built()
+            try:
+                step = self.programs.training(group, state, sums)
+                done = jax.block_until_ready(step(state, sums, group.batch))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                self.set_state(held)
+                if not self.fewer_rows():
+                    raise
+            else:
+                self._ran.add(group.num_rows)
+                return done
 
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one runs or has run, before a save."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from tnt_jax import _jax, reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.adapters.base import Variables
+from tnt_jax.data.feed import BATCHES_AHEAD
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
@@ -25,6 +27,7 @@ from tnt_jax.log import logger
 from tnt_jax.sharded import ShardingOptions, auto, planning
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Batch, Parts, Steps
+from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
@@ -264,8 +267,10 @@ class Core:
         functions, transformation = self.functions, compilation.transformation
         assert functions is not None and transformation is not None
         is_whole = isinstance(trainer.steps, WholeBatches)
-        problem, num_rows = None, None
+        problem, num_rows, ahead = None, None, 0
         if lower is not None:
+            # Batches that wait for their steps.
+            ahead = (IN_FLIGHT + BATCHES_AHEAD - 1) * auto.local_bytes(placed)
             num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
             problem = compilation.dependence or why_in_one_pass(
                 self.step_parts(), state, batch, num_rows, trainer.runtime.mesh
@@ -280,13 +285,13 @@ class Core:
                 if not form.name and lower is not None:
                     # The program that is compiled here is the one that will run.
                     self._take(form, rows_at_once)
-                    return planning.peak_bytes(lower().compile())
+                    return planning.peak_bytes(lower().compile()) + ahead
                 parts = functions.step_parts(form.options.apply(self._plain_apply), rows_at_once)
                 step = auto.TrainingStep(parts, transformation, *step_options)
-                return step.peak_bytes(steps, here.mesh, state, placed)
+                return step.peak_bytes(steps, here.mesh, state, placed) + ahead
 
             places = steps.place(state)
-            floor, grads = auto.local_bytes(places), auto.local_bytes(places.params)
+            floor, grads = auto.local_bytes(places) + ahead, auto.local_bytes(places.params)
             return auto.Way(form.name, floor, grads, peak_bytes, None if problem else num_rows)
 
         note = f"{problem}, so that all rows of a rank are computed at once. " if problem else ""
@@ -303,6 +308,24 @@ class Core:
             self._take(form, choice.rows_at_once)
             here = form.options.on_mesh(job, form.sharding)
             self._move(here, self._steps(here, whole=is_whole))
+        # Where one of several processes lacks memory, the others wait for it within the step.
+        if num_rows is not None and problem is None and jax.process_count() == 1:
+            trainer.fewer_rows = partial(self._compute_fewer_rows, num_rows)
+
+    def _compute_fewer_rows(self, num_rows: int) -> bool:
+        """Halves the rows of a pass, of `num_rows` of a rank; returns whether they were several."""
+        most = self.rows_at_once or num_rows
+        if most == 1:
+            return False
+        self.rows_at_once = self.evaluated_at_once = auto.equal_rows(num_rows, most // 2)
+        logger.warning(
+            "A device has no memory for %d rows at once, although the compiler stated that they "
+            "fit: %d are computed at once from here on. TNT_DEVICE_MEMORY sets the limit.",
+            most,
+            self.rows_at_once,
+        )
+        self._compile_steps()
+        return True
 
     def _take(self, form: _Form, rows_at_once: int | None) -> None:
         """Lets steps have another form; without a name, it is that of the steps there are."""
