@@ -6,21 +6,19 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from tnt_jax.data.arguments import is_arrays, is_tf_dataset, takes_batch_size
-from tnt_jax.data.elements import is_torch_tensor, torch_to_numpy
 from tnt_jax.data.indexed.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
-from tnt_jax.data.layout import ReadOptions, resolve_batch_size
+from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.ray.spec import RayData, is_ray_dataset, is_ray_iterator, is_ray_shard
 from tnt_jax.data.recipes.token_batches import TokenBatches, TokenBatchSource
 from tnt_jax.data.shards import ShardSource
 from tnt_jax.data.sources import (
-    ArraySource,
+    DEFAULT_BATCH_SIZE,
     IterableSource,
     Source,
-    common_length,
+    array_source,
     gives_batches,
     is_grain_map_dataset,
     num_shards,
@@ -29,7 +27,6 @@ from tnt_jax.data.tf.tfdata import TfData, tf_source
 from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
 
-DEFAULT_BATCH_SIZE = 32
 _Spec = TypeVar("_Spec", RandomAccess, RayData)
 
 
@@ -50,7 +47,7 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
     if options.reproducible and not options.distribute:
         _warn_of_own_shards()
     if is_arrays(x):
-        return _array_source(x, y, sample_weight, options)
+        return array_source(x, y, sample_weight, options)
     _check_arguments(x, y, sample_weight, options)
     if isinstance(x, Source):
         return x
@@ -113,33 +110,6 @@ def _warn_of_own_shards() -> None:
         "With tnt_distribute_dataset=False each process brings its own shard, and training is "
         "reproducible only if the shards, put together, are the same global batches for every "
         "number of processes. Pass the whole dataset and leave the splitting to fit."
-    )
-
-
-def _array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Source:
-    arrays = (_as_arrays(x), _as_arrays(y), _as_arrays(sample_weight))
-    num_examples = common_length(arrays)
-    micro = options.micro_batch_size
-    default = None if micro is not None else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
-    size = resolve_batch_size(
-        options.rank_slice,
-        batch_size=options.batch_size if options.batch_size is not None else default,
-        micro=micro,
-        drop_remainder=options.drop_remainder,
-        num_examples=num_examples,
-    )
-    if not options.distribute:
-        raise ValueError(
-            "Arrays are split over all processes; tnt_distribute_dataset=False is for datasets "
-            "that each process shards itself. Pass the same arrays on every process, or a dataset."
-        )
-    return ArraySource(
-        arrays,
-        global_batch_size=size,
-        rank_slice=options.rank_slice,
-        shuffle=options.shuffle,
-        seed=options.seed,
-        drop_remainder=options.drop_remainder,
     )
 
 
@@ -231,17 +201,6 @@ def _iterable_source(x: Iterable[Any], options: ReadOptions) -> Source:
     return IterableSource(
         x, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size
     )
-
-
-def _as_arrays(x: Any) -> Any:
-    """Converts lists of numbers to arrays and keeps all other structure."""
-    if isinstance(x, (tuple, list)) and x and all(isinstance(value, (int, float)) for value in x):
-        return np.asarray(x)
-    if isinstance(x, Mapping):
-        return {key: _as_arrays(value) for key, value in x.items()}
-    if isinstance(x, (tuple, list)):
-        return type(x)(_as_arrays(value) for value in x)
-    return torch_to_numpy(x) if is_torch_tensor(x) else x
 
 
 def with_larger_batches(x: Any, batch_size: int | None, factor: Fraction) -> tuple[Any, int | None]:

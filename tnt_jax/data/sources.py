@@ -6,15 +6,30 @@ together they feed each global batch exactly once.
 
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from tnt_jax.data.elements import as_batch, is_of_library, unpack
-from tnt_jax.data.layout import LocalRows, RankSlice, local_rows, num_batches, resolve_batch_size
+from tnt_jax.data.elements import (
+    as_batch,
+    is_of_library,
+    is_torch_tensor,
+    torch_to_numpy,
+    unpack,
+)
+from tnt_jax.data.layout import (
+    LocalRows,
+    RankSlice,
+    ReadOptions,
+    local_rows,
+    num_batches,
+    resolve_batch_size,
+)
 from tnt_jax.data.permutation import RowOrder
+
+DEFAULT_BATCH_SIZE = 32
 
 
 def is_grain_map_dataset(x: Any) -> bool:
@@ -314,3 +329,42 @@ def announced_batch(
     own = local_rows(num_rows, rank_slice)
     zeros = jax.tree.map(lambda x: np.zeros((len(own.indices), *x.shape[1:]), x.dtype), rows)
     return HostBatch(zeros, own.mask, num_rows)
+
+
+def array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> ArraySource:
+    """Returns a source of global batches of arrays; see `tnt_jax.data.dispatch.as_source`."""
+    arrays = (_as_arrays(x), _as_arrays(y), _as_arrays(sample_weight))
+    num_examples = common_length(arrays)
+    micro = options.micro_batch_size
+    default = None if micro is not None else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
+    size = resolve_batch_size(
+        options.rank_slice,
+        batch_size=options.batch_size if options.batch_size is not None else default,
+        micro=micro,
+        drop_remainder=options.drop_remainder,
+        num_examples=num_examples,
+    )
+    if not options.distribute:
+        raise ValueError(
+            "Arrays are split over all processes; tnt_distribute_dataset=False is for datasets "
+            "that each process shards itself. Pass the same arrays on every process, or a dataset."
+        )
+    return ArraySource(
+        arrays,
+        global_batch_size=size,
+        rank_slice=options.rank_slice,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        drop_remainder=options.drop_remainder,
+    )
+
+
+def _as_arrays(x: Any) -> Any:
+    """Converts lists of numbers to arrays and keeps all other structure."""
+    if isinstance(x, (tuple, list)) and x and all(isinstance(value, (int, float)) for value in x):
+        return np.asarray(x)
+    if isinstance(x, Mapping):
+        return {key: _as_arrays(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return type(x)(_as_arrays(value) for value in x)
+    return torch_to_numpy(x) if is_torch_tensor(x) else x

@@ -13,7 +13,7 @@ from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
 from tnt_jax.data.opening import Meanwhile, open_stream
-from tnt_jax.data.sources import HostBatch, Source, common_length
+from tnt_jax.data.sources import HostBatch, Source, array_source, common_length
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.keras_compat.state.building import Builder
 from tnt_jax.keras_compat.state.core import Core
@@ -212,16 +212,19 @@ class DataIntake:
 
     def source(self, data: DataArguments) -> Source:
         """Returns the source of the global batches."""
-        # The readers of all kinds of data are imported with the first data.
-        from tnt_jax.data.dispatch import as_source
-
         x, y, sample_weight = data.x, data.y, data.sample_weight
         if self._is_taken_apart(data):
             x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
         if data.predicts:
             y = sample_weight = None
         check_arguments(x, y, sample_weight)
-        return as_source(x, y, sample_weight, self._reading(data))
+        reading = self._reading(data)
+        if is_arrays(x):
+            return array_source(x, y, sample_weight, reading)
+        # The readers of all other kinds of data are imported with the first of it.
+        from tnt_jax.data.dispatch import as_source
+
+        return as_source(x, y, sample_weight, reading)
 
     def open(
         self,
