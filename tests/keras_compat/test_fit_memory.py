@@ -149,8 +149,8 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
     assert_close(histories[2], histories[0])
     said = [record.message for record in caplog.records if "chose" in record.message]
     assert len(said) == 3
-    assert "chose one pass needs" in said[0]
-    assert f"passes of {rows[1]} rows needs" in said[1]
+    assert "chose one pass, which needs" in said[0]
+    assert f"passes of {rows[1]} rows, which needs" in said[1]
     assert "too much: one pass needs" in said[1]
 
 

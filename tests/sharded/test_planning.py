@@ -76,7 +76,7 @@ def test_a_plan_says_why_the_mesh_was_chosen(use_ranks, monkeypatch, capsys):
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "10GB")
     use_ranks(4)
     text, state = planned(monkeypatch, capsys, mesh="auto")
-    assert text.startswith('Mesh: data 4\nmesh="auto" chose data 4 needs ')
+    assert text.startswith('Mesh: data 4\nmesh="auto" chose data 4, which needs ')
     assert "of 9.3 GiB a device\nParameters, with" in text
     assert all(x.is_fully_replicated for x in jax.tree.leaves(state.params))
 

@@ -133,7 +133,8 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         *others, last = self.attempts
-        chosen = f"{self.asked} chose {last[-1]} of {in_units(self.limit)} a device"
+        needed, limit = in_units(last[-1].nbytes), in_units(self.limit)
+        chosen = f"{self.asked} chose {last[-1].name}, which needs {needed} of {limit} a device"
         tried = _ends([*others, last[:-1]])
         return f"{chosen}; too much: {tried}" if tried else chosen
 

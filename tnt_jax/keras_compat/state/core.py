@@ -301,7 +301,7 @@ class Core:
             if lower is not None:
                 self._take(forms[0], None)
             raise
-        logger.info("%s. %s", choice, note)
+        logger.info("%s.%s", choice, f" {note.strip()}" if note else "")
         self.memory_choice = choice
         form = forms[choice.way]
         if form.name or lower is None:
