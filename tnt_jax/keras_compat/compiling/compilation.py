@@ -39,8 +39,8 @@ class Compilation:
 
     def forget_data(self) -> None:
         """Lets the next call check its data and compile its steps anew."""
-        self.functions = self.announced_kind = None
-        self.knows_rows = False
+        self.functions = self.announced_kind = self.dependence = None
+        self.traced_rows, self.checked_rows = set(), set()
         self.known_kinds, self.compiled_kinds = set(), set()
 
     @property
