@@ -116,7 +116,7 @@ def test_passes_give_what_one_pass_gives(use_ranks, few_rows, kind, num_ranks, m
     use_ranks(num_ranks)
     model = make_model(MODULES[kind]())
     assert_close(train(model, "auto", validation_data=(x, y)), history)
-    assert model._core.rows_at_once <= most
+    assert model._core.at_once.training <= most
     assert_close(model.get_weights(), whole.get_weights())
     evaluated = model.evaluate(x, y, batch_size=24, verbose=0, tnt_micro_batch_size="auto")
     assert_close(evaluated, whole.evaluate(x, y, batch_size=24, verbose=0))
@@ -139,7 +139,7 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
             history = model.fit(
                 x, y, batch_size=4096, epochs=1, verbose=0, tnt_micro_batch_size="auto"
             )
-        rows.append(model._core.rows_at_once)
+        rows.append(model._core.at_once.training)
         histories.append(history.history)
         limit = model._core.memory_choice.limit
         assert model._core.memory_choice.attempts[-1][-1].nbytes <= limit
@@ -197,7 +197,7 @@ def test_a_step_that_fits_nowhere_leaves_the_model_as_it_was(use_ranks, monkeypa
     model = make_model(Net())
     with pytest.raises(ValueError, match="found no way to compute it"):
         train(model, "auto")
-    assert model._core.rows_at_once is None
+    assert model._core.at_once.training is None
     assert train(model, None)["loss"]
 
 

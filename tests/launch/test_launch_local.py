@@ -212,7 +212,8 @@ def test_process_that_is_shown_alone_on_a_terminal_sees_a_terminal(tnt_jax, scri
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 123))
     launcher = tnt_jax("-n", 2, "--no-gpu", path, stdout=writing)
-    launcher.communicate(timeout=30)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, errors
     shown = b""
     while not shown.endswith(b"\n"):
         shown += os.read(reading, 1000)

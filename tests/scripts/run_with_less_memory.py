@@ -33,7 +33,7 @@ def train(micro, callbacks=()):
     model.compile(tnt.optimizers.SGD(0.1), loss="mse")
     options = {"batch_size": ROWS, "epochs": 2, "verbose": 0, "shuffle": False}
     history = model.fit(x, y, tnt_micro_batch_size=micro, callbacks=list(callbacks), **options)
-    return history.history["loss"], model._core.rows_at_once
+    return history.history["loss"], model._core.at_once.training
 
 
 x = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)

@@ -293,7 +293,7 @@ class Preparation:
     def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""
         self._state.start_optimizer()
-        parts = functions.step_parts(self._core.adapter.apply, self._core.rows_at_once)
+        parts = functions.step_parts(self._core.adapter.apply, self._core.at_once.training)
         transformation = compilation.transformation
         assert transformation is not None
         self._core.trainer.compile(

@@ -33,7 +33,7 @@ from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import WholeBatches, log_choice
-from tnt_jax.train.steps.micro_batches import evaluated_in_passes, why_in_one_pass
+from tnt_jax.train.steps.micro_batches import RowsAtOnce, evaluated_in_passes, why_in_one_pass
 from tnt_jax.train.trainer import Trainer
 
 
@@ -66,27 +66,7 @@ _WAYS_OUT = {
 
 
 class Core:
-    """The wrapped module, its options, its trainer, and the choices of `compile`.
-
-    Args:
-        module: Module that the user passed.
-        variables: Variables of a Linen module to start from, or None.
-        options: Options of the model.
-
-    Attributes:
-        module: See above.
-        options: See above.
-        adapter: The adapter of the module.
-        compilation: The choices of `compile`; None before it is called.
-        knows_outputs: Whether it is known if rows of the model's outputs depend on one another.
-        dependence_of_outputs: How they do in prediction, if so.
-        memory_choice: Why training has this mesh and these passes, where they are chosen; None
-            before.
-        rows_at_once: Most rows of a rank that training computes in one pass; None for all.
-        evaluated_at_once: The same for evaluation and prediction.
-        fits_memory: Whether they are chosen by the memory of a device.
-        is_fitting: Whether `fit` runs; the wrapped object is then out of date.
-    """
+    """The wrapped module, its options, its trainer, and the choices of `compile`."""
 
     def __init__(
         self, module: Any, variables: Mapping[str, Any] | None, options: ModelOptions
@@ -100,14 +80,12 @@ class Core:
         self._sharding = options.for_sharding()
         sharded.check_remat(options.remat)
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
+        self.at_once = RowsAtOnce()
         self._plain_apply = self.adapter.apply
         self._use_options(options)
         self.compilation: Compilation | None = None
         # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: auto.Choice | None = None
-        # Most rows of a rank that are computed in one pass, in training and outside; None for all.
-        self.rows_at_once: int | None = None
-        self.evaluated_at_once: int | None = None
         self.fits_memory = False
         # Calls and batches for which a step was chosen by its memory.
         self._fitted: set[Any] = set()
@@ -156,7 +134,7 @@ class Core:
         self.options = options
         apply = options.apply(self._plain_apply)
         # This object's own method: another model of the module has other options.
-        self.adapter.apply = evaluated_in_passes(apply, lambda: self.evaluated_at_once)
+        self.adapter.apply = evaluated_in_passes(apply, self.at_once)
 
     def _steps(
         self, job: runtime.Runtime, *, whole: bool = False
@@ -215,7 +193,7 @@ class Core:
         given = auto.local_bytes((state.params, state.model_state))
 
         def peak_bytes(rows_at_once: int | None) -> int:
-            self.evaluated_at_once = rows_at_once
+            self.at_once.evaluation = rows_at_once
             self.trainer.renew_evaluation()
             return planning.peak_bytes(lower().compile()) + whole - given
 
@@ -314,22 +292,23 @@ class Core:
 
     def _compute_fewer_rows(self, num_rows: int) -> bool:
         """Halves the rows of a pass, of `num_rows` of a rank; returns whether they were several."""
-        most = self.rows_at_once or num_rows
+        most = self.at_once.training or num_rows
         if most == 1:
             return False
-        self.rows_at_once = self.evaluated_at_once = auto.equal_rows(num_rows, most // 2)
+        fewer = auto.equal_rows(num_rows, most // 2)
+        self.at_once.training = self.at_once.evaluation = fewer
         logger.warning(
             "A device has no memory for %d rows at once, although the compiler stated that they "
             "fit: %d are computed at once from here on. TNT_DEVICE_MEMORY sets the limit.",
             most,
-            self.rows_at_once,
+            fewer,
         )
         self._compile_steps()
         return True
 
     def _take(self, form: _Form, rows_at_once: int | None) -> None:
         """Lets steps have another form; without a name, it is that of the steps there are."""
-        self.rows_at_once = self.evaluated_at_once = rows_at_once
+        self.at_once.training = self.at_once.evaluation = rows_at_once
         self._sharding = form.sharding
         if form.name:
             self._use_options(form.options)
@@ -454,7 +433,7 @@ class Core:
     def step_parts(self) -> Parts:
         """Returns the forward pass, the loss and the metrics of a step, once data is known."""
         assert self.functions is not None
-        return self.functions.step_parts(self.adapter.apply, self.rows_at_once)
+        return self.functions.step_parts(self.adapter.apply, self.at_once.training)
 
     def use_optimizer(self) -> None:
         """Starts the optimizer of the compilation, if there is one, unless it already runs."""

@@ -447,7 +447,7 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(group: argparse._ActionsContainer, table: type, names: str) -> None:
+def _add(group: Any, table: type, names: str) -> None:
     """Adds the options that set these fields of a table."""
     for name in names.split():
         found = table.__dataclass_fields__[name]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +14,14 @@ from tnt_jax.adapters.base import Applied
 from tnt_jax.distributed.sums.random_rows import key_of_part, keys_of_parts, row_key, step_key
 from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.state import TrainState
+
+
+@dataclass
+class RowsAtOnce:
+    """Most rows of a rank that are computed in one pass; None for all."""
+
+    training: int | None = None
+    evaluation: int | None = None
 
 
 class MicroRows:
@@ -90,12 +99,12 @@ def sums_of_passes(compute: Callable[[Any], Any], micro_batches: Any) -> Any:
     return jax.tree.map(lambda x, shape: x.astype(shape.dtype), totals, shapes)
 
 
-def evaluated_in_passes(apply: Apply, rows_at_once: Callable[[], int | None]) -> Apply:
+def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
     """Returns a forward pass that computes rows in passes, except in training.
 
     Args:
         apply: Forward pass; rows must not depend on one another.
-        rows_at_once: Returns the most rows of a pass, or None for all, when a program is traced.
+        at_once: The rows of a pass, read when a program is traced.
     """
 
     def in_passes(
@@ -108,7 +117,7 @@ def evaluated_in_passes(apply: Apply, rows_at_once: Callable[[], int | None]) ->
         mask: jax.Array | None,
     ) -> Applied:
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        count = num_passes(num_rows, rows_at_once())
+        count = num_passes(num_rows, at_once.evaluation)
         if train or count == 1:
             return apply(params, model_state, inputs, key=key, train=train, mask=mask)
         rows = MicroRows(num_rows, count)
