@@ -124,6 +124,61 @@ def test_passes_give_what_one_pass_gives(use_ranks, few_rows, kind, num_ranks, m
     assert_close(predicted, whole.predict(x, batch_size=24, verbose=0))
 
 
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.2, deterministic=not train)(nn.relu(nn.Dense(32)(x)))
+        return {"a": nn.Dense(5)(x), "b": nn.Dense(1)(x)}
+
+
+def objective(params, batch, rngs, apply):
+    """The squares of outputs, each row by its weight."""
+    return (apply(params, batch.inputs) ** 2).mean(-1)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        pytest.param(
+            Net,
+            {"optimizer": lambda: tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
+            id="accumulation",
+        ),
+        pytest.param(Net, {"on_nan": "skip"}, id="steps that are not finite are left"),
+        pytest.param(Net, {"steps_per_execution": 2}, id="two steps a program"),
+        pytest.param(
+            Net,
+            {"optimizer": lambda: tnt.optimizers.LossScaleOptimizer(tnt.optimizers.SGD(0.1))},
+            id="loss scale",
+        ),
+        pytest.param(
+            TwoHeads,
+            {"loss": {"a": crossentropy(), "b": "mse"}, "loss_weights": {"a": 0.3, "b": 2.0}},
+            id="two losses",
+        ),
+        pytest.param(Net, {"objective": objective, "loss": None}, id="objective"),
+    ],
+)
+def test_options_of_compile_meet_passes(use_ranks, few_rows, module, options):
+    x, y, weight = data()
+    targets = {"a": y, "b": x[:, :1]} if module is TwoHeads else y
+    found = []
+    for num_ranks, most in ((1, None), (2, 5)):
+        if most:
+            few_rows(most)
+        use_ranks(num_ranks)
+        model = tnt.Model(module(), seed=3)
+        chosen = {"optimizer": lambda: tnt.optimizers.SGD(0.1), "loss": crossentropy(), **options}
+        model.compile(**{**chosen, "optimizer": chosen["optimizer"]()})
+        history = model.fit(
+            x, targets, sample_weight=weight, batch_size=16, epochs=2, verbose=0,
+            tnt_micro_batch_size=most and "auto",
+        )  # fmt: skip
+        found.append((history.history, model.get_weights()))
+    assert model._core.at_once.training == 5
+    assert_close(found[1], found[0])
+
+
 def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, caplog):
     """The step is measured as it runs, and less memory means fewer rows at once."""
     rng = np.random.default_rng(0)

@@ -201,6 +201,7 @@ class Trainer:
         Parameters and model state stay. The mean gradient of `accumulation_steps` makes one update;
         `on_nan` says what follows a step that is not finite, None to take it.
         """
+        self._ran.clear()
         self._compiled = CompiledSteps(
             self.runtime,
             self.steps,
