@@ -221,7 +221,7 @@ def test_a_model_whose_batch_cannot_be_cut_says_why(use_ranks, monkeypatch, modu
     use_ranks(2)
     with pytest.raises(ValueError, match=reason) as error:
         train(make_model(module()), "auto")
-    assert "found no way to compute it whose training step fits the" in str(error.value)
+    assert "found no way to compute a step that fits the" in str(error.value)
 
 
 def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
@@ -250,10 +250,26 @@ def test_a_step_that_fits_nowhere_leaves_the_model_as_it_was(use_ranks, monkeypa
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "80KB")
     use_ranks(2)
     model = make_model(Net())
-    with pytest.raises(ValueError, match="found no way to compute it"):
-        train(model, "auto")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="found no way to compute a step"):
+            train(model, "auto")
     assert model._core.at_once.training is None
     assert train(model, None)["loss"]
+
+
+def test_a_mesh_and_passes_are_chosen_together(use_ranks, monkeypatch):
+    use_ranks(1)
+    history = train(make_model(Net()), None)
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "130KB")
+    use_ranks(4)
+    model = make_model(Net(), mesh="auto")
+    assert_close(train(model, "auto"), history)
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "30KB")
+    use_ranks(4)
+    model = make_model(Net(), mesh="auto")
+    with pytest.raises(ValueError, match="found no way to compute a step"):
+        train(model, "auto")
+    assert model._core.has_open_mesh
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,12 @@ def choose(asked: str, ways: Sequence[Way], limit: int, *, note: str = "") -> Ch
             attempts.append((Attempt(way.name, math.inf, problem=problem),))
         if attempts[-1][-1].nbytes <= limit:
             return Choice(asked, tuple(attempts), limit)
-    sought = "mesh of data and fsdp" if asked == MESH else "way to compute it"
+    is_mesh = asked == MESH
+    sought = (
+        "mesh of data and fsdp whose training step" if is_mesh else "way to compute a step that"
+    )
     raise ValueError(
-        f"{asked} found no {sought} whose training step fits the {in_units(limit)} of a device: "
+        f"{asked} found no {sought} fits the {in_units(limit)} of a device: "
         f"{_ends(attempts)}. {note}Use more devices, a smaller global batch, "
         "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
         "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."

@@ -36,12 +36,14 @@ class Compilation:
     # Kinds of data that were checked against the losses, and shapes that training has seen.
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
+    # Calls and shapes of batches for which a step was chosen by its memory.
+    fitted: set[Any] = field(default_factory=set)
 
     def forget_data(self) -> None:
         """Lets the next call check its data and compile its steps anew."""
         self.functions = self.announced_kind = self.dependence = None
         self.traced_rows, self.checked_rows = set(), set()
-        self.known_kinds, self.compiled_kinds = set(), set()
+        self.known_kinds, self.compiled_kinds, self.fitted = set(), set(), set()
 
     @property
     def on_nan(self) -> OnNaN | None:

@@ -87,7 +87,7 @@ class Core:
         # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: auto.Choice | None = None
         self.fits_memory = False
-        # Calls and batches for which a step was chosen by its memory.
+        # Batches of `predict` for which a step was chosen by its memory, before `compile`.
         self._fitted: set[Any] = set()
         # While `fit` runs, the wrapped object is out of date.
         self.is_fitting = False
@@ -182,12 +182,17 @@ class Core:
             ValueError: On every process, if no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
-        if (asked := (call, id(self.compilation), shapes)) in self._fitted:
+        fitted = self._fitted if self.compilation is None else self.compilation.fitted
+        if (call, shapes) in fitted:
             return
-        self._fitted.add(asked)
         if call == "fit":
             self._choose(auto.MICRO_BATCH, batch, self._forms(in_passes=True), lower)
-            return
+        else:
+            self._choose_passes(call, batch, lower)
+        fitted.add((call, shapes))
+
+    def _choose_passes(self, call: str, batch: Batch, lower: Callable[[], Any]) -> None:
+        """Chooses the rows at once of evaluation or prediction."""
         job, state = runtime.init(), self.trainer.require_state()
         whole = auto.local_bytes(state)
         given = auto.local_bytes((state.params, state.model_state))
@@ -276,8 +281,8 @@ class Core:
         try:
             choice = auto.choose(asked, list(map(way_of, forms)), limit, note=note)
         except ValueError:
-            if lower is not None:
-                self._take(forms[0], None)
+            self.at_once.training = self.at_once.evaluation = None
+            self._compile_steps()
             raise
         logger.info("%s.%s", choice, f" {note.strip()}" if note else "")
         self.memory_choice = choice
