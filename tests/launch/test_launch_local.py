@@ -206,8 +206,8 @@ def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
 def test_process_that_is_shown_alone_on_a_terminal_sees_a_terminal(tnt_jax, script, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # It would count for more than the terminal.
     path = script(
-        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), "
-        "os.get_terminal_size(1).columns, end='\\r\\n')"
+        "import os, sys; columns = sys.stdout.isatty() and os.get_terminal_size(1).columns; "
+        "print(sys.stdout.isatty(), sys.stderr.isatty(), columns, end='\\r\\n')"
     )
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 123))
