@@ -198,6 +198,14 @@ def test_with_other_devices_the_host_waits_for_each_program_but_a_few():
     assert waited == list(range(10 - execution.IN_FLIGHT))
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_programs_that_just_fit_the_memory_run_one_by_one(is_alone):
+    waited, running = [], InFlight(is_alone=is_alone, most=0)
+    for number in range(5):
+        running.add(Result(number, waited))
+    assert waited == list(range(5))
+
+
 @pytest.mark.parametrize(
     ("step_s", "gaps"),
     # Quick programs: all that may run ahead, of which half have run after a wait. Slow ones: few.

@@ -53,13 +53,14 @@ class InFlight:
 
     On a machine with other work, a thread that was woken waits some milliseconds for a core. A host
     that is a few short steps ahead would leave the devices idle then. Where no other process and no
-    second device takes part (`is_alone`), it gets further ahead, and waits seldom.
+    second device takes part (`is_alone`), it gets further ahead, and waits seldom. Of programs that
+    just fit the memory, `most` is 0: CPUs hold the memory of each program that was started.
     """
 
-    def __init__(self, *, is_alone: bool = False) -> None:
+    def __init__(self, *, is_alone: bool = False, most: int | None = None) -> None:
         self._results: deque[jax.Array] = deque()
-        self._is_alone = is_alone
-        self._limit = IN_FLIGHT
+        self._is_alone = is_alone and most is None
+        self._limit = IN_FLIGHT if most is None else most
         # Time at which the programs before `_results` had run.
         self._since_s = 0.0
 

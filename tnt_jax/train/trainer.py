@@ -49,6 +49,7 @@ class Trainer:
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
         fewer_rows: Lets steps compute fewer rows at once, and returns whether that is possible;
             called where a device has no memory for a step. None to raise the error.
+        most_in_flight: Programs that may wait for others; see `InFlight`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Trainer:
         self._compiled: CompiledSteps | None = None
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
         self.fewer_rows: Callable[[], bool] | None = None
+        self.most_in_flight: int | None = None
         self._ran: set[int] = set()
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
@@ -285,7 +287,7 @@ class Trainer:
         `first_index` is the number of the first step in the epoch, `sums` are those of the steps
         before.
         """
-        running = InFlight(is_alone=self._is_alone)
+        running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         index, watch = first_index, self.programs.watch
         for group in batches:
             hooks.on_batch_begin(index)
@@ -345,7 +347,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
         compiled, state = self.programs, self._built()
-        running = InFlight(is_alone=self._is_alone)
+        running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         sums, index = None, 0
         for group in map(self._taken, batches):
             hooks.on_batch_begin(index)

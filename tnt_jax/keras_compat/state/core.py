@@ -185,6 +185,7 @@ class Core:
         fitted = self._fitted if self.compilation is None else self.compilation.fitted
         if (call, shapes) in fitted:
             return
+        self.trainer.most_in_flight = 0 if self.trainer.runtime.platform == "cpu" else None
         if call == "fit":
             self._choose(auto.MICRO_BATCH, batch, self._forms(in_passes=True), lower)
         else:
