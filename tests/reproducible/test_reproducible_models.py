@@ -17,7 +17,7 @@ from reproducible_checks import (
     images,
 )
 
-from tnt_jax import optimizers
+from tnt_jax import Model, optimizers
 from tnt_jax.models.resnet_cifar import CifarResNet
 
 
@@ -102,3 +102,21 @@ def test_two_runs_of_the_fast_steps_on_the_same_devices_are_equal():
 
     with devices(4):
         assert run() == run()
+
+
+def test_a_weight_regularizer_counts_where_a_virtual_rank_has_padded_rows_alone(use_ranks):
+    """17 rows in batches of 8: seven of eight virtual ranks have none of the last one's row."""
+    keras = pytest.importorskip("keras")
+    x = np.random.default_rng(0).normal(size=(17, 4)).astype(np.float32)
+
+    def losses(**options):
+        net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_regularizer="l2")])
+        net.set_weights([np.ones((4, 1)), np.zeros(1)])
+        model = Model(net, **options)
+        model.compile(optimizers.SGD(0.1), loss="mse")
+        return model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+    use_ranks(1)
+    plain = losses()["loss"]
+    use_ranks(2)
+    np.testing.assert_allclose(losses(reproducible=True)["loss"], plain, rtol=1e-5)

@@ -123,7 +123,10 @@ def penalty_of(
             factor = jnp.asarray(1.0)
         elif mask is not None:
             real = jnp.sum(mask)
-            factor = real / num_rows if kind == "sum" else real / psum(real) * num_ranks
+            total = psum(real)
+            # Where each rank's rows are computed by themselves, all of them may be padded.
+            share = jnp.where(total == 0, 1.0, real / jnp.maximum(total, 1) * num_ranks)
+            factor = real / num_rows if kind == "sum" else share
         else:
             factor = 1.0
         penalty += jnp.sum(loss.astype(jnp.float32)) * factor * (num_ranks if kind == "sum" else 1)
