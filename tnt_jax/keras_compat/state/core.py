@@ -44,19 +44,15 @@ class _Form(NamedTuple):
         name: What it is called; empty for the form that the steps have.
         options: Options of the model.
         sharding: How the model is sharded; None for data parallelism alone.
-        saved: What saves memory at the cost of time, for the names of further forms.
     """
 
     name: str
     options: ModelOptions
     sharding: ShardingOptions | None
-    saved: str = ""
 
-    def saving(self, what: str, **options: Any) -> "_Form":
-        """Returns a form that saves more memory."""
-        saved = ", ".join(filter(None, (self.saved, what)))
-        name = ", ".join(filter(None, (self.name, what)))
-        return _Form(name, replace(self.options, **options), self.sharding, saved)
+
+def _joined(*names: str) -> str:
+    return ", ".join(filter(None, names))
 
 
 _WAYS_OUT = {
@@ -82,7 +78,7 @@ class Core:
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
         self.at_once = RowsAtOnce()
         self._plain_apply = self.adapter.apply
-        self._use_options(options)
+        self._use(options)
         self.compilation: Compilation | None = None
         # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: auto.Choice | None = None
@@ -102,7 +98,7 @@ class Core:
     def trainer(self) -> Trainer:
         """The trainer of the model; its first use joins the job."""
         if self._trainer is None:
-            job = self.options.on_mesh(runtime.init(), self._sharding)
+            job = self._used.on_mesh(runtime.init(), self._sharding)
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
             steps: Steps
@@ -129,9 +125,9 @@ class Core:
         finally:
             self._trainer = own
 
-    def _use_options(self, options: ModelOptions) -> None:
-        """Lets the forward pass and the steps to come have other options."""
-        self.options = options
+    def _use(self, options: ModelOptions) -> None:
+        """Lets the forward pass and the steps to come have the user's options, or those chosen."""
+        self._used = options
         apply = options.apply(self._plain_apply)
         # This object's own method: another model of the module has other options.
         self.adapter.apply = evaluated_in_passes(apply, self.at_once)
@@ -139,7 +135,7 @@ class Core:
     def _steps(
         self, job: runtime.Runtime, *, whole: bool = False
     ) -> DataParallelSteps | sharded.ShardedSteps:
-        return self.options.steps(job, self._sharding, self.adapter.axis_names, whole=whole)
+        return self._used.steps(job, self._sharding, self.adapter.axis_names, whole=whole)
 
     def choose_mesh(self, batch: Batch) -> None:
         """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
@@ -213,26 +209,26 @@ class Core:
 
     def _forms(self, *, in_passes: bool) -> list[_Form]:
         """Returns the ways to compute a step, the fastest first."""
-        options, own, num_ranks = self.options, self._sharding, runtime.init().num_ranks
+        options, own, num_ranks = self._used, self._sharding, runtime.init().num_ranks
         meshes = auto.candidates(runtime.init().mesh.size)
         if self.has_open_mesh:
             assert own is not None
             forms = [_Form(auto.name_of(meshes[0]), options, None)]
         else:
             forms = [_Form("", options, own)]
+        saved = ""
         if in_passes and options.remat == "none":
-            forms.append(forms[0].saving("remat='full'", remat="full"))
+            options, saved = replace(options, remat="full"), "remat='full'"
+            forms.append(_Form(_joined(forms[0].name, saved), options, forms[0].sharding))
         is_free = own is None and not (options.gradient_compression or options.ranks_per_host > 1)
         if in_passes and is_free and num_ranks > 1 and not options.shard_optimizer_state:
-            forms.append(forms[-1].saving("shard_optimizer_state", shard_optimizer_state=True))
+            sharded_state = replace(options, shard_optimizer_state=True)
+            forms.append(_Form(_joined(saved, "shard_optimizer_state"), sharded_state, None))
         if self.has_open_mesh or (in_passes and is_free):
             rules = () if own is None else own.rules
+            options = replace(options, shard_optimizer_state=False)
             forms += [
-                _Form(
-                    ", ".join(filter(None, (auto.name_of(axes), forms[-1].saved))),
-                    replace(forms[-1].options, shard_optimizer_state=False),
-                    ShardingOptions(axes, rules),
-                )
+                _Form(_joined(auto.name_of(axes), saved), options, ShardingOptions(axes, rules))
                 for axes in meshes[1:]
             ]
         return forms
@@ -317,7 +313,7 @@ class Core:
         self.at_once.training = self.at_once.evaluation = rows_at_once
         self._sharding = form.sharding
         if form.name:
-            self._use_options(form.options)
+            self._use(form.options)
         else:
             self._compile_steps()
 
