@@ -2,8 +2,11 @@
 
 import logging
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -11,6 +14,10 @@ from training import assert_close, crossentropy
 
 import tnt_jax as tnt
 from tnt_jax.sharded import auto
+from tnt_jax.sharded.planning import peak_bytes
+from tnt_jax.train.contracts import Batch, LossTerm, Measured
+from tnt_jax.train.state import create_state
+from tnt_jax.train.steps.micro_batches import why_in_one_pass
 
 ROWS, WIDTH = 61, 16
 
@@ -30,6 +37,13 @@ class Normalized(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         x = nn.BatchNorm(use_running_average=not train, axis_name="data")(nn.Dense(64)(x))
+        return nn.Dense(5)(nn.relu(x))
+
+
+class OwnStatistics(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(64)(x))
         return nn.Dense(5)(nn.relu(x))
 
 
@@ -197,7 +211,14 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
         rows.append(model._core.at_once.training)
         histories.append(history.history)
         limit = model._core.memory_choice.limit
-        assert model._core.memory_choice.attempts[-1][-1].nbytes <= limit
+        chosen = model._core.memory_choice.attempts[-1][-1].nbytes
+        assert chosen <= limit
+        # The batches that wait, of which each device has half, are counted; one is in the program.
+        trainer = model._core.trainer
+        program = trainer.lower_train_step(Batch(x, y)).compile()
+        waiting = (x.nbytes + y.astype("i4").nbytes) // 2
+        assert chosen - peak_bytes(program) >= 5 * waiting
+        assert trainer.most_in_flight == 0
     assert rows[0] is None
     assert 1 < rows[2] < rows[1] < 2048
     assert_close(histories[1], histories[0])
@@ -209,10 +230,33 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
     assert "too much: one pass needs" in said[1]
 
 
+def test_passes_of_evaluation_and_prediction_need_less_memory(use_ranks, monkeypatch):
+    """The compiler states it for the program that runs: all rows at once do not fit."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4096, WIDTH)).astype(np.float32), np.arange(4096) % 5
+    use_ranks(1)
+    whole = make_model(Net())
+    evaluated = whole.evaluate(x, y, batch_size=4096, verbose=0)
+    predicted = whole.predict(x, batch_size=4096, verbose=0)
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "1500KiB")
+    use_ranks(1)
+    model = make_model(Net())
+    options = {"batch_size": 4096, "verbose": 0, "tnt_micro_batch_size": "auto"}
+    assert_close(model.evaluate(x, y, **options), evaluated)
+    assert model._core.at_once.evaluation < 4096
+    assert_close(model.predict(x, **options), predicted)
+    assert model._core.at_once.evaluation < 4096
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "100KB")
+    use_ranks(1)
+    with pytest.raises(ValueError, match=r"evaluate\(tnt_micro_batch_size=\"auto\"\) found no way"):
+        make_model(Net()).evaluate(x, y, **options)
+
+
 @pytest.mark.parametrize(
     ("module", "memory", "reason"),
     [
         pytest.param(Normalized, "14KB", "communicates with other ranks", id="BatchNorm"),
+        pytest.param(OwnStatistics, "14KB", "keeps statistics of a batch", id="of own rows"),
         pytest.param(Contrastive, "4KB", "compares rows of a batch", id="compares rows"),
     ],
 )
@@ -222,6 +266,61 @@ def test_a_model_whose_batch_cannot_be_cut_says_why(use_ranks, monkeypatch, modu
     with pytest.raises(ValueError, match=reason) as error:
         train(make_model(module()), "auto")
     assert "found no way to compute a step that fits the" in str(error.value)
+
+
+class Odd:
+    """Parts of a step whose penalty, or whose divisor, forbids passes."""
+
+    rows_at_once = None
+
+    def __init__(self, what):
+        self.what = what
+
+    def measure(self, params, model_state, batch, *, key, train):
+        loss = jnp.sum(batch.inputs @ params)
+        penalty = jnp.mean(batch.inputs) if self.what == "penalty" else jnp.sum(params)
+        count = jnp.sum(params) if self.what == "divisor" else jnp.sum(batch.weight)
+        return Measured([LossTerm(loss, count)], penalty, model_state, {})
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("neither", None),
+        ("penalty", "The model adds losses that depend on the rows of a batch"),
+        ("divisor", "The loss is divided by a number that the model computes"),
+    ],
+)
+def test_what_forbids_passes_is_found_by_tracing(use_ranks, what, reason):
+    use_ranks(2)
+    state = create_state(jnp.ones((4, 1)), {}, optax.sgd(0.1), seed=0)
+    batch = Batch(np.ones((6, 4), "f4"), weight=np.ones(6, "f4"))
+    assert why_in_one_pass(Odd(what), state, batch, 3, tnt.init().mesh) == reason
+
+
+def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, few_rows):
+    use_ranks(1)
+    history = train(make_model(Net()), None)
+    few_rows(12)
+    model = make_model(Net())
+    failures = []
+
+    class Fail(tnt.callbacks.Callback):
+        """Replaces the program of the first step by one that finds no memory."""
+
+        def on_train_begin(self, logs=None):
+            programs = model._core.trainer.programs
+
+            def step(state, sums, batch):
+                failures.append(model._core.at_once.training)
+                jax.tree.map(lambda x: x.delete(), state)
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+            programs.training = lambda *_: step
+
+    assert_close(train(model, "auto", callbacks=[Fail()]), history)
+    assert failures == [12]
+    assert model._core.at_once.training == 6
 
 
 def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
@@ -234,7 +333,11 @@ def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
     assert_close(train(model, "auto"), history)
     *others, chosen = model._core.memory_choice.attempts
     assert others
-    assert "fsdp" in chosen[-1].name or "shard_optimizer_state" in chosen[-1].name
+    name = chosen[-1].name
+    # One or the other: with `fsdp` the optimizer state is sharded by itself.
+    assert ("fsdp" in name) != ("shard_optimizer_state" in name)
+    # What was chosen for these devices is no option of the user's.
+    assert model._core.options == make_model(Net())._core.options
 
 
 def test_a_choice_is_made_once_for_each_shape(use_ranks, few_rows, monkeypatch):

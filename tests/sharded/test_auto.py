@@ -195,6 +195,20 @@ def test_the_rows_of_a_pass_are_the_most_that_fit(use_ranks, limit, rows, most_p
     assert choice.rows_at_once == (None if rows is None else max(best))
 
 
+def test_a_larger_pass_is_looked_for_where_much_space_is_left(use_ranks):
+    """All rows at once need more than the line of passes tells: the first estimate is too small."""
+    use_ranks(1)
+    seen = []
+
+    def peak_bytes(rows_at_once):
+        seen.append(rows_at_once)
+        return 1000 if rows_at_once is None else 101 + 2 * rows_at_once
+
+    choice = auto.choose("asked", [auto.Way("", 50, 50, peak_bytes, 100)], 500)
+    assert seen == [None, 34, 50]
+    assert choice.rows_at_once == 50
+
+
 def test_a_way_that_cannot_fit_is_not_compiled_often(use_ranks):
     use_ranks(1)
     seen = []

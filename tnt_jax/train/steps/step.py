@@ -186,7 +186,8 @@ def differentiate(
     def one_pass(batch: Batch, key: Any, counts: list[Any] | None) -> Any:
         def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
             measured = parts.measure(params, state.model_state, batch, key=key, train=True)
-            losses = list(map(quotient, measured.terms, counts or counts_of(measured)))
+            divisors = counts_of(measured) if counts is None else counts
+            losses = [quotient(*pair) for pair in zip(measured.terms, divisors, strict=True)]
             total = weighted_sum(losses, measured.terms, measured.penalty / num_shares)
             loss = _jax.make_varying(jnp.asarray(total, jnp.float32))
             scaled = loss if scale is None else loss * scale
