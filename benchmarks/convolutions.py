@@ -186,7 +186,7 @@ def network_of_xla(batch):
     from scaling_models import load
 
     from tnt_jax.distributed.sums.gradients import trace_grads
-    from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.models.resnet import resnet20
     from tnt_jax.train.steps.kept_inputs import keep_inputs
 
     (x,), y = load("resnet20", real=False, num_rows=batch)

@@ -40,7 +40,7 @@ def train(config: dict[str, Any]) -> dict[str, Any] | None:
     import numpy as np
 
     import tnt_jax as tnt
-    from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.models.resnet import resnet20
 
     class Net(nn.Module):
         @nn.compact

@@ -34,7 +34,7 @@ def make_task(name):
     import numpy as np
     from flax import linen as nn
 
-    from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.models.resnet import resnet20
     from tnt_jax.models.transformer import PARAM_SETS, Transformer
 
     class Mlp(nn.Module):

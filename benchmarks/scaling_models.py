@@ -96,8 +96,7 @@ def make_flax(model: str) -> Any:
     """Returns a Linen module."""
     import flax.linen as nn
 
-    from tnt_jax.models.resnet import resnet50
-    from tnt_jax.models.resnet_cifar import resnet20
+    from tnt_jax.models.resnet import resnet20, resnet50
     from tnt_jax.models.transformer import Transformer
 
     if model == "mlp":

@@ -18,7 +18,7 @@ from reproducible_checks import (
 )
 
 from tnt_jax import Model, optimizers
-from tnt_jax.models.resnet_cifar import CifarResNet
+from tnt_jax.models.resnet import CifarResNet
 
 
 class NnxNet(nnx.Module):

@@ -1,4 +1,4 @@
-"""Residual networks for images of about 224 x 224 pixels, in the v1.5 form.
+"""Residual networks: those of ImageNet in the v1.5 form, those of CIFAR, and a small one.
 
 He et al. 2015, arXiv:1512.03385. v1.5 puts the stride of a bottleneck on its 3x3 convolution, where
 the paper has it on the first 1x1; Goyal et al. 2017 (arXiv:1706.02677) and most published ResNet-50
@@ -164,17 +164,9 @@ class ResNet(nn.Module):
         # Padding a maximum with zeros is exact here: ReLU leaves nothing below zero.
         x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
-        for stage, num_blocks in enumerate(self.stage_sizes):
-            for index in range(num_blocks):
-                strides = 2 if stage > 0 and index == 0 else 1
-                name = f"stage{stage + 1}_block{index + 1}"
-                x_BHWC = self.block(
-                    self.width * 2**stage, strides, conv=conv, norm=norm, name=name
-                )(x_BHWC)
-        logits_BK = classify(x_BHWC, num_classes=self.num_classes)
-        if train:
-            sow_kernel_penalty(self, l2=self.kernel_l2)
-        return logits_BK
+        block = partial(self.block, conv=conv, norm=norm)
+        stages = [(self.width * 2**n, size) for n, size in enumerate(self.stage_sizes)]
+        return stages_and_classes(self, x_BHWC, block, stages, train=train)
 
 
 def batch_norm(
@@ -195,10 +187,36 @@ def batch_norm(
     )
 
 
-def classify(x_BHWC: jax.Array, *, num_classes: int) -> jax.Array:
-    """Averages over the image and adds a float32 dense layer, in a compact module."""
+def stages_and_classes(
+    module: Any,
+    x_BHWC: jax.Array,
+    block: Layer,
+    stages: Sequence[tuple[int, int]],
+    *,
+    train: bool,
+    first_strides: int = 1,
+) -> jax.Array:
+    """Returns the logits [B, K], float32, of a compact network after its stem.
+
+    Args:
+        module: The network, with `num_classes` and `kernel_l2`.
+        x_BHWC: What the stem gives.
+        block: Makes a block of channels, strides and a name.
+        stages: Channels and blocks of each stage; the first block of a stage halves the image.
+        train: Whether the penalty of the kernels is added to the losses.
+        first_strides: Strides of the first block of the first stage.
+    """
+    for stage, (features, num_blocks) in enumerate(stages):
+        for index in range(num_blocks):
+            strides = 1 if index else 2 if stage else first_strides
+            name = f"stage{stage + 1}_block{index + 1}"
+            x_BHWC = block(features, strides, name=name)(x_BHWC)
     x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
-    return nn.Dense(num_classes, kernel_init=nn.initializers.normal(0.01), name="classifier")(x_BC)
+    init = nn.initializers.normal(0.01)
+    logits_BK = nn.Dense(module.num_classes, kernel_init=init, name="classifier")(x_BC)
+    if train:
+        sow_kernel_penalty(module, l2=module.kernel_l2)
+    return logits_BK
 
 
 # He et al. 2015, table 1.
@@ -212,3 +230,162 @@ resnet152 = partial(ResNet, stage_sizes=(3, 8, 36, 3), block=BottleneckBlock)
 resnet50_v1 = partial(
     ResNet, stage_sizes=(3, 4, 6, 3), block=partial(BottleneckBlock, stride_first=True)
 )
+
+
+class CifarBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut without parameters (the paper's option A).
+
+    Where the block changes the shape, the shortcut takes every second pixel and pads the missing
+    channels with zeros.
+    """
+
+    features: int
+    strides: int
+    conv: Layer
+    norm: Layer
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
+        y_BHWC = self.conv(self.features, (3, 3), strides=self.strides)(x_BHWC)
+        y_BHWC = nn.relu(self.norm()(y_BHWC))
+        y_BHWC = self.conv(self.features, (3, 3))(y_BHWC)
+        y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
+        new_channels = self.features - x_BHWC.shape[-1]
+        shortcut_BHWC = x_BHWC[:, :: self.strides, :: self.strides]
+        shortcut_BHWC = jnp.pad(
+            shortcut_BHWC,
+            ((0, 0), (0, 0), (0, 0), (new_channels // 2, new_channels - new_channels // 2)),
+        )
+        return nn.relu(shortcut_BHWC + y_BHWC)
+
+
+class CifarResNet(nn.Module):
+    """A residual network of depth 6n + 2 with 16, 32 and 64 channels, for 32 x 32 images.
+
+    He et al. 2015, section 4.2. The image has full, half and quarter size. The zero-initialized
+    last BatchNorm scale of each block follows Goyal et al. 2017 (arXiv:1706.02677), not the paper.
+
+    Attributes:
+        depth: Weighted layers, 6n + 2: 20, 32, 44, 56, 110 in the paper's table 6.
+        num_classes: Classes K.
+        dtype: Dtype of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
+            rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
+            collection `losses`.
+    """
+
+    depth: int
+    num_classes: int = 10
+    dtype: Any = jnp.float32
+    bn_axis_name: str | None = None
+    kernel_l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.depth < 8 or (self.depth - 2) % 6:
+            raise ValueError(
+                "depth must be 6n + 2 with n at least 1 (20, 32, 44, 56, 110 ...), but is "
+                f"{self.depth}."
+            )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Returns the logits of `images`.
+
+        Args:
+            images: Float pixels [B, H, W, C], already normalised; 32 x 32 in the paper, any size
+                works.
+            train: Whether BatchNorm uses (and updates) the statistics of the batch.
+
+        Returns:
+            Logits [B, K], float32.
+        """
+        conv = partial(nn.Conv, use_bias=False, padding=1, dtype=self.dtype, kernel_init=he_normal)
+        norm = batch_norm(train=train, axis_name=self.bn_axis_name, dtype=self.dtype)
+        x_BHWC = conv(16, (3, 3), name="stem_conv")(images.astype(self.dtype))
+        x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
+        block = partial(CifarBlock, conv=conv, norm=norm)
+        stages = [(16 * 2**stage, (self.depth - 2) // 6) for stage in range(3)]
+        return stages_and_classes(self, x_BHWC, block, stages, train=train)
+
+
+# He et al. 2015, table 6.
+resnet20 = partial(CifarResNet, depth=20)
+resnet32 = partial(CifarResNet, depth=32)
+resnet44 = partial(CifarResNet, depth=44)
+resnet56 = partial(CifarResNet, depth=56)
+resnet110 = partial(CifarResNet, depth=110)
+
+
+class SmallBlock(nn.Module):
+    """Convolutions of 1x1, 3x3 and 1x1, all of the same width, and a shortcut.
+
+    The shortcut is a convolution if the stride is 2.
+    """
+
+    features: int
+    strides: int
+    conv: Layer
+    norm: Layer
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
+        y_BHWC = nn.relu(
+            self.norm()(self.conv(self.features, (1, 1), strides=self.strides)(x_BHWC))
+        )
+        y_BHWC = nn.relu(self.norm()(self.conv(self.features, (3, 3), padding=1)(y_BHWC)))
+        y_BHWC = self.norm()(self.conv(self.features, (1, 1))(y_BHWC))
+        if self.strides > 1:
+            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(
+                x_BHWC
+            )
+            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
+        return nn.relu(x_BHWC + y_BHWC)
+
+
+class ResNetSmall(nn.Module):
+    """The residual network of 26 weighted layers of the NERSC course "Deep Learning at Scale".
+
+    It is for CIFAR-10 and has a 3x3 stem, four stages of 64, 128, 256 and 512 channels with two
+    blocks each, and a classifier.
+
+    Every stage, including the first, halves the image. Unlike in the ImageNet networks,
+    convolutions have a bias and every BatchNorm scale starts at one, as in the course. The course
+    leaves the decay of some BatchNorms at Keras's 0.99 and sets it to 0.9 in others; here it is 0.9
+    (and epsilon 1e-5) in all, so that the statistics are settled after short runs.
+
+    Attributes:
+        num_classes: Classes K.
+        dtype: Dtype of the computation; parameters, statistics and logits are float32.
+        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
+            rank's own rows.
+        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
+            collection `losses`.
+    """
+
+    num_classes: int = 10
+    dtype: Any = jnp.float32
+    bn_axis_name: str | None = None
+    kernel_l2: float = 0.0
+
+    @nn.compact
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Returns the logits of `images`.
+
+        Args:
+            images: Float pixels [B, H, W, C], H and W at least 16.
+            train: Whether BatchNorm uses (and updates) the statistics of the batch.
+
+        Returns:
+            Logits [B, K], float32.
+        """
+        conv = partial(nn.Conv, padding=0, dtype=self.dtype, kernel_init=he_normal)
+        norm = batch_norm(train=train, axis_name=self.bn_axis_name, dtype=self.dtype)
+        x_BHWC = conv(64, (3, 3), padding=1, name="stem_conv")(images.astype(self.dtype))
+        x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
+        block = partial(SmallBlock, conv=conv, norm=norm)
+        stages = [(features, 2) for features in (64, 128, 256, 512)]
+        return stages_and_classes(self, x_BHWC, block, stages, train=train, first_strides=2)
