@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tnt_jax import _jax
-from tnt_jax.train.timing.trace_shares import DATA, STEPS, Event, events_of, shares_of
+from tnt_jax.train.timing.timed_steps import DATA, STEPS, Event, events_of, shares_of
 
 
 def operation(name, start, end):
