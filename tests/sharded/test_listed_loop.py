@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.sharded.blocks.block_list import BlockList, Staged
-from tnt_jax.sharded.pipeline.listed_loop import with_loop
+from tnt_jax.sharded.pipeline.layers_loop import with_loop
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32)

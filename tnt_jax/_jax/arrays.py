@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -187,13 +187,22 @@ def make_varying(tree: Any) -> Any:
     axes = rank_axes()
     # A name that `vmap` binds has no types.
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = [name for name in ((axes,) if isinstance(axes, str) else axes) if name in manual]
+    return vary(
+        tree, [name for name in ((axes,) if isinstance(axes, str) else axes) if name in manual]
+    )
 
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(name for name in axes if not is_varying(x, name))
+
+def vary(tree: Any, axes: Iterable[str]) -> Any:
+    """Marks every array of `tree` as different along mesh axes, inside `shard_map`."""
+    axes = tuple(axes)
+
+    def vary_one(x: Any) -> jax.Array:
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        known = varying_axes(x)
+        missing = tuple(name for name in axes if name not in known)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(vary_one, tree)
 
 
 def zeros_like(tree: Any) -> Any:

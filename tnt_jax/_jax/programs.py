@@ -1,6 +1,6 @@
 """What traced programs compute."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -224,20 +224,56 @@ def _bind_params(equation: Any) -> Mapping[str, Any]:
     return equation.primitive.get_bind_params(equation.params)
 
 
-def _as_function(program: Any) -> Callable:
-    """Returns a function that runs the equations of a program one by one."""
+class Values:
+    """The values of the variables of a program, while its equations run."""
 
-    def run(*args: Any) -> list[Any]:
+    def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        self._known = dict(zip(variables, values, strict=True))
+
+    @classmethod
+    def of(cls, program: Any, args: Iterable[Any]) -> "Values":
+        """Returns the values of a program's constants and arguments."""
         jaxpr = program.jaxpr
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+        return cls([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args])
 
-        def read(variables: Sequence[Any]) -> list[Any]:
-            return [v.val if isinstance(v, Literal) else values[v] for v in variables]
+    def read(self, variables: Iterable[Any]) -> list[Any]:
+        """Returns the values of variables and literals."""
+        return [v.val if isinstance(v, Literal) else self._known[v] for v in variables]
 
-        for equation in jaxpr.eqns:
-            results = run_equation(equation, read(equation.invars))
-            values.update(zip(equation.outvars, results, strict=True))
-        return read(jaxpr.outvars)
+    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Stores values of variables."""
+        self._known.update(zip(variables, values, strict=True))
+
+    def run(self, equations: Iterable[Any]) -> None:
+        """Computes what equations compute."""
+        for equation in equations:
+            self.write(equation.outvars, run_equation(equation, self.read(equation.invars)))
+
+
+def new_variable(aval: Any) -> Any:
+    """Returns a variable of a type that no program has."""
+    return jax.make_jaxpr(lambda x: x)(aval).jaxpr.invars[0]
+
+
+def equations_on(function: Callable, *variables: Any) -> tuple[list[Any], Any]:
+    """Returns the equations of a function of a program's variables, and that of its result."""
+    # JAX returns the same variables again for a function that it has traced before.
+    fresh = lambda *args: function(*args)  # noqa: E731
+    traced: Any = jax.make_jaxpr(fresh)(*(variable.aval for variable in variables)).jaxpr
+    known = dict(zip(traced.invars, variables, strict=True))
+
+    def renamed(v: Any) -> Any:
+        return v if isinstance(v, Literal) else known.get(v, v)
+
+    equations = [e.replace(invars=list(map(renamed, e.invars))) for e in traced.eqns]
+    return equations, renamed(traced.outvars[0])
+
+
+def _as_function(program: Any) -> Callable:
+    def run(*args: Any) -> list[Any]:
+        values = Values.of(program, args)
+        values.run(program.jaxpr.eqns)
+        return values.read(program.jaxpr.outvars)
 
     return run
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.random_rows import data_key, key_for
@@ -108,21 +107,24 @@ def with_draws_by_row(apply: Callable) -> Callable:
 def _varying_scan(f: Callable, init: Any, *args: Any, **kwargs: Any) -> Any:
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         carry, output = f(carry, x)
-        return _vary(carry), output
+        return _jax.make_varying(carry), output
 
-    return _scan(body, _vary(init), *args, **kwargs)
+    return _scan(body, _jax.make_varying(init), *args, **kwargs)
 
 
 def _varying_while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
-    return _while_loop(cond_fun, lambda value: _vary(body_fun(value)), _vary(init_val))
+    return _while_loop(
+        cond_fun, lambda value: _jax.make_varying(body_fun(value)), _jax.make_varying(init_val)
+    )
 
 
 def _varying_fori_loop(
     lower: Any, upper: Any, body_fun: Callable, init_val: Any, **kwargs: Any
 ) -> Any:
-    return _fori_loop(
-        lower, upper, lambda index, value: _vary(body_fun(index, value)), _vary(init_val), **kwargs
-    )
+    def body(index: Any, value: Any) -> Any:
+        return _jax.make_varying(body_fun(index, value))
+
+    return _fori_loop(lower, upper, body, _jax.make_varying(init_val), **kwargs)
 
 
 def _varying_cond(
@@ -137,11 +139,7 @@ def _varying_cond(
 
     def alike(branch: Callable) -> Callable:
         return lambda *args: jax.tree.map(
-            lambda x, varying: _vary(x) if varying else x, branch(*args), varies
+            lambda x, varying: _jax.make_varying(x) if varying else x, branch(*args), varies
         )
 
     return _cond(pred, alike(true_fun), alike(false_fun), *operands, **kwargs)
-
-
-def _vary(carry: Any) -> Any:
-    return _jax.make_varying(jax.tree.map(jnp.asarray, carry))

@@ -115,8 +115,7 @@ def _like_whole(part: jax.Array, cut: Cut) -> jax.Array:
     shape = list(part.shape)
     shape[cut.dim] *= jax.lax.axis_size(_jax.FSDP_AXIS)
     whole = _jax.make_varying(jnp.zeros(shape, part.dtype))
-    missing = tuple(sorted(_jax.varying_axes(part) - _jax.varying_axes(whole)))
-    return jax.lax.pcast(whole, missing, to="varying") if missing else whole
+    return _jax.vary(whole, sorted(_jax.varying_axes(part)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -164,7 +163,7 @@ class _Rewriter:
 
     def cut(self, variable: Any, aval: Any, cut: Cut) -> Any:
         """Returns a variable of type `aval` for the part of an argument."""
-        part = jax.make_jaxpr(lambda x: x)(aval).jaxpr.invars[0]
+        part = _jax.new_variable(aval)
         self._parts[variable] = part, cut
         return part
 
@@ -174,7 +173,8 @@ class _Rewriter:
             return variable
         if variable not in self._gathered:
             part, cut = self._parts[variable]
-            self._gathered[variable] = self._traced(cut.gather, part)
+            gathering, self._gathered[variable] = _jax.equations_on(cut.gather, part)
+            self.equations += gathering
         return self._gathered[variable]
 
     def add(self, equation: Any) -> None:
@@ -212,20 +212,6 @@ class _Rewriter:
             for index, variable in enumerate(equation.invars)
         ]
         return equation.replace(params=equation.params | {name: rewritten}, invars=invars)
-
-    def _traced(self, function: Callable, variable: Any) -> Any:
-        """Adds the equations of a function of one variable; returns that of its result."""
-        traced: Any = jax.make_jaxpr(function)(variable.aval).jaxpr
-        known = {traced.invars[0]: variable}
-        self.equations += [
-            equation.replace(
-                invars=[
-                    v if isinstance(v, _jax.Literal) else known.get(v, v) for v in equation.invars
-                ]
-            )
-            for equation in traced.eqns
-        ]
-        return known.get(traced.outvars[0], traced.outvars[0])
 
 
 def _inside_scan(equation: Any, cuts: dict[int, tuple[Any, Cut]]) -> dict[int, tuple[Any, Cut]]:

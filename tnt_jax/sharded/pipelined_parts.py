@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut, gather_where_used
 from tnt_jax.sharded.layout import Layout
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
@@ -20,7 +21,6 @@ from tnt_jax.sharded.pipeline.schedules import (
     Ends,
     axes_of,
     one_forward_one_backward,
-    vary,
 )
 from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
@@ -65,7 +65,7 @@ class PipelinedParts:
         here = at_stages(params, self._layout)
         leaves, structure = jax.tree.flatten(here.params)
         whole = [example_of(x, shape) for x, shape in zip(leaves, here.shapes, strict=True)]
-        examples = vary(
+        examples = _jax.vary(
             (structure.unflatten(whole), jax.tree.map(lambda x: x[0], micro_batches)),
             axes_of((leaves, micro_batches)),
         )
@@ -130,7 +130,7 @@ class _Run:
         penalty = self._loop.result.penalty
         if isinstance(penalty, (int, float)):
             return penalty
-        shared = vary([leaves[index] for index in self._others], axes_of(leaves))
+        shared = _jax.vary([leaves[index] for index in self._others], axes_of(leaves))
 
         def of_whole(shared: Any) -> Any:
             return self._loop.of_params(self._all(shared), [penalty])[0]

@@ -18,7 +18,7 @@ from tnt_jax.distributed.sums.reduction import plan_buckets
 from tnt_jax.sharded.blocks.block_list import Staged
 from tnt_jax.sharded.gathering import Cut
 from tnt_jax.sharded.layout import Layout, cut_of
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, vary
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of
 from tnt_jax.sharded.rules import Axis
 
 # Smaller arrays share an all-to-all.
@@ -91,7 +91,7 @@ def _own(stack: jax.Array) -> jax.Array:
     """Returns this stage's part of a stack that all stages hold."""
     length = stack.shape[0] // jax.lax.axis_size(STAGE_AXIS)
     first = jax.lax.axis_index(STAGE_AXIS) * length
-    return jax.lax.dynamic_slice_in_dim(vary(stack, axes_of(stack)), first, length)
+    return jax.lax.dynamic_slice_in_dim(_jax.vary(stack, axes_of(stack)), first, length)
 
 
 def _all_to_all(stacks: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:

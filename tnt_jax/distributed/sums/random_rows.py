@@ -88,7 +88,11 @@ def draws_of(function: Callable[[jax.Array, Any], Any], key: jax.Array, rows: An
         sized = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), jnp.result_type(x)), rows
         )
-        run = lambda sized: function(probe, jax.tree.map(_varying_like, sized, rows))  # noqa: E731
+
+        def run(sized: Any) -> Any:
+            alike = jax.tree.map(lambda x, like: _jax.vary(x, _jax.varying_axes(like)), sized, rows)
+            return function(probe, alike)
+
         return jax.make_jaxpr(run)(sized).jaxpr
 
     num_rows = jax.tree.leaves(rows)[0].shape[0]
@@ -110,11 +114,6 @@ def draws_of(function: Callable[[jax.Array, Any], Any], key: jax.Array, rows: An
                 return draws
         return draws
     return Draws(unknown=unknown)
-
-
-def _varying_like(x: jax.Array, other: Any) -> jax.Array:
-    axes = tuple(_jax.varying_axes(other))
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _compared(here: list[Drawn], other: list[Drawn], num_rows: int, other_rows: int) -> Draws:

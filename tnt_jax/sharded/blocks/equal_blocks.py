@@ -117,10 +117,12 @@ def difference(
         end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
         last_use = max(x for x in uses[block] if x < end)
         (own[block].inside if at <= last_use else own[block].after).append(equation)
+    inside, after = ([block[place] for block in own] for place in (0, 1))
     return (
-        _difference_inside(own, names)
+        _difference(inside, names, "computes")
+        or _other_length(inside, names)
         or _result_used_later(equations, names, depths, params)
-        or _difference_after(own, names)
+        or _difference(after, names, "is followed by")
         or f"what stands before {names[0]} is not what stands before the others, or of other types"
     )
 
@@ -136,26 +138,19 @@ def _last_block(equation: Any, depths: Mapping[Any, int]) -> int:
     return max((depths.get(v, -1) for v in equation.outvars), default=-1)
 
 
-def _difference_inside(own: Sequence[_Own], names: Sequence[str]) -> str | None:
+def _difference(blocks: Sequence[list[Any]], names: Sequence[str], verb: str) -> str | None:
     """Returns the first equation of a block that differs from that of the first block."""
-    for name, block in zip(names[1:], own[1:], strict=True):
-        for a, b in zip(own[0].inside, block.inside, strict=False):
+    for name, block in zip(names[1:], blocks[1:], strict=True):
+        for a, b in zip(blocks[0], block, strict=False):
             if not same_equation(a, b):
-                return f"{name} computes {_words(b)} where {names[0]} computes {_words(a)}"
-        if len(block.inside) != len(own[0].inside):
-            counts = len(block.inside), len(own[0].inside)
-            return f"{name} has {counts[0]} operations where {names[0]} has {counts[1]}"
+                return f"{name} {verb} {_words(b)} where {names[0]} {verb} {_words(a)}"
     return None
 
 
-def _difference_after(own: Sequence[_Own], names: Sequence[str]) -> str | None:
-    """Returns the first equation after a block that differs from that after the first block."""
-    for name, block in zip(names[1:], own[1:], strict=True):
-        for a, b in zip(own[0].after, block.after, strict=False):
-            if not same_equation(a, b):
-                return (
-                    f"{name} is followed by {_words(b)} where {names[0]} is followed by {_words(a)}"
-                )
+def _other_length(blocks: Sequence[list[Any]], names: Sequence[str]) -> str | None:
+    for name, block in zip(names, blocks, strict=True):
+        if len(block) != len(blocks[0]):
+            return f"{name} has {len(block)} operations where {names[0]} has {len(blocks[0])}"
     return None
 
 

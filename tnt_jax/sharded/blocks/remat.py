@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import jax
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.sharded.blocks.tracing import (
     Sources,
-    Values,
     loop_body,
     loop_operands,
     trace,
@@ -76,7 +76,7 @@ def rematerialized(
     of_loops = {at: _common_path([paths[i] for i in loops[at]]) for at in loops}
     policy_of = _policies(remat, [*of_loops.values(), *blocks])
 
-    values = Values.of(traced.program, leaves)
+    values = _jax.Values.of(traced.program, leaves)
     places = {id(jaxpr.eqns[at]): policy_of[path] for at, path in of_loops.items()}
     segments = _segments(jaxpr, paths, blocks)
     for number, (block, equations) in enumerate(segments):
@@ -220,7 +220,7 @@ def _casts(variable: Any, waiting: dict[Any, Any]) -> list[Any]:
     return found
 
 
-def _run_plain(equation: Any, values: Values, policy: Any) -> None:
+def _run_plain(equation: Any, values: _jax.Values, policy: Any) -> None:
     """Runs an equation; a loop with a policy rematerializes its body."""
     if policy is None:
         values.run([equation])
@@ -233,14 +233,16 @@ def _run_plain(equation: Any, values: Values, policy: Any) -> None:
     values.write(equation.outvars, [*carried, *outputs])
 
 
-def _run_block(equations: list[Any], values: Values, needed: Sequence[Any], policy: Any) -> None:
+def _run_block(
+    equations: list[Any], values: _jax.Values, needed: Sequence[Any], policy: Any
+) -> None:
     """Runs the equations of a block, which keeps what a policy says."""
     made = {v for e in equations for v in e.outvars}
     given = [v for v in variables_in(v for e in equations for v in e.invars) if v not in made]
     results = [v for v in needed if v in made]
 
     def block(*args: Any) -> list[Any]:
-        inside = Values(given, args)
+        inside = _jax.Values(given, args)
         inside.run(equations)
         return inside.read(results)
 

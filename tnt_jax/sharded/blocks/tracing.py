@@ -1,4 +1,4 @@
-"""Traces functions of parameters, and runs the equations of their programs one by one.
+"""Traces functions of parameters, and tells what the equations of their programs work on.
 
 A module that is rematerialized, as by `nn.remat`, folds its own number into the key of its dropout
 inside the rematerialized function. So the programs of equal blocks differ in a number; outside of
@@ -30,9 +30,8 @@ def hoisted(equations: list[Any]) -> list[Any]:
         variables = []
         for inner in own:
             # A new variable: two equations may share a program.
-            [traced] = jax.make_jaxpr(lambda x: x)(inner.outvars[0].aval).jaxpr.invars
-            found.append(inner.replace(outvars=[traced]))
-            variables.append(traced)
+            variables.append(_jax.new_variable(inner.outvars[0].aval))
+            found.append(inner.replace(outvars=variables[-1:]))
         inside = jaxpr.replace(
             invars=[*jaxpr.invars, *(e.outvars[0] for e in own)],
             eqns=[e for e in jaxpr.eqns if not _marks_number(e)],
@@ -78,32 +77,6 @@ def trace(function: Callable, *args: Any) -> Traced:
         return tree.unflatten([next(remaining) if x is None else x for x in others])
 
     return Traced(program, rebuild)
-
-
-class Values:
-    """The values of the variables of a program, while its equations run."""
-
-    def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        self._known = dict(zip(variables, values, strict=True))
-
-    @classmethod
-    def of(cls, program: Any, args: Iterable[Any]) -> "Values":
-        """Returns the values of a program's constants and arguments."""
-        jaxpr = program.jaxpr
-        return cls([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args])
-
-    def read(self, variables: Iterable[Any]) -> list[Any]:
-        """Returns the values of variables and literals."""
-        return [v.val if isinstance(v, _jax.Literal) else self._known[v] for v in variables]
-
-    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        """Stores values of variables."""
-        self._known.update(zip(variables, values, strict=True))
-
-    def run(self, equations: Iterable[Any]) -> None:
-        """Computes what equations compute."""
-        for equation in equations:
-            self.write(equation.outvars, _jax.run_equation(equation, self.read(equation.invars)))
 
 
 def variables_in(variables: Iterable[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Pipelining of any model with a loop over stacked layers, such as `nn.scan` makes, or a list.
 
 The forward pass is traced for the rows of one micro-batch, in which equal blocks of a list become a
-loop (`tnt_jax.sharded.pipeline.listed_loop`), and split at the loop over the layers:
+loop (`tnt_jax.sharded.pipeline.layers_loop`), and split at the loop over the layers:
 what stands before and after runs for all micro-batches on every device, the layers run in a
 pipeline over the mesh axis `stage`, whose devices hold consecutive layers. Rows keep the random
 numbers of their place in the global batch, so the result is that of one device.
@@ -18,7 +18,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.sharded.blocks.tracing import variables_in
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe, vary
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.micro_batches import MicroRows
@@ -146,7 +146,7 @@ def _in_turn(
     loop = LayersLoop(part, examples, pipeline.path)
     _check_applied(loop, part_rows)
     # Inside the pipeline every value differs between the stages.
-    inner = LayersLoop(part, vary(examples, axes_of(examples)), pipeline.path)
+    inner = LayersLoop(part, _jax.vary(examples, axes_of(examples)), pipeline.path)
     layers = [leaves[index] for index in loop.indices]
     entered = jax.lax.map(partial(loop.enter, leaves), micro_leaves)
 

@@ -61,7 +61,7 @@ def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STA
         return _send(outputs, axis_name, by=1), outputs
 
     # Zeros may have no finite result in a layer that divides by a norm; a real input has one.
-    start = vary(_take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
+    start = _jax.vary(_take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
     _, outputs = jax.lax.scan(tick, start, jnp.arange(num_micro_batches + num_stages - 1))
     leaving = jax.tree.map(lambda x: x[num_stages - 1 :], outputs)
     zeros = jax.tree.map(jnp.zeros_like, leaving)
@@ -133,38 +133,40 @@ def one_forward_one_backward(
     num_micro_batches = _num_micro_batches(micro_batches)
     num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     axes = axes_of((shared, layers, micro_batches), axis_name)
-    shared, layers, micro_batches = vary((shared, layers, micro_batches), axes)
+    shared, layers, micro_batches = _jax.vary((shared, layers, micro_batches), axes)
     is_first, is_last = index == 0, index == num_stages - 1
 
     def forward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
         x = jax.lax.cond(
             is_first,
-            lambda: vary(ends.enter(shared, _take(micro_batches, m)), axes),
+            lambda: _jax.vary(ends.enter(shared, _take(micro_batches, m)), axes),
             lambda: run.x,
         )
         # The last stage computes its layers in the backward slot, together with their gradients.
-        outputs = jax.lax.cond(is_last, lambda: x, lambda: vary(stage(layers, x, m), axes))
+        outputs = jax.lax.cond(is_last, lambda: x, lambda: _jax.vary(stage(layers, x, m), axes))
         return run._replace(kept=_put(run.kept, x, m % num_stages)), outputs, run.grad_x
 
     def backward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
         x, micro_batch = _take(run.kept, m % num_stages), _take(micro_batches, m)
 
         def loss_of(shared: Any, layers: Any, x: Any) -> tuple[jax.Array, Any]:
-            return vary(ends.leave(shared, stage(layers, x, m), micro_batch), axes)
+            return _jax.vary(ends.leave(shared, stage(layers, x, m), micro_batch), axes)
 
         def from_loss() -> Any:
             loss, pull, numbers = jax.vjp(loss_of, shared, layers, x, has_aux=True)
-            return loss, numbers, pull(vary(jnp.ones_like(loss), axes))
+            return loss, numbers, pull(_jax.vary(jnp.ones_like(loss), axes))
 
         def from_next() -> Any:
-            _, pull = jax.vjp(lambda layers, x: vary(stage(layers, x, m), axes), layers, x)
-            return run.loss * 0, vary(_zeros(run.numbers), axes), (no_grads, *pull(run.grad_x))
+            _, pull = jax.vjp(lambda layers, x: _jax.vary(stage(layers, x, m), axes), layers, x)
+            return run.loss * 0, _jax.vary(_zeros(run.numbers), axes), (no_grads, *pull(run.grad_x))
 
         def of_entry() -> Any:
-            _, pull = jax.vjp(lambda shared: vary(ends.enter(shared, micro_batch), axes), shared)
+            _, pull = jax.vjp(
+                lambda shared: _jax.vary(ends.enter(shared, micro_batch), axes), shared
+            )
             return pull(grad_x)[0]
 
-        no_grads = vary(_zeros(shared), axes)
+        no_grads = _jax.vary(_zeros(shared), axes)
         loss, numbers, (grads_shared, grads_layers, grad_x) = jax.lax.cond(
             is_last, from_loss, from_next
         )
@@ -199,7 +201,7 @@ def one_forward_one_backward(
     micro_batch = jax.tree.map(lambda x: x[0], micro_batches)
     x, loss, numbers = jax.eval_shape(through, shared, micro_batch)
     kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_stages, *x.shape), x.dtype), x)
-    start = _Run(*vary(_zeros((x, x, kept, loss, numbers, (shared, layers))), axes))
+    start = _Run(*_jax.vary(_zeros((x, x, kept, loss, numbers, (shared, layers))), axes))
     num_slots = 2 * (num_micro_batches + num_stages - 1)
     end, _ = jax.lax.scan(slot, start, jnp.arange(num_slots))
     loss, numbers, grads_shared = jax.lax.psum((end.loss, end.numbers, end.grads[0]), axis_name)
@@ -216,23 +218,12 @@ def _num_micro_batches(micro_batches: Any) -> int:
     return counts.pop()
 
 
-def axes_of(tree: Any, axis_name: str = STAGE_AXIS) -> frozenset[str]:
+def axes_of(tree: Any, axis_name: str = STAGE_AXIS) -> list[str]:
     """Returns the mesh axes over which any array of `tree` varies, and `axis_name`."""
     found = {axis_name}
     for x in jax.tree.leaves(tree):
         found |= _jax.varying_axes(x)
-    return frozenset(found)
-
-
-def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """Marks every array of `tree` as different along mesh axes, inside `shard_map`."""
-
-    def vary_one(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        missing = tuple(sorted(axes - _jax.varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary_one, tree)
+    return sorted(found)
 
 
 def _send(tree: Any, axis_name: str, *, by: int) -> Any:

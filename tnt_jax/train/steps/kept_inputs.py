@@ -27,14 +27,14 @@ def keep_inputs(traced: Any, step: jax.Array) -> Any:
     if not shared:
         return traced
     one = jnp.where(step < 0, jnp.float32(2), jnp.float32(1))
-    divisor = jax.make_jaxpr(lambda one: one)(one).jaxpr.invars[0]
+    divisor = _jax.new_variable(one)
     quotients = {}
     equations = []
     for equation in traced.jaxpr.eqns:
         if _is_convolution(equation) and equation.invars[0] in shared:
             x = equation.invars[0]
             if x not in quotients:
-                division, quotients[x] = _division(x, divisor)
+                division, quotients[x] = _jax.equations_on(_divide, x, divisor)
                 equations += division
             equation = equation.replace(invars=[quotients[x], *equation.invars[1:]])
         equations.append(equation)
@@ -60,23 +60,9 @@ def _shared_inputs(jaxpr: Any) -> set[Any]:
     }
 
 
-def _division(x: Any, divisor: Any) -> tuple[list[Any], Any]:
-    """Returns the equations that divide a variable, and the variable of the quotient."""
-
-    def divide(x: jax.Array, one: jax.Array) -> jax.Array:
-        # The barrier is removed late enough that the compiler does not multiply by 1 / one instead.
-        return lax.div(x, lax.optimization_barrier(lax.broadcast(one.astype(x.dtype), x.shape)))
-
-    # Types, unlike shapes, record which values vary over ranks; the quotient varies if x does.
-    traced: Any = jax.make_jaxpr(divide)(x.aval, divisor.aval).jaxpr
-    known = dict(zip(traced.invars, (x, divisor), strict=True))
-    equations = [
-        equation.replace(
-            invars=[v if isinstance(v, _jax.Literal) else known.get(v, v) for v in equation.invars]
-        )
-        for equation in traced.eqns
-    ]
-    return equations, traced.outvars[0]
+def _divide(x: jax.Array, one: jax.Array) -> jax.Array:
+    # The barrier is removed late enough that the compiler does not multiply by 1 / one instead.
+    return lax.div(x, lax.optimization_barrier(lax.broadcast(one.astype(x.dtype), x.shape)))
 
 
 def _is_convolution(equation: Any) -> bool:
