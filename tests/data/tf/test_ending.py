@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.data.tf.limits import elements_of
+from tnt_jax.data.tf.tfdata import elements_of
 
 
 class Stream:
@@ -73,7 +73,7 @@ def test_an_error_comes_through(stream):
 
 LEFT_TO_THE_INTERPRETER = """
 from test_ending import Stream
-from tnt_jax.data.tf.limits import elements_of
+from tnt_jax.data.tf.tfdata import elements_of
 
 stream = Stream()
 stream.may_end.set()

@@ -63,7 +63,7 @@ OPERATIONS = {
         8, num_parallel_calls=2, deterministic=True
     ).filter(all_rows),
     "_PaddedBatchDataset": lambda: SHUFFLED.padded_batch(8, []).filter(all_rows),
-    "_ZipDataset": lambda: Dataset.zip((NUMBERS, NUMBERS.map(abs))).batch(8),
+    "_ZipDataset": lambda: Dataset.zip((NUMBERS, SHUFFLED)).batch(8),
 }
 
 
@@ -130,7 +130,7 @@ def everything():
     seeded = pairs.map(
         lambda i, j: (i, tf.random.stateless_uniform([], [3, 4]) + tf.cast(j, tf.float32))
     )
-    return seeded.batch(8).map(lambda i, j: (i + 1, j))
+    return seeded.batch(8)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_maps_run_for_own_rows_only():
         (lambda: Dataset.range(9).map(abs).cache().shuffle(3).map(abs).batch(4), "range map(abs) cache shuffle", "map(abs) batch"),
         (lambda: Dataset.range(9).map(abs).cache().batch(4), "range", "map(abs) cache batch"),
         (lambda: Dataset.range(9).map(abs).filter(lambda i: i > 2).map(abs).batch(4), "range map(abs) filter(lambda)", "map(abs) batch"),
-        (lambda: Dataset.zip((Dataset.range(9).map(abs), Dataset.range(9))).batch(4), "range range zip", "map(abs) batch"),
-        (lambda: Dataset.range(9).batch(4).map(lambda i: i + 1).take(2), "range batch", "map(lambda) take"),
+        (lambda: Dataset.zip((Dataset.range(9).map(abs), Dataset.range(9))).batch(4), "range map(abs) range zip batch", ""),
+        (lambda: Dataset.range(9).batch(4).map(lambda i: i + 1).take(2), "range batch map(lambda) take", ""),
         (lambda: Dataset.range(9).map(abs).batch(4).map(lambda i: i[::-1]), "range map(abs) batch map(lambda)", ""),
     ],
 )  # fmt: skip
@@ -64,7 +64,7 @@ def test_place_of_the_selection(make, before, after):
     [
         (
             lambda: Dataset.range(9).batch(4).map(lambda i: i[::-1]),
-            r"map\(lambda\) works on whole batches and may mix .*\(StridedSlice\)",
+            r"map\(lambda\) works on whole batches and may mix their rows",
         ),
         (
             lambda: Dataset.range(9).batch(4).filter(lambda i: True),

@@ -51,10 +51,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "_ZipDataset": ("datasets",),
     "TFRecordDatasetV2": ("filenames",),
 }
-# Functions, by their module. `tf.nest` cannot flatten a tree down to where another one ends, and
-# leaves datasets, sparse and ragged tensors whole, which the functions of a pipeline take in parts.
+# Functions, by their module. `tf.nest` leaves datasets, sparse and ragged tensors whole, which the
+# functions of a pipeline take in parts.
 FUNCTIONS = {
-    "flatten_up_to": "data.util.nest",
     "to_tensor_list": "data.util.structure",
     "from_compatible_tensor_list": "data.util.structure",
     "get": "framework.op_def_registry",

@@ -5,15 +5,15 @@ It moves only where the stream stays exactly the same.
 Let g be the selection of own rows of a global batch. From the end of the pipeline, g is moved
 
 - ahead of operations on whole batches that do not look inside (take, skip, repeat, shard, seeded
-  shuffle, memory cache, prefetch, concatenate, zip) and of maps that treat each row by itself,
+  shuffle, memory cache, prefetch, concatenate) and, with `split="before"`, of maps,
 - ahead of the batching operation, where it becomes a selection of elements: windows of the global
   batch size are cut to own elements,
-- ahead of maps on elements, also those that stand before a shuffle, take, skip, repeat, shard or
-  zip: these go by position, so that they commute with maps.
+- ahead of maps on elements, also those that stand before a shuffle, take, skip, repeat or shard:
+  these go by position, so that they commute with maps.
 
-Filters, flat maps, interleaves, unbatching, random operations with a state and unknown operations
-run for all rows, before the selection. Elements travel with the number of rows of their global
-batch, because an incomplete last batch is known only when it comes.
+Filters, flat maps, interleaves, unbatching, zip, random operations with a state and unknown
+operations run for all rows, before the selection. Elements travel with the number of rows of their
+global batch, because an incomplete last batch is known only when it comes.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,6 @@ from tnt_jax.data.tf.replay import (
     operation_name,
     operation_names,
 )
-from tnt_jax.data.tf.rowwise import why_not_rowwise
 
 
 def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder: bool) -> Any:
@@ -94,14 +93,11 @@ class CannotSplitEarly(Exception):
 class Later:
     """An operation on elements that may run after the selection.
 
-    It makes datasets of `(number of rows, element)` of others; maps also have their function on an
-    element, and `parallel` as `(num_parallel_calls,)` or empty.
+    It makes datasets of `(number of rows, element)` of others.
     """
 
     name: str
     apply: Callable[[Any], Any]
-    on_element: Callable[[Any], Any] | None = None
-    parallel: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,10 +162,7 @@ class Splitter:
             own = self._cached(dataset, self.local_batches(inputs[0]))
         elif kind == "_ConcatenateDataset":
             own = self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
-        elif kind == "_ZipDataset":
-            own = self._zipped(dataset)
         elif kind in MAPS:
-            self._check_rowwise(dataset)
             own = self._map_of_own_rows(dataset, inputs[0])
         else:
             raise CannotSplitEarly(
@@ -180,6 +173,12 @@ class Splitter:
         return own
 
     def _map_of_own_rows(self, dataset: Any, source: Any) -> Any:
+        if self.split != "before":
+            self._record_python(dataset)
+            raise CannotSplitEarly(
+                f"{operation_name(dataset)} works on whole batches and may mix their rows; move it "
+                "before batch(), or pass split='before' if each row is treated by itself"
+            )
         rows = self.local_batches(source)
         if _has_open_rows(source):
             return self._later_map(dataset).apply(rows)
@@ -190,19 +189,6 @@ class Splitter:
                 f"{operation_name(dataset)} takes whole batches alone "
                 f"({str(error).strip().splitlines()[-1].strip()})"
             ) from error
-
-    def _check_rowwise(self, dataset: Any) -> None:
-        if self.split == "before":
-            return
-        if kinds := stateful_operations(read(dataset, "map_func")):
-            self._record_python(dataset)
-            raise CannotSplitEarly(_random_reason(dataset, kinds))
-        if kind := why_not_rowwise(read(dataset, "map_func")):
-            raise CannotSplitEarly(
-                f"{operation_name(dataset)} works on whole batches and may mix their rows "
-                f"({kind}); "
-                "move it before batch(), or pass split='before' if each row is treated by itself"
-            )
 
     def _local_batch(self, dataset: Any) -> Any:
         size = int(read(dataset, "batch_size"))
@@ -276,8 +262,6 @@ class Splitter:
             source = self._hoist(inputs[0], at_selection=True)
             cache = Later("cache", lambda own: self._cached(dataset, own))
             return Hoisted(source.base, (*source.later, cache), source.base_names)
-        if kind == "_ZipDataset":
-            return self._hoist_zip(dataset)
         if inputs:
             self.notes.append(
                 f"{operation_name(dataset)} and what stands before it run for all rows."
@@ -301,49 +285,16 @@ class Splitter:
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")
         function = (private.user_function if retrace else private.traced_function)(wrapper)
-        parallel = (
-            (int(read(dataset, "num_parallel_calls")),) if private.is_parallel(dataset) else ()
-        )
+        order: dict[str, Any] = {}
+        if private.is_parallel(dataset):
+            calls = int(read(dataset, "num_parallel_calls"))
+            order = {"num_parallel_calls": calls, "deterministic": True}
         self.repairs.note_order(dataset)
 
-        def on_element(element: Any) -> Any:
-            return function(*element) if type(element) is tuple else function(element)
+        def with_count(count: Any, element: Any) -> Any:
+            return count, function(*element) if type(element) is tuple else function(element)
 
-        return Later(operation_name(dataset), _mapped(on_element, parallel), on_element, parallel)
-
-    def _hoist_zip(self, dataset: Any) -> Hoisted:
-        """Zips the bases; each branch's operations that may run later act on the zipped element."""
-        branches = tf.nest.flatten(read(dataset, "datasets"))
-        parts = [self._hoist(branch, at_selection=False) for branch in branches]
-        base = tf.data.Dataset.zip(
-            tf.nest.pack_sequence_as(read(dataset, "datasets"), [part.base for part in parts])
-        )
-        names = tuple(name for part in parts for name in part.base_names)
-        later = [
-            operation
-            if operation.on_element is None
-            else _on_branch(read(dataset, "datasets"), number, operation)
-            for number, part in enumerate(parts)
-            for operation in part.later
-        ]
-        return Hoisted(base, tuple(later), (*names, operation_name(dataset)))
-
-    def _zipped(self, dataset: Any) -> Any:
-        branches = [
-            self.local_batches(branch) for branch in tf.nest.flatten(read(dataset, "datasets"))
-        ]
-
-        def join(*pairs: Any) -> Any:
-            counts = [tf.reshape(count, [-1])[0] for count, _ in pairs]
-            for count in counts[1:]:
-                tf.debugging.assert_equal(
-                    count, counts[0], "zip() pairs batches with different numbers of rows"
-                )
-            return pairs[0][0], tf.nest.pack_sequence_as(
-                read(dataset, "datasets"), [rows for _, rows in pairs]
-            )
-
-        return tf.data.Dataset.zip(tuple(branches)).map(join)
+        return Later(operation_name(dataset), lambda own: own.map(with_count, **order))
 
     def _cached(self, dataset: Any, own: Any) -> Any:
         file = read(dataset, "filename").numpy().decode()
@@ -353,28 +304,6 @@ class Splitter:
             if file
             else ""
         )
-
-
-def _mapped(on_element: Callable[[Any], Any], parallel: tuple[Any, ...]) -> Callable[[Any], Any]:
-    order = {"deterministic": True} if parallel else {}
-    return lambda own: own.map(
-        lambda count, element: (count, on_element(element)), *parallel, **order
-    )
-
-
-def _on_branch(structure: Any, number: int, operation: Later) -> Later:
-    function = operation.on_element
-    assert function is not None
-    flatten_up_to = private.function("flatten_up_to")
-
-    def on_element(element: Any) -> Any:
-        branches = flatten_up_to(structure, element)
-        branches[number] = function(branches[number])
-        return tf.nest.pack_sequence_as(structure, branches)
-
-    return Later(
-        operation.name, _mapped(on_element, operation.parallel), on_element, operation.parallel
-    )
 
 
 def _is_small(spec: Any, size: int) -> bool:
