@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from long_params import long_but_last
 
 import tnt_jax as tnt
-from tnt_jax.distributed.sums.sharded_update import shard_dim, shard_spec
+from tnt_jax.train.steps.sharded_step import shard_dim, shard_spec
 
 TOLERANCE = 1e-5
 STEPS_PER_EPOCH, EPOCHS, ROWS = 3, 2, 16

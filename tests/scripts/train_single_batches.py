@@ -31,7 +31,7 @@ def run(**options):
     kernel = next(variable for variable in model.trainable_weights if variable.name == "kernel")
     kernel.assign(kernel.numpy() + 1)
     found["assigned"] = model.predict_on_batch(x)
-    # Every process asks for what lies in parts on several.
+    # Every process asks for what is sharded over several.
     found |= {variable.path: variable.numpy() for variable in model.optimizer.variables}
     return found
 

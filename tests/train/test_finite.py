@@ -75,7 +75,7 @@ def test_steps_that_were_left_are_counted_in_a_row_and_in_all(on_nan, is_finite,
     sums = {CHECKED: jnp.array([2.0, 9.0, 5.0]), "loss": jnp.float32(1)}
     after = replace(PLAIN, step=PLAIN.step + 1)
     state, sums = take_or_leave(
-        on_nan, jnp.asarray(is_finite), (PLAIN, sums), lambda: (after, {"loss": jnp.float32(7)}),
+        on_nan, lambda: jnp.asarray(is_finite), (PLAIN, sums), lambda: (after, {"loss": jnp.float32(7)}),
         loss=jnp.float32(4), platform="cpu",
     )  # fmt: skip
     assert sums[CHECKED].tolist() == counts

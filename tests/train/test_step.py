@@ -1,6 +1,6 @@
 """One step computes what NumPy computes on the whole batch, on any number of devices."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from tnt_jax.train.steps.step import (
     make_eval_step,
     make_predict_step,
     make_train_step,
-    make_train_steps,
 )
 
 # Batches of 16 rows of which so many are real; the last leave ranks without a real row.
@@ -71,7 +70,9 @@ def noise():
 @pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
 def test_steps_in_one_program_equal_numpy_on_whole_batches(use_ranks, num_ranks):
     job, by_hand, batches = Job(use_ranks(num_ranks)), ByHand(), make_batches(16, 16, 16)
-    state, sums = job.make(make_train_steps)(job.state, job.sums, stack(batches))
+    state, sums = job.make(partial(make_train_step, stacked=True))(
+        job.state, job.sums, stack(batches)
+    )
     for batch in batches:
         by_hand.train(batch)
     by_hand.assert_state_is(state)

@@ -21,17 +21,10 @@ from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.log import logger
 from tnt_jax.parameter_server.asynchronous import Asynchronous, RemoteValue, Scheduler
 from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation
-from tnt_jax.parameter_server.partition import Partitioner
+from tnt_jax.parameter_server.partition import Partitioner, check_at_least
 from tnt_jax.parameter_server.server_group import Actors, ServerGroup, StalenessBound, Statistics
 from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
-
-
-def check_at_least(least: int, **values: Any) -> None:
-    """Raises a ValueError if an argument of `ParameterServer` is no such integer."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}.")
 
 
 def check_workers(num_workers: int, max_staleness: int | None, backup_workers: int) -> None:
@@ -278,8 +271,7 @@ class ParameterServer:
             sample_weight: As there.
             every: Updates between two evaluations.
         """
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer of at least 1, but is {every!r}.")
+        check_at_least(1, every=every)
         intake: DataIntake = self.model._shared.intake
         with self._serving():
             source = intake.source(DataArguments(x, y, sample_weight, batch_size))

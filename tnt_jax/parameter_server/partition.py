@@ -184,7 +184,7 @@ class FixedShardsPartitioner:
     num_shards: int
 
     def __post_init__(self) -> None:
-        _check_at_least_1(num_shards=self.num_shards)
+        check_at_least(1, num_shards=self.num_shards)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any) -> int:
         """Returns the number of parts of an array."""
@@ -204,7 +204,7 @@ class MinSizePartitioner:
     max_shards: int = 1
 
     def __post_init__(self) -> None:
-        _check_at_least_1(min_shard_bytes=self.min_shard_bytes, max_shards=self.max_shards)
+        check_at_least(1, min_shard_bytes=self.min_shard_bytes, max_shards=self.max_shards)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any) -> int:
         """Returns the number of parts of an array."""
@@ -228,7 +228,7 @@ class MaxSizePartitioner:
     max_shards: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_1(max_shard_bytes=self.max_shard_bytes, max_shards=self.max_shards or 1)
+        check_at_least(1, max_shard_bytes=self.max_shard_bytes, max_shards=self.max_shards or 1)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any) -> int:
         """Returns the number of parts of an array."""
@@ -364,7 +364,8 @@ def _num_bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-def _check_at_least_1(**values: int) -> None:
+def check_at_least(least: int, **values: Any) -> None:
+    """Raises a ValueError if an argument is no integer, or a smaller one."""
     for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}.")

@@ -28,6 +28,7 @@ from tnt_jax.parameter_server.partition import (
     rows_of,
     whole_of,
 )
+from tnt_jax.train.state import updated
 
 # Longer than any first dimension of a variable: which of them an array of the optimizer follows.
 _MARK = 1 << 40
@@ -98,8 +99,7 @@ class ServedOptimizer:
 
     def update(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Returns parameters and state after an update without exchange."""
-        updates, state = self.transformation.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return updated(self.transformation, grads, params, state)
 
     def exchanging_update(
         self, params: Any, state: Any, grads: Any, totals: Sequence[Any]

@@ -10,6 +10,7 @@ convolutions on a CPU are eight times slower there.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
-from tnt_jax.train.state import TrainState, create_state, started_at_once
+from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
 from tnt_jax.train.steps.step import accumulate, with_step
 
@@ -61,27 +62,9 @@ class ReproducibleSteps:
         self.ranks = ranks
         self.rank_slice = ranks.rank_slice
         self.mesh = ranks.mesh
-
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        return make_train_step(
-            parts, optimizer, self.ranks, accumulation_steps=accumulation_steps, on_nan=on_nan
-        )
-
-    def evaluate(self, parts: Parts) -> Callable:
-        """Returns the function `(params, model_state, sums, batch) -> sums`."""
-        return make_eval_step(parts, self.ranks)
-
-    def predict(self, apply: Apply) -> Callable:
-        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
-        return make_predict_step(apply, self.ranks)
+        self.train = partial(make_train_step, ranks=ranks)
+        self.evaluate = partial(make_eval_step, ranks=ranks)
+        self.predict = partial(make_predict_step, ranks=ranks)
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
         """Returns None: every device holds all variables."""
@@ -151,9 +134,7 @@ def make_train_step(
             averaged,
         ), same
 
-    def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    update = partial(updated, optimizer)
 
     def finish(
         state: TrainState, sums: Any, measured: Packed, same: Any, rows: jax.Array
@@ -162,23 +143,17 @@ def make_train_step(
         model_state = _join_state(state.model_state, averaged, same)
 
         def take() -> tuple[TrainState, Any]:
-            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
-            new_state = replace(
-                state,
-                step=state.step + 1,
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                accumulated=accumulated,
-            )
-            return new_state, add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+            arrays = accumulate(state, grads, update, accumulation_steps)
+            new_sums = add_sums(sums, loss, losses, increments, jnp.squeeze(rows))
+            return state.after_step(*arrays, model_state=model_state), new_sums
 
-        if on_nan is None:
-            return take()
-        checked = grads if accumulation_steps == 1 else with_step(state.accumulated, grads)
+        def is_finite() -> jax.Array:
+            checked = grads if accumulation_steps == 1 else with_step(state.accumulated, grads)
+            return is_finite_step(state, model_state, loss, checked)
+
         return take_or_leave(
             on_nan,
-            is_finite_step(state, model_state, loss, checked),
+            is_finite,
             (state, sums),
             take,
             loss=loss,

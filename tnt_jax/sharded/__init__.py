@@ -1,4 +1,4 @@
-"""Models larger than a device: parameters in parts, gathered where they are used.
+"""Models larger than a device: sharded parameters, gathered where they are used.
 
 A third implementation of `train.contracts.Steps`; it handles only where arrays lie. Its names are
 imported on first use.

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in parts (ZeRO-3), for `train.steps.sharded_step`.
+"""Sharded parameters, gradients and optimizer state (ZeRO-3), for `train.steps.sharded_step`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3. The update runs outside `shard_map` on
 arrays that are sharded: the compiler adds the communication that a transformation needs, such as
@@ -22,12 +22,12 @@ from tnt_jax.sharded.gathering import gather_where_used
 from tnt_jax.sharded.layout import Layout
 from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, updated
 from tnt_jax.train.state_arrays import state_arrays
 
 
 class GatheredParts:
-    """Implements `Parts` for parameters in parts, which are gathered where they are used."""
+    """Implements `Parts` for sharded parameters, which are gathered where they are used."""
 
     def __init__(self, parts: Parts, layout: Layout, *, has_remat: bool = False) -> None:
         self.rows_at_once = parts.rows_at_once
@@ -55,7 +55,7 @@ class GatheredParts:
 
 
 def gathered_apply(apply: Apply, layout: Layout) -> Callable:
-    """Returns a forward pass whose parameters are in parts; see `Apply`."""
+    """Returns a forward pass whose parameters are sharded; see `Apply`."""
 
     def in_parts(params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
         def whole(params: Any) -> Applied:
@@ -78,8 +78,8 @@ def _check_statistics(model_state: Any) -> None:
             )
 
 
-class InParts:
-    """Keeps parameters, gradients and optimizer state in parts.
+class ShardedParams:
+    """Keeps parameters, gradients and optimizer state sharded.
 
     `layout_of` takes whole parameters or their descriptions; `has_remat` is as of
     `gather_where_used`. `pipelining` returns what computes a step and its gradients in a pipeline;
@@ -133,12 +133,12 @@ class InParts:
     def update(
         self, optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
     ) -> tuple[Any, Any]:
-        """Returns parameters and optimizer state after an update, all in parts."""
-        updates, opt_state = optimizer.update(self._like(grads), opt_state, params)
-        return self._like(optax.apply_updates(params, updates)), opt_state
+        """Returns parameters and optimizer state after an update, all sharded."""
+        params, opt_state = updated(optimizer, self._like(grads), params, opt_state)
+        return self._like(params), opt_state
 
     def placed(self, state: TrainState) -> TrainState:
-        """Returns a state of a program whose arrays lie in parts."""
+        """Returns a state of a program whose arrays are sharded as the layout says."""
         layout = self._layout_of(state.params)
         opt_state, accumulated = jax.lax.with_sharding_constraint(
             (state.opt_state, state.accumulated),

@@ -18,7 +18,7 @@ from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.sharded.layout import Layout
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
-from tnt_jax.sharded.placement import GatheredParts, InParts, gathered_apply
+from tnt_jax.sharded.placement import GatheredParts, ShardedParams, gathered_apply
 from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.finite import OnNaN
@@ -34,7 +34,7 @@ _ARRAYS_LIKE_PARAMS = 4
 
 
 class ShardedSteps:
-    """Implements `Steps` with parameters, gradients and optimizer state in parts.
+    """Implements `Steps` with sharded parameters, gradients and optimizer state.
 
     Args:
         runtime: Devices of the job, with the mesh that the model is sharded over.
@@ -71,7 +71,7 @@ class ShardedSteps:
         is_staged = self.mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
         if pipeline is not None and pipeline.schedule == "1f1b" and is_staged:
             pipelining = partial(PipelinedParts, pipeline=pipeline, policy=policy)
-        self.placement = InParts(
+        self.placement = ShardedParams(
             self.mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
         )
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
@@ -99,7 +99,7 @@ class ShardedSteps:
             return None
         return (
             f"The products of a global batch ({nbytes / 2**20:.3g} MiB) are smaller than the "
-            f"parameters in parts ({cut / 2**20:.3g} MiB)"
+            f"sharded parameters ({cut / 2**20:.3g} MiB)"
         )
 
     def train(
@@ -173,7 +173,7 @@ class ShardedSteps:
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update, whose arrays are made in parts."""
+        """Returns the state before the first update, whose arrays are made sharded."""
         layout = self.layout_of(variables.params)
         params = _jax.put(_copied(variables.params), layout.shardings)
         state = create_state({}, variables.model_state, optax.identity(), seed=seed)
@@ -188,7 +188,7 @@ class ShardedSteps:
         return replace(shared, params=params, opt_state=opt_state, accumulated=accumulated)
 
     def put_state(self, state: TrainState) -> TrainState:
-        """Puts a copy of a state of host or device arrays on the devices, in parts."""
+        """Puts a copy of a state of host or device arrays on the devices, sharded."""
         return _jax.put(_copied(state), self._shardings(state))
 
     def place(self, state: TrainState) -> TrainState:
@@ -216,7 +216,7 @@ class ShardedSteps:
 
 
 class ShardedGlobalSteps(WholeBatches, ShardedSteps):
-    """Implements `Steps` with a state in parts, for whole batches that the compiler divides.
+    """Implements `Steps` with a sharded state, for whole batches that the compiler divides.
 
     The arguments are those of `ShardedSteps`; there are no stages.
     """

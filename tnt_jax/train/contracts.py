@@ -235,7 +235,7 @@ class Steps(Protocol):
         ...
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
-        """Returns fresh variables, made on the devices in parts; None if they are not kept so.
+        """Returns fresh variables, made on the devices, sharded; None if they are not kept so.
 
         JAX can trace `make`.
         """

@@ -187,8 +187,8 @@ def can_be_summed(state: TrainState, grads: Any, num_ranks: int) -> jax.Array:
 
 
 def take_or_leave(
-    on_nan: OnNaN,
-    is_finite: jax.Array,
+    on_nan: OnNaN | None,
+    judge: Callable[[], jax.Array],
     before: tuple[TrainState, Any],
     finish: Callable[[], tuple[TrainState, Any]],
     *,
@@ -196,14 +196,17 @@ def take_or_leave(
     platform: str,
     in_parts: bool = False,
 ) -> tuple[TrainState, Any]:
-    """Returns state and sums after a step that is taken if it is finite, and left if not.
+    """Returns state and sums after a step that is taken if `judge` says so, and left if not.
 
-    Unless steps are skipped, all steps after the first that was left are left as well, until the
-    host has read the counts and decided what follows. `finish` makes the update; with `in_parts`
-    each rank updates a part of the arrays alone.
+    If `on_nan` is None, it is taken unjudged. Unless steps are skipped, all steps after the first
+    that was left are left as well, until the host has read the counts and decided what follows.
+    `finish` makes the update; with `in_parts` each rank updates a part of the arrays alone.
     """
+    if on_nan is None:
+        return finish()
     state, sums = before
     in_a_row, _, skipped = sums[CHECKED]
+    is_finite = judge()
     if on_nan != "skip":
         is_finite &= in_a_row == 0
     in_a_row = jnp.where(is_finite, 0.0, in_a_row + 1)

@@ -1,7 +1,7 @@
 """The training state, as one immutable pytree."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,25 @@ class TrainState:
     key: jax.Array
     accumulated: Any = None
     residual: Any = None
+
+    def after_step(self, params: Any, opt_state: Any, accumulated: Any, **others: Any) -> Self:
+        """Returns the state after a step, with other arrays than those that it leaves."""
+        return replace(
+            self,
+            step=self.step + 1,
+            params=params,
+            opt_state=opt_state,
+            accumulated=accumulated,
+            **others,
+        )
+
+
+def updated(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
+) -> tuple[Any, Any]:
+    """Returns parameters and optimizer state after an update."""
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def create_state(

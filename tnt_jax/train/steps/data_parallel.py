@@ -16,18 +16,17 @@ from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
-from tnt_jax.train.finite import OnNaN, check_uncompressed
+from tnt_jax.train.finite import check_uncompressed
 from tnt_jax.train.state import TrainState, create_state, started_at_once
 from tnt_jax.train.steps.sharded_step import (
     ShardedOptimizer,
     make_sharded_train_step,
-    shardings_in_parts,
+    state_shardings,
 )
 from tnt_jax.train.steps.step import (
     make_eval_step,
     make_predict_step,
     make_train_step,
-    make_train_steps,
 )
 
 
@@ -41,27 +40,10 @@ class DataParallelSteps:
         self.reduction = reduction
         self.rank_slice = rank_slice_of(runtime)
         self.mesh = runtime.mesh
+        self.train = partial(_make_train_step, self.mesh, reduction)
         self.fused = FusedLoops(
             partial(_make_train_step, self.mesh, reduction, stacked=True),
             NamedSharding(self.mesh, PartitionSpec(None, _jax.DATA_AXIS)),
-        )
-
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        return _make_train_step(
-            self.mesh,
-            self.reduction,
-            parts,
-            optimizer,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
         )
 
     def evaluate(self, parts: Parts) -> Callable:
@@ -126,7 +108,7 @@ class DataParallelSteps:
             jax.tree.map(lambda _: whole, state),
             accumulated=jax.tree.map(lambda _: by_row, accumulated),
         )
-        places = shardings_in_parts(state, self.mesh) if is_cut else places
+        places = state_shardings(state, self.mesh) if is_cut else places
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
         )
@@ -135,7 +117,7 @@ class DataParallelSteps:
         """Puts a state of host or device arrays on the devices."""
         opt_state, accumulated = state.opt_state, state.accumulated
         if self.reduction.shard_optimizer_state:
-            cut = shardings_in_parts(state, self.mesh)
+            cut = state_shardings(state, self.mesh)
             opt_state = _jax.put(opt_state, cut.opt_state)
             accumulated = _jax.put(accumulated, cut.accumulated)
         else:
@@ -154,17 +136,14 @@ def _make_train_step(
     reduction: Reduction,
     parts: Parts,
     optimizer: optax.GradientTransformation,
-    *,
-    accumulation_steps: int,
-    on_nan: OnNaN | None = None,
-    stacked: bool = False,
+    **options: Any,
 ) -> Callable:
-    options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+    """Returns the step of `Steps.train`; the options are those of `make_train_step`."""
     if reduction.shard_optimizer_state:
-        placement = ShardedOptimizer(mesh, reduction)
-        return make_sharded_train_step(parts, optimizer, placement, stacked=stacked, **options)
-    make = make_train_steps if stacked else make_train_step
-    return make(parts, optimizer, mesh, reduction=reduction, **options)
+        return make_sharded_train_step(
+            parts, optimizer, ShardedOptimizer(mesh, reduction), **options
+        )
+    return make_train_step(parts, optimizer, mesh, reduction=reduction, **options)
 
 
 class FusedLoops:

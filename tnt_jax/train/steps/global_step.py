@@ -28,7 +28,6 @@ from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
-from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.sharded_step import Placement, ShardedOptimizer, make_sharded_train_step
 from tnt_jax.train.steps.step import compiled, make_eval_step, make_predict_step
@@ -50,6 +49,7 @@ class WholeBatches:
     def _compute_whole_batches(self, runtime: Runtime) -> None:
         """Begins to compute whole batches."""
         self.rank_slice = rank_slice_of(runtime)
+        self.train = partial(_make_train_step, self.placement)
         self.fused = _FusedSteps(self.placement)
         self._take = RealRows(self.mesh)
 
@@ -59,19 +59,6 @@ class WholeBatches:
             return group
         batch = self._take(group.batch, group.real_rows, dim=int(group.num_steps > 1))
         return group._replace(batch=batch, shards=_closed_up(group.real_rows))
-
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        return _make_train_step(
-            self.placement, parts, optimizer, accumulation_steps=accumulation_steps, on_nan=on_nan
-        )
 
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""
@@ -100,19 +87,12 @@ def _make_train_step(
     parts: Parts,
     optimizer: optax.GradientTransformation,
     *,
-    accumulation_steps: int,
-    on_nan: OnNaN | None = None,
     stacked: bool = False,
+    **options: Any,
 ) -> Callable:
-    mesh = placement.mesh
-    step = make_sharded_train_step(
-        parts,
-        optimizer,
-        _OneRank(placement),
-        accumulation_steps=accumulation_steps,
-        on_nan=on_nan,
-        stacked=stacked,
-    )
+    """Returns the step of `Steps.train`; the options are those of `make_sharded_train_step`."""
+    mesh, rank = placement.mesh, _OneRank(placement)
+    step = make_sharded_train_step(parts, optimizer, rank, stacked=stacked, **options)
     return divided(
         _jax.unjitted(step),
         mesh,

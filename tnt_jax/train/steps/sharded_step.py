@@ -1,7 +1,13 @@
-"""The training step whose update runs on parts of arrays, outside `shard_map`.
+"""The training step whose update runs on sharded arrays, outside `shard_map`.
 
-What lies in parts is decided by a `Placement`: the optimizer state alone, as in
-`tnt_jax.distributed.sums.sharded_update`, or the parameters as well, as in `tnt_jax.sharded`.
+What is sharded is decided by a `Placement`: the optimizer state alone, or the parameters as
+well, as in `tnt_jax.sharded`.
+
+With the optimizer state alone (ZeRO-1; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1)
+gradients are reduce-scattered, each rank updates its shard of the parameters, and the shards are
+gathered. Arrays keep their shapes and are sharded along one dimension. The compiler adds the
+communication that an optimizer needs, such as for the norm of a whole array. So all Optax
+transformations work, and a checkpoint does not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.averages import StateAverage
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.distributed.sums.sharded_update import scatter, shard_spec, shardings, update_shards
+from tnt_jax.distributed.sums.fused_psum import psum, split_like
+from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.finite import OnNaN, is_finite_step, scale_alone, take_or_leave
 from tnt_jax.train.state import TrainState
@@ -31,11 +36,80 @@ from tnt_jax.train.steps.step import (
     sums_of_numbers,
 )
 
+
+def shard_dim(shape: Sequence[int], num_ranks: int) -> int | None:
+    """Returns the largest dimension that `num_ranks` divides, along which to shard, or None."""
+    fitting = [dim for dim, size in enumerate(shape) if size and size % num_ranks == 0]
+    return max(fitting, key=lambda dim: shape[dim], default=None)
+
+
+def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
+    """Returns how an array of the optimizer state is sharded over the ranks."""
+    dim = shard_dim(shape, num_ranks)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, _jax.DATA_AXIS)
+
+
+def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
+    """Returns how each array is sharded over all axes; its first dimensions `before` are not."""
+
+    def sharding(x: Any) -> NamedSharding:
+        dim = shard_dim(jnp.shape(x)[before:], mesh.size)
+        spec = () if dim is None else (*[None] * (before + dim), mesh.axis_names)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(sharding, tree)
+
+
+def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
+    """Returns this rank's shard of the sums of gradients over the ranks, inside `shard_map`.
+
+    Arrays that cannot be sharded are summed whole. `order` is as in `sum_over_ranks`.
+    """
+    num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
+
+    def parts_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
+        dims = [shard_dim(x.shape, num_ranks) for x in arrays]
+        results: dict[int, jax.Array] = {}
+        whole = [index for index, dim in enumerate(dims) if dim is None]
+        results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
+        sharded = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
+        if sharded:
+            moved = [jnp.moveaxis(arrays[index], dim, 0) for index, dim in sharded]
+            rows = jnp.concatenate([x.reshape(num_ranks, -1) for x in moved], axis=1)
+            own = jax.lax.psum_scatter(rows, _jax.DATA_AXIS, scatter_dimension=0)
+            shapes = [
+                jax.ShapeDtypeStruct((len(x) // num_ranks, *x.shape[1:]), x.dtype) for x in moved
+            ]
+            for (index, dim), part in zip(sharded, split_like(own, shapes), strict=True):
+                results[index] = jnp.moveaxis(part, 0, dim)
+        return [results[index] for index in range(len(arrays))]
+
+    return in_buckets(parts_of_bucket, grads, reduction, order=order)
+
+
+def update_shards(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, mesh: Mesh
+) -> tuple[Any, Any]:
+    """Returns whole parameters and sharded optimizer state after an update, outside `shard_map`.
+
+    Gradients and optimizer state are one shard per rank, parameters whole.
+    """
+
+    def sharded(tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
+
+    shards = sharded(params)
+    updates, opt_state = optimizer.update(grads, opt_state, shards)
+    whole = NamedSharding(mesh, PartitionSpec())
+    new = sharded(optax.apply_updates(shards, updates))
+    return jax.lax.with_sharding_constraint(new, whole), sharded(opt_state)
+
+
 _REPLICATED: Any = PartitionSpec()
 
 
 class Placement(Protocol):
-    """Which arrays of a training state lie in parts, and how gradients get there."""
+    """Which arrays of a training state are sharded, and how gradients get there."""
 
     @property
     def mesh(self) -> Mesh:
@@ -73,7 +147,7 @@ class Placement(Protocol):
 
 
 class ShardedOptimizer:
-    """Keeps the optimizer state in parts, and accumulated gradients; parameters are whole."""
+    """Shards the optimizer state and accumulated gradients; parameters are whole."""
 
     def __init__(self, mesh: Mesh, reduction: Reduction) -> None:
         self.mesh = mesh
@@ -98,16 +172,16 @@ class ShardedOptimizer:
     def update(
         self, optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
     ) -> tuple[Any, Any]:
-        """Returns whole parameters and optimizer state in parts; see `update_shards`."""
+        """Returns whole parameters and sharded optimizer state; see `update_shards`."""
         return update_shards(optimizer, grads, params, opt_state, self.mesh)
 
     def placed(self, state: TrainState) -> TrainState:
-        """Returns a state whose optimizer state and accumulated gradients are in parts."""
-        return jax.lax.with_sharding_constraint(state, shardings_in_parts(state, self.mesh))
+        """Returns a state whose optimizer state and accumulated gradients are sharded."""
+        return jax.lax.with_sharding_constraint(state, state_shardings(state, self.mesh))
 
 
-def shardings_in_parts(state: TrainState, mesh: Mesh) -> TrainState:
-    """Returns the shardings of a state: in parts are optimizer state and accumulated gradients."""
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns the shardings of a state with sharded optimizer state and accumulated gradients."""
     whole = NamedSharding(mesh, PartitionSpec())
     return replace(
         jax.tree.map(lambda _: whole, replace(state, opt_state=None, accumulated=None)),
@@ -174,29 +248,18 @@ def make_sharded_train_step(
         grads, model_state, new_sums, (is_finite, loss) = mapped(read, sums, batch)
 
         def finish() -> tuple[TrainState, Any]:
-            params, opt_state, accumulated = accumulate(state, grads, update, accumulation_steps)
-            new_state = replace(
-                state,
-                step=state.step + 1,
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                accumulated=accumulated,
-            )
-            return new_state, new_sums
+            arrays = accumulate(state, grads, update, accumulation_steps)
+            return state.after_step(*arrays, model_state=model_state), new_sums
 
-        if on_nan is None:
-            new_state, taken_sums = finish()
-        else:
-            new_state, taken_sums = take_or_leave(
-                on_nan,
-                is_finite,
-                (state, sums),
-                finish,
-                loss=loss,
-                platform=mesh.devices.flat[0].platform,
-                in_parts=True,
-            )
+        new_state, taken_sums = take_or_leave(
+            on_nan,
+            lambda: is_finite,
+            (state, sums),
+            finish,
+            loss=loss,
+            platform=mesh.devices.flat[0].platform,
+            in_parts=True,
+        )
         return placement.placed(new_state), taken_sums
 
     return compiled(repeated(step) if stacked else step, mesh, donate_argnums=0)

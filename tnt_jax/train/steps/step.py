@@ -24,7 +24,7 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, loss_scale, take_or_leave
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, updated
 from tnt_jax.train.steps.epoch_sums import (
     add_sums,
     counts_of,
@@ -91,6 +91,7 @@ def make_train_step(
     reduction: Reduction,
     accumulation_steps: int = 1,
     on_nan: OnNaN | None = None,
+    stacked: bool = False,
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
 
@@ -104,30 +105,14 @@ def make_train_step(
         accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
             gradients; ranks exchange them only in the step that updates.
         on_nan: What follows a step that is not finite; None to take it.
+        stacked: Whether it is one program of several steps, for arrays `[steps, rows, ...]`.
     """
     step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan)
     mapped = _jax.shard_map(
-        step, mesh=mesh, in_specs=(_STATE, _REPLICATED, _BY_ROW), out_specs=(_STATE, _REPLICATED)
-    )
-    return compiled(mapped, mesh, donate_argnums=0)
-
-
-def make_train_steps(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    reduction: Reduction,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-) -> Callable:
-    """Returns the jitted function `(state, sums, batches) -> (state, sums)`.
-
-    It is one program for several steps, of stacked batches `[steps, rows, ...]`.
-    """
-    steps = repeated(_train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan))
-    mapped = _jax.shard_map(
-        steps, mesh=mesh, in_specs=(_STATE, _REPLICATED, _STACKED), out_specs=(_STATE, _REPLICATED)
+        repeated(step) if stacked else step,
+        mesh=mesh,
+        in_specs=(_STATE, _REPLICATED, _STACKED if stacked else _BY_ROW),
+        out_specs=(_STATE, _REPLICATED),
     )
     return compiled(mapped, mesh, donate_argnums=0)
 
@@ -239,8 +224,8 @@ def _train_step(
     """Returns one rank's training step, which runs inside `shard_map`."""
 
     def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:
-        updates, opt_state = optimizer.update(summed.grads, opt_state, params)
-        return optax.apply_updates(params, updates), (opt_state, summed.residual)
+        params, opt_state = updated(optimizer, summed.grads, params, opt_state)
+        return params, (opt_state, summed.residual)
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         local = differentiate(parts, state, batch, mesh)
@@ -279,23 +264,14 @@ def _train_step(
 
         def finish() -> tuple[TrainState, Any]:
             params, (opt_state, residual), accumulated = update_state()
-            new_state = replace(
-                state,
-                step=state.step + 1,
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                accumulated=accumulated,
-                residual=residual,
+            new_state = state.after_step(
+                params, opt_state, accumulated, model_state=model_state, residual=residual
             )
             return new_state, add_sums(sums, loss, losses, increments, rows)
 
-        if on_nan is None:
-            return finish()
-        is_finite = is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0))
         return take_or_leave(
             on_nan,
-            is_finite,
+            lambda: is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0)),
             (state, sums),
             finish,
             loss=loss,

@@ -247,8 +247,8 @@ def _reduction_of(trainer: Trainer) -> Reduction:
     if type(trainer.steps) is not DataParallelSteps:
         raise ValueError(
             "With reproducible=True the order of all additions is fixed: there is nothing to tune. "
-            "With a mesh gradients are summed in parts, layer by layer, and the step of a model "
-            "that compares rows is divided by the compiler."
+            "With a mesh gradients are summed layer by layer, and the compiler divides the step of "
+            "a model that compares rows."
         )
     return trainer.steps.reduction
 
