@@ -227,7 +227,7 @@ def check_saving(model, folder, weights):
 
 
 def check_saving_of_parts(folder):
-    """Saves an optimizer's state that lies in parts on the processes to one file, and goes on
+    """Saves an optimizer's state that is sharded over the processes to one file, and goes on
     from it with whole ones.
     """
 

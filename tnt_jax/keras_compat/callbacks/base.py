@@ -10,6 +10,7 @@ wrappers change that:
 """
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -109,7 +110,7 @@ def check_can_read(array: jax.Array) -> None:
     is_here = array.is_fully_addressable or array.is_fully_replicated
     if not is_here and current_scope() == "main_process":
         raise RuntimeError(
-            f"An array {list(array.shape)} lies in parts on several processes, so that the master "
+            f"An array {list(array.shape)} is sharded over several processes, so that the master "
             "alone cannot read it. Pass the callback without OnMaster, so that every process does."
         )
 
@@ -221,6 +222,8 @@ class Callback:
 
     # Whether it acts after all others, whatever its position in the list.
     runs_last = False
+    # Attributes that `state` returns, by their names without a leading underscore.
+    _state_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -243,10 +246,12 @@ class Callback:
 
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs: JSON values, and lists of NumPy arrays, by name."""
-        return {}
+        return {name.removeprefix("_"): getattr(self, name) for name in self._state_names}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Receives the result of `state`, after `on_train_begin` of the resumed run."""
+        for name in self._state_names:
+            setattr(self, name, copy.deepcopy(state[name.removeprefix("_")]))
 
     def on_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Runs before a training step; an older name of `on_train_batch_begin`."""

@@ -43,6 +43,8 @@ class ModelCheckpoint(Callback):
             `save_weights_only`.
     """
 
+    _state_names = ("best",)
+
     def __init__(
         self,
         filepath: str | os.PathLike[str],
@@ -89,14 +91,6 @@ class ModelCheckpoint(Callback):
         is_file_name(Path(self.filepath), of_keras=keras_files.is_keras(model.module))
         if self.save_best_only:
             self._watch.resolve(model)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the best value so far."""
-        return {"best": self.best}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of an interrupted run."""
-        self.best = state["best"]
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Raises an OSError on all processes if nothing can be written where the path leads to."""

@@ -17,18 +17,12 @@ class SwapEMAWeights(Callback):
             later callbacks such as `ModelCheckpoint`.
     """
 
+    _state_names = ("_average_is_in_model",)
+
     def __init__(self, swap_on_epoch: bool = False) -> None:
         super().__init__()
         self.swap_on_epoch = swap_on_epoch
         self._average_is_in_model = False
-
-    def state(self) -> dict[str, Any]:
-        """Returns whether the averages are in the model."""
-        return {"average_is_in_model": self._average_is_in_model}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of an interrupted run."""
-        self._average_is_in_model = state["average_is_in_model"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Swaps the averages out."""
@@ -68,20 +62,14 @@ class LearningRateScheduler(Callback):
         verbose: 1 to print the rate.
     """
 
+    _state_names = ("_epoch", "_before")
+
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
         self.schedule = schedule
         self.verbose = verbose
         self._epoch = -1
         self._before = 0.0
-
-    def state(self) -> dict[str, Any]:
-        """Returns the rate before the current epoch."""
-        return {"epoch": self._epoch, "before": self._before}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of an interrupted run."""
-        self._epoch, self._before = state["epoch"], state["before"]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Sets the rate of the epoch; a TypeError if the schedule returns no number."""
@@ -135,6 +123,8 @@ class ReduceLROnPlateau(Callback):
         ValueError: If `factor` is 1 or more.
     """
 
+    _state_names = ("wait", "best", "cooldown_counter")
+
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -162,18 +152,6 @@ class ReduceLROnPlateau(Callback):
         """Receives the model, whose metrics determine the direction of improvement."""
         super().set_model(model)
         self._watch.resolve(model)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state of the monitor."""
-        return {"wait": self.wait, "best": self.best, "cooldown_counter": self.cooldown_counter}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of an interrupted run."""
-        self.wait, self.best, self.cooldown_counter = (
-            state["wait"],
-            state["best"],
-            state["cooldown_counter"],
-        )
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Clears the state of an earlier run."""

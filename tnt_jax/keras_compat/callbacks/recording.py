@@ -270,20 +270,13 @@ class PlotHistory(Callback):
         filepath: File to write; its extension determines the format, for instance `.png`.
     """
 
+    _state_names = ("_epochs", "_history")
+
     def __init__(self, filepath: str | os.PathLike[str]) -> None:
         super().__init__()
         self.filepath = Path(filepath)
         self._epochs: list[int] = []
         self._history: dict[str, list[float]] = {}
-
-    def state(self) -> dict[str, Any]:
-        """Returns the curves so far."""
-        return {"epochs": self._epochs, "history": self._history}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the curves of an interrupted run."""
-        self._epochs = list(state["epochs"])
-        self._history = {name: list(values) for name, values in state["history"].items()}
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Clears the curves of an earlier run."""
@@ -308,19 +301,12 @@ class History(Callback):
         epoch: Numbers of the epochs, from 0.
     """
 
+    _state_names = ("epoch", "history")
+
     def __init__(self) -> None:
         super().__init__()
         self.history: dict[str, list[float]] = {}
         self.epoch: list[int] = []
-
-    def state(self) -> dict[str, Any]:
-        """Returns the record so far."""
-        return {"epoch": self.epoch, "history": self.history}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the record of an interrupted run."""
-        self.epoch = list(state["epoch"])
-        self.history = {name: list(values) for name, values in state["history"].items()}
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Clears the epoch numbers of an earlier run, as Keras does."""
