@@ -1,11 +1,6 @@
 """Flax Linen modules as pure functions.
 
 All collections and random streams are supported, and batch statistics leave out padded rows.
-
-The shapes of what the initializers of a Linen module return, traced once for each initializer.
-
-In every trace of a module, Flax compares the shape of each parameter with that of what its
-initializer would return, for which it traces the initializer.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +29,10 @@ _PARAM_CODES = [code for code in Scope.param.__code__.co_consts if isinstance(co
 
 
 class InitializerShapes:
-    """Stands for `jax.eval_shape` while a module is traced, and remembers shapes of parameters."""
+    """Stands for `jax.eval_shape` while a module is traced, and remembers shapes of parameters.
+
+    In every trace of a module, Flax traces the initializer of each parameter to compare shapes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}

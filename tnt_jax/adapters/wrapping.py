@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tnt_jax.adapters.base import Adapter, Applied, FreshVariables, Variables
 
 
-class WrappingAdapter:
+class WrappingAdapter(Adapter):
     """An adapter that does what the one inside does, on the same variables.
 
     Subclasses say which variables training sees (`outer`), which the wrapped adapter gets
@@ -37,77 +37,53 @@ class WrappingAdapter:
         return variables
 
     def sample_inputs(self) -> Any:
-        """Returns what the wrapped adapter returns."""
         return self.inner.sample_inputs()
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the variables that training sees; see `Adapter.init`."""
         return self.outer(self.inner.init(inputs, seed=seed))
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
-        """Returns what makes the variables that `init` returns, or None."""
         make = self.inner.initializer(inputs, seed=seed)
         return None if make is None else lambda: self.outer(make())
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
-        """Returns the program that makes the variables that `init` returns, or None."""
         fresh = self.inner.fresh_variables(inputs, seed=seed)
         if fresh is None:
             return None
         return fresh._replace(finish=lambda results: self.outer(fresh.finish(results)))
 
     def attach(self, inputs: Any) -> None:
-        """Prepares to compute with variables of another model."""
         self.inner.attach(inputs)
 
-    def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
-    ) -> Applied:
-        """Returns the wrapped adapter's forward pass; see `Adapter.apply`."""
+    def apply(self, params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
         variables = self.inside(Variables(params, model_state))
-        return self.inner.apply(*variables, inputs, key=key, train=train, mask=mask)
+        return self.inner.apply(*variables, inputs, **options)
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns what the wrapped adapter returns."""
         return self.inner.axis_names()
 
     def held_variables(self) -> Mapping[str, Any]:
-        """Returns what the wrapped adapter returns."""
         return self.inner.held_variables()
 
     def held_metrics(self) -> dict[str, Any]:
-        """Returns the model's own metrics; see `Adapter.held_metrics`."""
         return self.inner.held_metrics()
 
     def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the results of the model's own metrics; see `Adapter.metric_results`."""
         return self.inner.metric_results(sums)
 
     def export(self, variables: Variables) -> Any:
-        """Returns variables in the form that the model's library uses."""
         return self.inner.export(self.inside(variables))
 
     def trains_others(self) -> bool:
-        """Returns whether the user's object trains other variables than when last read."""
         return self.inner.trains_others()
 
     def has_assigned(self) -> bool:
-        """Returns whether the user has assigned arrays to variables of the wrapped object."""
         return self.inner.has_assigned()
 
     def with_assigned(self, variables: Variables) -> Variables:
-        """Returns variables with the arrays that the user has assigned."""
         return self.outer(self.inner.with_assigned(self.inside(variables)))
 
     def write_back(self, variables: Variables) -> None:
-        """Stores variables in the user's own object."""
         self.inner.write_back(self.inside(variables))
 
 
@@ -131,21 +107,10 @@ class LowPrecision(WrappingAdapter):
         """Returns the model's variables, with the parameters in the dtype of the master weights."""
         return Variables(_cast(variables.params, self._master), variables.model_state)
 
-    def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
-    ) -> Applied:
+    def apply(self, params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
         """Returns the forward pass in bfloat16, with float32 outputs; see `Adapter.apply`."""
         low_params, low_inputs = _cast((params, inputs), jnp.bfloat16)
-        applied = super().apply(
-            low_params, model_state, low_inputs, key=key, train=train, mask=mask
-        )
+        applied = super().apply(low_params, model_state, low_inputs, **options)
         changed = jax.tree.map(
             lambda new, old: jnp.asarray(new, old.dtype), applied.model_state, model_state
         )
@@ -193,7 +158,9 @@ class PartlyTrained(WrappingAdapter):
 
     def outer(self, variables: Variables) -> Variables:
         """Returns the trained parameters, and the others as part of the model state."""
-        paths = _flatten(variables.params)
+        from flax.traverse_util import flatten_dict, unflatten_dict
+
+        paths = flatten_dict(variables.params)
         names = {path: "/".join(path) for path in paths}
         for pattern in (*(self._trainable or ()), *self._frozen):
             if not any(_matches(name, pattern) for name in names.values()):
@@ -211,28 +178,21 @@ class PartlyTrained(WrappingAdapter):
             )
         # The kind of dict decides the order of parameters.
         return Variables(
-            type(variables.params)(_nest(trained)),
-            {**variables.model_state, _FROZEN: _nest(frozen)},
+            type(variables.params)(unflatten_dict(trained)),
+            {**variables.model_state, _FROZEN: unflatten_dict(frozen)},
         )
 
     def inside(self, variables: Variables) -> Variables:
         """Returns all parameters, and the model state without them."""
-        state = dict(variables.model_state)
-        flat = _flatten(variables.params) | _flatten(state.pop(_FROZEN))
-        return Variables(_nest(flat), state)
+        from flax.traverse_util import flatten_dict, unflatten_dict
 
-    def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
-    ) -> Applied:
+        state = dict(variables.model_state)
+        flat = flatten_dict(variables.params) | flatten_dict(state.pop(_FROZEN))
+        return Variables(unflatten_dict(flat), state)
+
+    def apply(self, params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
         """Returns the model's forward pass with all parameters; see `Adapter.apply`."""
-        applied = super().apply(params, model_state, inputs, key=key, train=train, mask=mask)
+        applied = super().apply(params, model_state, inputs, **options)
         return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
 
     def _is_trained(self, name: str) -> bool:
@@ -244,24 +204,3 @@ class PartlyTrained(WrappingAdapter):
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rstrip("/") + "/*")
-
-
-def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Returns the leaves of nested dicts by path."""
-    leaves: dict[tuple[str, ...], Any] = {}
-    for name, value in tree.items():
-        leaves |= (
-            _flatten(value, (*path, name)) if isinstance(value, Mapping) else {(*path, name): value}
-        )
-    return leaves
-
-
-def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Returns nested dicts of leaves by path."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
