@@ -16,7 +16,6 @@ Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 from tnt_jax.data.layout import RankSlice  # noqa: E402
 from tnt_jax.data.recipes import images  # noqa: E402
 from tnt_jax.data.tf import records  # noqa: E402
-from tnt_jax.data.tf import skipping as tf_skipping  # noqa: E402
 from tnt_jax.data.tf.tfdata import TfDataSource  # noqa: E402
 
 DATA = os.environ.get("TNT_JAX_DATA")
@@ -287,22 +286,22 @@ def test_processes_that_would_skip_differently_are_told(record_files):
         ).dataset
         for choice in ("skip", "raise")
     )
-    assert (tf_skipping.ignores_errors(skipping), tf_skipping.ignores_errors(strict)) == (
+    assert (records.ignores_errors(skipping), records.ignores_errors(strict)) == (
         True,
         False,
     )
-    whole = tf_skipping.file_sizes(skipping)
+    whole = records.file_sizes(skipping)
     assert whole == {file: Path(file).stat().st_size for file in record_files}
     Path(record_files[1]).write_bytes(Path(record_files[1]).read_bytes()[:-5000])
     boards = Boards(2)
     for sizes, expected in (
         ((whole, whole), None),
-        ((whole, tf_skipping.file_sizes(skipping)), ValueError),
+        ((whole, records.file_sizes(skipping)), ValueError),
     ):
         with ThreadPoolExecutor(2) as pool:
             name = str(expected)
             told = [
-                pool.submit(tf_skipping.require_same_sizes, size, boards.of(i), name)
+                pool.submit(records.require_same_sizes, size, boards.of(i), name)
                 for i, size in enumerate(sizes)
             ]
         errors = [future.exception() for future in told]

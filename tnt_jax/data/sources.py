@@ -139,7 +139,7 @@ class ArraySource:
         drop_remainder: bool = False,
     ) -> None:
         self._arrays = jax.tree.map(np.asarray, arrays)
-        # Taken apart once: to do so costs a tiny step more than its rows.
+        # Flattened once: to do so costs a tiny step more than its rows.
         self._leaves, self._structure = jax.tree.flatten(self._arrays)
         self.num_examples: int | None = common_length(self._arrays)
         self.global_batch_size: int | None = global_batch_size

@@ -1,17 +1,8 @@
 """Fetches examples of a random-access dataset, a bounded number of batches ahead.
 
-Examples are fetched by the caller, in threads or in processes.
-
-Stacks examples, trees with arrays at the leaves, into a batch.
-
-Trees consist of tuples, named tuples and dictionaries. This module needs only NumPy, so that worker
-processes start fast.
-
-Memory that a process shares with its workers, for arrays on their way from them.
-
-A block is a file without a name: it belongs to the process that made it, and is gone with it,
-whatever ends it. Workers open it below `/proc`; where that is impossible (on other systems than
-Linux, or where processes may not see one another's files), arrays travel through pipes.
+The caller fetches them, threads or processes. Examples are trees of tuples, named tuples and
+dictionaries with arrays at the leaves. This module needs only NumPy, so that worker processes start
+fast; these send arrays through memory that they share with their parent (`Block`).
 """
 
 import mmap
@@ -42,7 +33,8 @@ class Written(NamedTuple):
 class Block:
     """Memory into which a worker writes one value at a time.
 
-    A worker opens it by its path, which is "" if there is no such memory on this system.
+    It is a file without a name, which is gone with the process that made it. A worker opens it by
+    its path below `/proc`; without that the path is "", and arrays travel through pipes.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A dataset taken apart: `base`, and the element operations that may run later, in order."""
+    """A dataset as `base`, and the element operations that may run later, in order."""
 
     base: Any
     later: tuple[Later, ...]
@@ -229,16 +229,16 @@ class Splitter:
         return own.batch(rows, drop)
 
     def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
-        """Takes a dataset of elements apart.
+        """Hoists the operations of a dataset of elements.
 
         `at_selection` is whether nothing between it and the batching goes by position.
         """
         return self._once(
             (id(dataset), at_selection),
-            lambda: self._take_apart(dataset, at_selection=at_selection),
+            lambda: self._split_off(dataset, at_selection=at_selection),
         )
 
-    def _take_apart(self, dataset: Any, *, at_selection: bool) -> Hoisted:
+    def _split_off(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         kind = type(dataset).__name__
         inputs = private.inputs(dataset)
         if kind == "_OptionsDataset":

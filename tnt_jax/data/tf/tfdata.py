@@ -278,8 +278,7 @@ class TfDataSource:
     def _name_record(self, epoch: int, batch: int, error: Exception) -> None:
         """Raises an error that names the record which cannot be read, if it can be found."""
         if type(error).__name__ == "DataLossError":
-            from tnt_jax.data.tf.records import check_records
-            from tnt_jax.data.tf.skipping import files_of
+            from tnt_jax.data.tf.records import check_records, files_of
 
             try:
                 files = files_of(self._dataset)
@@ -379,7 +378,7 @@ class TfDataSource:
 
     def _untouched(self, error: Unreadable) -> Rebuilt:
         """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
-        reason = f"this version of TensorFlow does not let the pipeline be taken apart ({error})"
+        reason = f"this version of TensorFlow does not let the pipeline be inspected ({error})"
         if self._split == "before":
             raise ValueError(
                 f"split='before' is impossible: {reason}. Use 'after', or install TensorFlow 2.21."
@@ -440,7 +439,7 @@ def tf_source(dataset: Any, options: "ReadOptions") -> Source:
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not options.distribute:
         return _shard_source(choice.dataset, options)
-    from tnt_jax.data.tf.skipping import check_skips_alike
+    from tnt_jax.data.tf.records import check_skips_alike
 
     check_skips_alike(choice.dataset)
     return TfDataSource(
