@@ -15,6 +15,7 @@ from tnt_jax._jax.arrays import (
     finished,
     from_local_parts,
     is_varying,
+    kind_of,
     local_copy,
     local_parts,
     local_ranks,

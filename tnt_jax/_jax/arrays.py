@@ -24,6 +24,11 @@ RANK_AXES = (DATA_AXIS, FSDP_AXIS)
 STAGE_AXIS = "stage"
 
 
+def kind_of(x: Any) -> str:
+    """Returns dtype and shape of an array, or of what stands for one: `float32[4, 3]`."""
+    return f"{x.dtype.name}{list(x.shape)}"
+
+
 def make_data_mesh(devices: Sequence[Any]) -> Mesh:
     """Returns a mesh of one axis, `data`, over `devices` in the given order."""
     # jax.make_mesh makes Explicit axes by default and reorders devices; ranks must keep their

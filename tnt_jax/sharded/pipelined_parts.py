@@ -200,5 +200,5 @@ def _check(loop: LayersLoop) -> None:
         if not jnp.issubdtype(x.aval.dtype, jnp.inexact):
             raise ValueError(
                 "A pipeline by 1F1B passes floating numbers from stage to stage, but layers hand "
-                f"on {x.aval.dtype}{list(x.aval.shape)}. {way_out}"
+                f"on {_jax.kind_of(x.aval)}. {way_out}"
             )

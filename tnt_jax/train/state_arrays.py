@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import VariablePath
 from tnt_jax.train.state import TrainState
 
@@ -56,9 +57,9 @@ def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         "not in the file": [path for path in expected if path not in found],
         "not in the model": [path for path in found if path not in expected],
         "different": [
-            f"{path} (file: {_kind(found[path])}, model: {_kind(leaf)})"
+            f"{path} (file: {_jax.kind_of(found[path])}, model: {_jax.kind_of(leaf)})"
             for path, leaf in expected.items()
-            if path in found and _kind(found[path]) != _kind(leaf)
+            if path in found and _jax.kind_of(found[path]) != _jax.kind_of(leaf)
         ],
     }
     parts = [f"{what}: {listed(paths)}" for what, paths in problems.items() if paths]
@@ -83,10 +84,6 @@ def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
             # Only the sum of the gradients matters.
             found[path][0] = np.sum(saved, axis=0)
     return found
-
-
-def _kind(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def listed(items: Sequence[Any]) -> str:

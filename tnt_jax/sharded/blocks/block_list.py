@@ -11,8 +11,8 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.train.state_arrays import state_arrays
 
 # What may stand between the path of a list and the number of a block.
@@ -178,6 +178,6 @@ def _difference(
     for array, index in expected.items():
         a, b = leaves[index], leaves[block[array]]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            kinds = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (b, a)]
+            kinds = [_jax.kind_of(x) for x in (b, a)]
             return f"{name}/{array} is {kinds[0]}, and {first}/{array} is {kinds[1]}"
     return None

@@ -27,11 +27,6 @@ def same_type(a: Any, b: Any) -> bool:
     return bool(kinds[0] == kinds[1])
 
 
-def type_of(x: Any) -> str:
-    """Returns dtype and shape of a variable or literal, in words."""
-    return f"{x.aval.dtype}{list(x.aval.shape)}"
-
-
 def same_literal(a: Any, b: Any) -> bool:
     """Returns whether two literals have the same type and value."""
     values = [np.asarray(x.val) for x in (a, b)]
@@ -166,12 +161,13 @@ def _result_used_later(
         for v in variables_in(equation.invars):
             depth = depths.get(v, -1)
             if v not in params and 0 <= depth < block - 1:
-                return f"a result of {names[depth]} ({type_of(v)}) is used by {names[block]}, too"
+                found = f"{names[depth]} ({_jax.kind_of(v.aval)})"
+                return f"a result of {found} is used by {names[block]}, too"
     return None
 
 
 def _words(equation: Any) -> str:
-    return f"{equation.primitive.name} {type_of(equation.outvars[0])}"
+    return f"{equation.primitive.name} {_jax.kind_of(equation.outvars[0].aval)}"
 
 
 # The variables and literals that stand at one place of several blocks.
@@ -449,7 +445,7 @@ class EqualBlocks:
                 if not reach(atoms):
                     raise self._error(
                         f"{step.equations[0].primitive.name} has an operand "
-                        f"{type_of(atoms[0])} that differs between them"
+                        f"{_jax.kind_of(atoms[0].aval)} that differs between them"
                     )
                 how, at = known[key_of(atoms)], tuple(self._made.get(x, (-1,))[0] for x in atoms)
                 if not isinstance(how, Step):
@@ -496,7 +492,7 @@ class EqualBlocks:
             for v in variables_in(operands):
                 if self._depth_of(v) >= 0 and v not in known:
                     raise self._error(
-                        f"a result of {self._names[self._depth[v]]} ({type_of(v)}) is "
+                        f"a result of {self._names[self._depth[v]]} ({_jax.kind_of(v.aval)}) is "
                         "used after the blocks, as statistics, added losses and prints are"
                     )
             known.update(results)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.files import read_regular
 
 # The names are Orbax's.
@@ -219,7 +220,7 @@ def read_arrays(
 
     Args:
         folder: Folder; a ValueError if its description cannot be read.
-        kinds: What `kind` of each array must be: a damaged description may demand any amount of
+        kinds: What `kind_of` each array must be: a damaged description may demand any amount of
             memory.
         wanted: Parts to read, as a `HostArray`; see `spread_regions`.
     """
@@ -228,7 +229,7 @@ def read_arrays(
     for path, opening in _opened(folder).items():
         try:
             store = opening.result()
-            found = kind(store.shape, store.dtype.numpy_dtype)
+            found = _jax.kind_of(jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype))
             if kinds.get(path) == found:
                 reads[path] = store, _started(store, (wanted or {}).get(path))
             else:
@@ -255,11 +256,6 @@ def _started(store: Any, wanted: Regions | None) -> tuple[bool, list[Any]]:
         return True, [((0,) * len(shape), store.read())]
     parts = wanted[1].items()
     return False, [(at, store[region(at, size)].read()) for at, size in parts]
-
-
-def kind(shape: tuple[int, ...], dtype: Any) -> str:
-    """Returns shape and dtype in words, such as `float32[4, 3]`."""
-    return f"{np.dtype(dtype).name}{list(shape)}"
 
 
 def _opened(folder: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.files import read_regular
-from tnt_jax.train.checkpoints.arrays import HostArray, kind, region
+from tnt_jax.train.checkpoints.arrays import HostArray, region
 
 FOLDER = "checksums"
 _FILES = "files.json"
@@ -30,14 +31,14 @@ _BLOCK_BYTES = 2**20
 def array_checksum(array: np.ndarray) -> int:
     """Returns a checksum of shape, dtype and values of an array."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return zlib.crc32(data.data, zlib.crc32(kind(array.shape, array.dtype).encode()))
+    return zlib.crc32(data.data, zlib.crc32(_jax.kind_of(array).encode()))
 
 
 def write_array_checksums(folder: Path, arrays: Mapping[str, HostArray], *, process: int) -> None:
     """Writes the checksums of the arrays that a process saves of a checkpoint."""
     noted = {
         path: [
-            kind(array.shape, array.dtype),
+            _jax.kind_of(array),
             [
                 [list(starts), list(values.shape), array_checksum(values)]
                 for starts, values in array.shards
@@ -107,8 +108,8 @@ def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[An
     for the others the checksums of the files must do.
     """
     text, parts = expected
-    if kind(array.shape, array.dtype) != text:
-        return f"is {kind(array.shape, array.dtype)}, but was saved as {text}"
+    if _jax.kind_of(array) != text:
+        return f"is {_jax.kind_of(array)}, but was saved as {text}"
     if isinstance(array, HostArray):
         saved = {(tuple(starts), tuple(shape)): crc for starts, shape, crc in parts}
         known = [(values, saved.get((at, values.shape))) for at, values in array.shards]
