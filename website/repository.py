@@ -19,6 +19,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
 }
 PICTURES = {".png", ".svg"}
 LISTINGS = {

@@ -1,6 +1,7 @@
 """The doctor: judgements as pure functions, and the whole of it on this host."""
 
 import dataclasses
+import importlib.metadata
 import json
 import socket
 
@@ -10,6 +11,7 @@ from tnt_jax.distributed.host.link_probe import choose_pairs
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
 from tnt_jax.launch.doctor.command import describe
 from tnt_jax.launch.doctor.examine import Examination, examine
+from tnt_jax.launch.doctor.report import shown_environment
 
 REQUEST = {
     "cwd": "/",
@@ -159,6 +161,54 @@ def test_doctor_measures_this_host_and_speaks_json(run, tmp_path):
     assert link["latency_us"] > 0
     assert link["bandwidth_mb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environment_of_a_report_has_no_secrets():
+    environ = {
+        "HOME": "/home/ada",
+        "PATH": "/home/ada/bin:/usr/bin",
+        "XLA_FLAGS": "--xla_dump_to=/tmp/x",
+        "TNT_JOB_SECRET": "s3cret",
+        "TF_TOKEN_app": "s3cret",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": "gs://ada:s3cret@bucket/cache",
+        "SLURM_NTASKS": "2",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "MAIL": "/var/mail/ada",
+    }
+    assert shown_environment(environ) == {
+        "JAX_COMPILATION_CACHE_DIR": "gs://(hidden)@bucket/cache",
+        "JAX_PLATFORMS": "cpu",
+        "PATH": "~/bin:/usr/bin",
+        "SLURM_NTASKS": "2",
+        "TF_TOKEN_app": "(hidden)",
+        "TNT_JOB_SECRET": "(hidden)",
+        "XLA_FLAGS": "--xla_dump_to=/tmp/x",
+    }
+
+
+@pytest.mark.multiprocess
+def test_a_report_has_versions_devices_and_findings(run, tmp_path):
+    secret = "0123456789abcdef" * 2
+    environ = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "3",
+        "XLA_FLAGS": "",
+        "TNT_JOB_SECRET": secret,
+    }
+    code, out, err = run(
+        "doctor", "--no-gpu", "--report", cwd=tmp_path, timeout=120, environ=environ
+    )
+    assert code == 0, out + err
+    assert "wrote tnt_jax_report.json" in err
+    (file,) = tmp_path.iterdir()
+    report = json.loads(file.read_text())
+    assert report["versions"]["jax"] == importlib.metadata.version("jax")
+    assert [device["platform"] for device in report["devices"]] == ["cpu"] * 3
+    assert report["environment"]["JAX_PLATFORMS"] == "cpu"
+    assert report["ok"] is True
+    assert len(report["findings"]) > 5
+    assert secret not in file.read_text()
 
 
 @pytest.mark.multiprocess

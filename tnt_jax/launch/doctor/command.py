@@ -13,6 +13,7 @@ from typing import Any
 
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, Finding, judge, judge_reachability
 from tnt_jax.launch.doctor.examine import Examination
+from tnt_jax.launch.doctor.report import write_report
 from tnt_jax.launch.planning.environment import Launch, carried_environment
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.hostfile import HostEntry
@@ -21,6 +22,7 @@ from tnt_jax.launch.planning.plan import Devices, Host, plan_processes
 from tnt_jax.launch.planning.preflight import find_remedy, share_machine
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import (
     find_coordinator_address,
@@ -58,11 +60,12 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         with RayNodes(options, every_node=True) as nodes:
             findings, links = examine_hosts(nodes.take(), options, environ)
     failed = any(finding.status == FAILURE for finding in findings)
-    if given.json:
-        listed = list(map(dataclasses.asdict, findings))
-        print(json.dumps({"ok": not failed, "findings": listed, "links": links}, indent=2))
-    else:
-        print(describe(findings, links))
+    listed = list(map(dataclasses.asdict, findings))
+    diagnosis = {"ok": not failed, "findings": listed, "links": links}
+    print(json.dumps(diagnosis, indent=2) if given.json else describe(findings, links))
+    if given.report is not None:
+        write_report(Path(given.report), diagnosis, environ)
+        say(f"wrote {given.report}: read it before you attach it to an issue.")
     return int(failed)
 
 
@@ -90,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-gpu", action="store_true", help="measure between CPUs")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--report",
+        nargs="?",
+        const="tnt_jax_report.json",
+        metavar="FILE",
+        help="also write a file for an issue: versions, devices, the environment without secrets "
+        "and what was found (default: %(const)s)",
+    )
     return parser
 
 
