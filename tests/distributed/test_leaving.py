@@ -113,6 +113,20 @@ LONG = [case for case in LEAVING if case[3] or "Key" in case[1]]
 
 
 @pytest.mark.multiprocess
+def test_the_end_of_the_interpreter_needs_no_thread_of_its_own(tmp_path):
+    # Python 3.12 starts none then; what is registered last runs first.
+    refuse = """
+import atexit, threading
+def refuse(thread): raise RuntimeError("can't create new thread at interpreter shutdown")
+tnt.init()
+atexit.register(lambda: setattr(threading.Thread, "start", refuse))
+"""
+    for code, output, _ in run(tmp_path, 2, "pass", "after", 0, setup=refuse):
+        assert code == 0, output
+        assert "can't create" not in output
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("num_processes", "what", "where", "who", "code", "says"),
     [pytest.param(*case, marks=[pytest.mark.long] if case in LONG else []) for case in LEAVING],

@@ -83,11 +83,16 @@ class Membership:
     _stopped: threading.Event = field(default_factory=threading.Event)
     _peers: LocalPeers = field(default_factory=LocalPeers)
     _thread: threading.Thread | None = None
+    _waits_for_others: threading.Event = field(default_factory=threading.Event)
+    _others: threading.Thread | None = None
 
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
         self._peers = table.local_peers(self.client, self.process)
         self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
+        if self.process == 0:
+            # Python 3.12 starts no thread while it ends, when this one is needed.
+            self._others = self._start_waiter()
 
     def _watch(self) -> None:
         waited_s: float = 0
@@ -378,8 +383,8 @@ class Membership:
 
     def _wait_for_others(self, timeout_s: float | None) -> None:
         """Waits until all other processes have disconnected or are lost."""
-        others = threading.Thread(target=self._await_disconnection, daemon=True)
-        others.start()
+        others = self._others or self._start_waiter()
+        self._waits_for_others.set()
         began = reported = time.monotonic()
         while others.is_alive() and (timeout_s is None or time.monotonic() - began < timeout_s):
             others.join(_TICK_S)
@@ -402,7 +407,15 @@ class Membership:
                 "Process 0 has left the job while process %s waited for it.", ", ".join(waiting)
             )
 
+    def _start_waiter(self) -> threading.Thread:
+        waiter = threading.Thread(
+            target=self._await_disconnection, name="tnt_jax-others", daemon=True
+        )
+        waiter.start()
+        return waiter
+
     def _await_disconnection(self) -> None:
+        self._waits_for_others.wait()
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # One of them was lost.
             _jax.await_disconnection(self.client, self.num_processes)
 
