@@ -1,10 +1,12 @@
 """Checks the site that MkDocs has built: `python website/check.py`.
 
-Every link leads to a page and an anchor that are there, no page loads anything from elsewhere, and
-the search knows every page. MkDocs itself checks links in Markdown only.
+Every link leads to a page and an anchor that are there, those of llms.txt too, no page loads
+anything from elsewhere, and the search knows every page. MkDocs itself checks links in Markdown
+only.
 """
 
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -44,6 +46,11 @@ def problems(site: Path) -> list[str]:
     ]
     index = json.loads((site / "search/search_index.json").read_text())
     known = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    found += [
+        f"llms.txt links to {link}, which is not there"
+        for link in re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text())
+        if not (site / link).exists()
+    ]
     return found + [
         f"{path.relative_to(site)} is not found by the search"
         for path in pages

@@ -3,18 +3,24 @@
 It gets pages from the repository, from docstrings and from notebooks.
 """
 
+from pathlib import Path
 from typing import Any
 
+import llms
 import messages
 import notebooks
 import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from repository import PICTURES, ROOT, reachable, rewrite_links, slug, text_of
 
 # The path in the repository of each page that is made of one of its files.
 _sources: dict[str, str] = {}
+# The Markdown of each page, and the parts of the navigation.
+_texts: dict[str, str] = {}
+_sections: list[llms.Section] = []
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,9 +49,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_nav(nav: Navigation, **_: Any) -> None:
+    """Notes the order of the pages."""
+    _sections[:] = llms.sections(nav.items)
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links between files of the repository to their pages."""
     uri = page.file.src_uri
     if _sources.get(uri) == "docs/faq.md":
         markdown = messages.with_messages(markdown)
-    return rewrite_links(markdown, source=_sources[uri], page=uri) if uri in _sources else markdown
+    if uri in _sources:
+        markdown = rewrite_links(markdown, source=_sources[uri], page=uri)
+    _texts[uri] = markdown
+    return markdown
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes the pages for programs that read them."""
+    package, site = llms.load_package(), Path(config.site_dir)
+    pages = {uri: llms.plain(text, package) for uri, text in _texts.items()}
+    for uri, text in pages.items():
+        (site / uri).parent.mkdir(parents=True, exist_ok=True)
+        (site / uri).write_text(text)
+    summary = config.site_description or config.site_name
+    (site / "llms.txt").write_text(llms.index(config.site_name, summary, _sections, pages))
+    (site / "llms-full.txt").write_text(llms.full(_sections, pages))

@@ -1,9 +1,11 @@
 """The site's own pages: links between files of the repository, the API reference, notebooks."""
 
+import inspect
 import json
 from functools import reduce
 
 import check
+import llms
 import notebooks
 import pytest
 import reference
@@ -111,6 +113,7 @@ def test_the_check_of_the_site_finds_what_is_wrong(tmp_path):
         '<h1 id="top"></h1><a href="#top"></a><a href="b.html#here"></a><a href="c.html"></a>'
         '<a href="b.html#gone"></a><a href="https://x.org"></a><script src="a.js"></script>'
     )
+    (tmp_path / "llms.txt").write_text("- [a](a.html): A.\n- [d](d.md): Not there.\n")
     (tmp_path / "b.html").write_text(
         '<p id="here"></p><script src="https://x.org/a.js"></script><a href="a.html#top"></a>'
     )
@@ -119,8 +122,63 @@ def test_the_check_of_the_site_finds_what_is_wrong(tmp_path):
         "a.html links to c.html, which is not there",
         "b.html is not found by the search",
         "b.html loads https://x.org/a.js from elsewhere",
+        "llms.txt links to d.md, which is not there",
     ]
 
 
 def test_pages_of_the_repository_are_there():
     assert all((ROOT / path).exists() for path in repository.PAGES)
+
+
+class Item:
+    """A page or a section of MkDocs's navigation."""
+
+    def __init__(self, title, *children, uri=""):
+        self.title, self.children = title, children
+        self.is_section, self.is_page = bool(children), not children
+        self.file = type("File", (), {"src_uri": uri})
+
+
+def test_llms_txt_has_a_link_and_a_sentence_for_each_page():
+    nav = [
+        Item("Home", uri="index.md"),
+        Item("Guides", Item("Data", uri="data.md"), Item("More", Item("Ray", uri="ray.md"))),
+    ]
+    pages = {
+        "index.md": "# x\n\nIt [trains](a.md) models,\nfast. More.\n",
+        "data.md": "# Data\n\n```python\nno. sentence\n```\n\n| a. | b |\n\n`fit` reads data.\n",
+        "ray.md": "# Ray\n",
+    }
+    parts = llms.sections(nav)
+    text = llms.index("x", "It trains.", parts, pages)
+    assert text.splitlines()[:3] == ["# x", "", "> It trains."]
+    assert [line for line in text.splitlines() if line.startswith(("## ", "- "))] == [
+        "## Overview",
+        "- [Home](index.md): It trains models, fast.",
+        "## Guides",
+        "- [Data](data.md): `fit` reads data.",
+        "## More",
+        "- [Ray](ray.md): Ray",
+    ]
+    whole = llms.full(parts, pages)
+    assert [line for line in whole.splitlines() if line.startswith("<!--")] == [
+        "<!-- index.md -->",
+        "<!-- data.md -->",
+        "<!-- ray.md -->",
+    ]
+    assert "no. sentence" in whole
+
+
+def test_pages_of_the_reference_have_signatures_and_docstrings_for_programs():
+    package = llms.load_package()
+    for path, page in reference.pages().items():
+        text = llms.plain(page, package)
+        assert ":::" not in text, path
+        assert "toc_label:" not in text, path
+        assert text.count("### `tnt.") == page.count("\n::: ") + page.startswith("::: "), path
+    text = llms.plain(reference.pages()["api/tnt_jax_callbacks.md"], package)
+    assert "delete_checkpoint: bool = True, *, max_to_keep: int = 2" in text
+    shown = inspect.signature(tnt_jax.callbacks.CSVLogger)
+    (line,) = [line for line in text.splitlines() if "`tnt.callbacks.CSVLogger(" in line]
+    assert [name in line for name in shown.parameters] == [True] * 3
+    assert inspect.getdoc(tnt_jax.callbacks.CSVLogger).splitlines()[0] in text
