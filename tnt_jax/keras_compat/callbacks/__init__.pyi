@@ -21,5 +21,10 @@ from .stopping import EarlyStopping as EarlyStopping
 from .stopping import TerminateOnNaN as TerminateOnNaN
 from .tensorboard import RuntimeProfiler as RuntimeProfiler
 from .tensorboard import TensorBoard as TensorBoard
+from .tracking.comet import Comet as Comet
+from .tracking.ml_flow import MLflow as MLflow
+from .tracking.track import Track as Track
+from .tracking.track import Tracker as Tracker
+from .tracking.weights_and_biases import WeightsAndBiases as WeightsAndBiases
 from .tuners import OptunaPruning as OptunaPruning
 from .tuners import RayReport as RayReport

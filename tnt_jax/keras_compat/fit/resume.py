@@ -323,8 +323,8 @@ class Resumption:
 
     def describe_run(self, plan: Plan, callbacks: Sequence[Any]) -> None:
         """Notes what the running `fit` is, for its backups, before callbacks change anything."""
-        backs_up = any(map(_is_backup, callbacks))
-        self.run = describe_run(self._core, plan, callbacks) if backs_up else None
+        is_asked = any(first_base(item, ["BackupAndRestore", "Track"]) for item in callbacks)
+        self.run = describe_run(self._core, plan, callbacks) if is_asked else None
         self._ignored = plan.arguments.ignored_changes
 
     def compare_run(

@@ -1,0 +1,1 @@
+"""Runs in experiment trackers: one callback, and an adapter in a file of its own for each."""
