@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from example_images import write_images
 
-import datasets  # isort: skip
+import image_data  # isort: skip
 import resnet50  # isort: skip
 
 
@@ -21,7 +21,7 @@ def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp
         "crop": "central",
         "shift": 4,
     }
-    data = datasets.make(config, batch_size=3, seed=0)
+    data = image_data.make(config, batch_size=3, seed=0)
     first, again = (list(data.train.as_numpy_iterator()) for _ in range(2))
     assert [len(labels) for _, labels in first] == [3, 1]
     assert sorted(np.concatenate([labels for _, labels in first])) == [0, 0, 1, 1]
@@ -37,7 +37,7 @@ def test_folders_keep_photos_central_and_shift_them_otherwise_in_every_epoch(tmp
         np.array_equal(one, two) for (one, _), (two, _) in zip(first, again, strict=True)
     )
     with pytest.raises(ValueError, match=r"There is no crop 'middle'"):
-        datasets.make(config | {"crop": "middle"}, batch_size=3, seed=0)
+        image_data.make(config | {"crop": "middle"}, batch_size=3, seed=0)
 
 
 def test_resnet_reads_images_prepared_by_tensorflow_datasets(tmp_path):

@@ -189,9 +189,9 @@ def train(config, *, verbose):
     module = make_module(config["model"])
     # Imported here, because TensorFlow takes seconds, which --show-config and mistakes need not
     # wait for.
-    import datasets
+    import image_data
 
-    data = datasets.make(config["data"], batch_size=batch_size, seed=seed)
+    data = image_data.make(config["data"], batch_size=batch_size, seed=seed)
     steps_per_epoch = -(-data.num_train // batch_size)
     model = tnt.Model(module, seed=seed)
     model.compile(

@@ -116,7 +116,8 @@ def rows_of(batches):
     [
         (loader(list(X[:11])), IterableSource, 3),
         (loader(Endless()), IterableSource, None),
-        (grain.MapDataset.source(X).batch(4), IterableSource, 3),
+        (grain.MapDataset.source(X).batch(4), RandomAccessSource, 3),
+        (grain.MapDataset.source(X).batch(4).map(lambda x: x), IterableSource, 3),
         (grain.MapDataset.source(X).batch(4).repeat(), IterableSource, None),
         (grain.MapDataset.source(X).batch(4).to_iter_dataset(), IterableSource, None),
         (grain.MapDataset.source(X), RandomAccessSource, 1),

@@ -20,6 +20,8 @@ NAMED = re.compile(r"\btnt\.([a-zA-Z_][\w.]*\w)")
 def test_the_blocks_of_a_page_run_one_after_another(page, use_ranks, tmp_path, monkeypatch):
     if "\nimport torch" in page.read_text():
         pytest.importorskip("torch", reason="needs PyTorch")
+    if "\nfrom datasets import" in page.read_text():
+        pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
     use_ranks(2)
     monkeypatch.chdir(tmp_path)
     module = ModuleType(f"page_{page.stem}")

@@ -21,6 +21,13 @@ try:
 except ImportError:  # Its kinds end in an error, and their tests skip.
     torch = None
 
+try:
+    import datasets
+    import webdataset
+    from pyarrow import feather, parquet
+except ImportError:  # As above.
+    datasets = None
+
 NUM_ROWS, SIZE, EPOCHS = 22, 8, 2
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(NUM_ROWS, 3)).astype(np.float32)
@@ -120,6 +127,38 @@ def grain_loader(**options):
     return grain.DataLoader(data_source=Items(), sampler=sampler, operations=last, **options)
 
 
+def hugging_face():
+    return datasets.Dataset.from_dict({"x": X, "y": Y})
+
+
+def write_tables(folder):
+    """Writes the rows to Parquet and Arrow files and tar shards; the last ones are uneven."""
+    if datasets is None:
+        return
+    table = hugging_face().data.table
+    parquet.write_table(table.slice(0, 15), folder / "1.parquet", row_group_size=6)
+    parquet.write_table(table.slice(15), folder / "2.parquet")
+    feather.write_feather(table, folder / "1.arrow", compression="uncompressed")
+    for number, part in enumerate((rows()[:9], rows()[9:])):
+        with webdataset.TarWriter(str(folder / f"{number}.tar")) as writer:
+            for row, (x, y) in enumerate(part):
+                writer.write({"__key__": str(row), "x.npy": x, "y.npy": y})
+
+
+def files(ending):
+    return sorted(
+        os.path.join(FOLDER, name) for name in os.listdir(FOLDER) if name.endswith(ending)
+    )
+
+
+def named(make, *given, **options):
+    return {
+        "x": make(*given, inputs="x", targets="y", **options),
+        "batch_size": SIZE,
+        "shuffle": False,
+    }
+
+
 def own(data):
     return {
         "x": data(tnt.get_process_index(), tnt.get_process_count()),
@@ -155,6 +194,14 @@ KINDS = {
     "Grain MapDataset, batched": lambda: {"x": grain.MapDataset.source(Items()).batch(SIZE).map(lambda batch: batch)},
     "Grain IterDataset": lambda: {"x": grain.MapDataset.source(Items()).to_iter_dataset().batch(SIZE)},
     "Grain loader": lambda: {"x": grain_loader()},
+    "Grain MapDataset, batched last": lambda: {"x": grain.MapDataset.source(Items()).batch(SIZE)},
+    "Grain IterDataset, mapped": lambda: {"x": grain.MapDataset.source(Items()).to_iter_dataset().map(lambda row: row).batch(SIZE)},
+    "Hugging Face": lambda: {"x": hugging_face(), "batch_size": SIZE, "shuffle": False},
+    "Hugging Face, named": lambda: named(tnt.data.columns, hugging_face()),
+    "Hugging Face, stream": lambda: {"x": tnt.data.stream_columns(hugging_face().to_iterable_dataset(3), SIZE)},
+    "Parquet": lambda: named(tnt.data.arrow_files, files(".parquet")),
+    "Arrow": lambda: named(tnt.data.arrow_files, files(".arrow"), format="arrow"),
+    "tar shards": lambda: {"x": tnt.data.RandomAccess(tnt.data.tar_shards(files(".tar"), inputs="x.npy", targets="y.npy"), batch_size=SIZE, num_workers=2)},
     "PyDataset": lambda: {"x": Batches(), "shuffle": False},
     "list of batches": lambda: {"x": batches()},
     "generator": lambda: {"x": cycle(batches()), "steps_per_epoch": 3},

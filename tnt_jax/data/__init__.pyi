@@ -19,5 +19,10 @@ from .recipes.tfds import load_data_source as load_data_source
 from .recipes.tfds import load_own_share as load_own_share
 from .recipes.token_batches import PaddedPairs as PaddedPairs
 from .recipes.token_batches import TokenBatches as TokenBatches
+from .tables.arrow_files import arrow_files as arrow_files
+from .tables.rows import Rows as Rows
+from .tables.rows import columns as columns
+from .tables.rows import stream_columns as stream_columns
+from .tables.tar_shards import tar_shards as tar_shards
 from .tf.records import image_records as image_records
 from .tf.tfdata import TfData as TfData

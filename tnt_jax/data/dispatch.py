@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from tnt_jax.data.arguments import is_arrays, is_tf_dataset, takes_batch_size
+from tnt_jax.data.indexed.grain import rows_of_batched
 from tnt_jax.data.indexed.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import ReadOptions
@@ -23,6 +24,7 @@ from tnt_jax.data.sources import (
     is_grain_map_dataset,
     num_shards,
 )
+from tnt_jax.data.tables.rows import columns, is_hugging_face
 from tnt_jax.data.tf.tfdata import TfData, tf_source
 from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
@@ -55,6 +57,8 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
         return _ray_source(x, options)
     if isinstance(x, RandomAccess) or gives_examples(x):
         return _random_access_source(x, options)
+    if options.distribute and (rows := rows_of_batched(x)) is not None:
+        return _random_access_source(rows, options)
     if isinstance(x, TokenBatches):
         _check_distributed("Token batches", options)
         return TokenBatchSource(x, options.rank_slice)
@@ -68,6 +72,11 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
         )
     if isinstance(x, TfData) or is_tf_dataset(x):
         return tf_source(x, options)
+    if is_hugging_face(x, "IterableDataset"):
+        raise TypeError(
+            "A datasets.IterableDataset gives rows, not batches: pass "
+            "tnt_jax.data.stream_columns(stream, batch_size, inputs=..., targets=...)."
+        )
     if isinstance(x, Iterable) or is_grain_map_dataset(x):
         return _iterable_source(x, options)
     raise TypeError(
@@ -139,6 +148,8 @@ def _check_distributed(what: str, options: ReadOptions) -> None:
 
 def _random_access_source(x: Any, options: ReadOptions) -> Source:
     _check_distributed("Random-access datasets", options)
+    if is_hugging_face(x, "Dataset"):
+        x = columns(x)
     if not isinstance(x, RandomAccess):
         default = (
             None

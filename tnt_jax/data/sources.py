@@ -39,13 +39,15 @@ def is_grain_map_dataset(x: Any) -> bool:
 
 def gives_batches(dataset: Any) -> bool:
     """Returns whether the elements of a Grain `MapDataset` are batches, by its operations."""
+    return any(type(stage).__name__.endswith("BatchMapDataset") for stage in stages_of(dataset))
+
+
+def stages_of(dataset: Any) -> Iterator[Any]:
+    """Yields a Grain dataset and those that it is made of."""
     stages = [dataset]
     while stages:
-        stage = stages.pop()
-        if type(stage).__name__.endswith("BatchMapDataset"):
-            return True
+        yield (stage := stages.pop())
         stages.extend(getattr(stage, "parents", ()))
-    return False
 
 
 def is_endless(dataset: Any) -> bool:
@@ -189,7 +191,8 @@ class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
     A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
-    each epoch. Its length is that of `batches`, where it has one, or `length`.
+    each epoch, after `set_epoch(epoch)` if it has that method. Its length is that of `batches`,
+    where it has one, or `length`.
 
     Attributes:
         is_infinite: Whether the iterable says that it has no end.
@@ -222,6 +225,8 @@ class IterableSource:
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each batch, after dropping `start_batch` batches."""
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
         for index, element in enumerate(
             self._running if self._running is not None else iter(self._batches)
         ):

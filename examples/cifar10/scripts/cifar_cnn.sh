@@ -11,6 +11,6 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
 # The data set is downloaded once, by one process, before all of them read it.
-python -c "import datasets; datasets.cifar10(batch_size=1, seed=0, data_dir='data')"
+python -c "import image_data; image_data.cifar10(batch_size=1, seed=0, data_dir='data')"
 # A job that SLURM starts again, after a node has failed, has the same number and goes on.
 tnt-jax --checkpoint-dir "checkpoints/$SLURM_JOB_ID" -- train.py configs/cifar10_cnn.yaml -d "$@"

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.data.layout import RankSlice, local_rows
-from tnt_jax.data.ray.columns import ColumnRoles, Piece, rows_of
+from tnt_jax.data.ray.pieces import Piece, rows_of
 from tnt_jax.data.ray.spec import is_function_of_epoch, is_ray_dataset
+from tnt_jax.data.tables.columns import ColumnRoles
 from tnt_jax.on_ray.require import import_ray
 
 # A checksum of so many rows at the beginning tells one order from another.

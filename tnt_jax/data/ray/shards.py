@@ -6,9 +6,9 @@ from typing import Any
 
 from tnt_jax.data.agreement import Board
 from tnt_jax.data.layout import RankSlice, resolve_batch_size
-from tnt_jax.data.ray.columns import ColumnRoles, dense
 from tnt_jax.data.ray.spec import RayData, is_ray_shard
 from tnt_jax.data.shards import ShardSource
+from tnt_jax.data.tables.columns import ColumnRoles, dense
 from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
 from tnt_jax.on_ray.worker import role

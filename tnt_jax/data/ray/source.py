@@ -15,10 +15,11 @@ from tnt_jax.data.agreement import Board, CoordinationBoard, gather, reader_stop
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.ray.columns import ColumnRoles, rows_of
+from tnt_jax.data.ray.pieces import rows_of
 from tnt_jax.data.ray.row_stream import Request, RowStreams, Share
 from tnt_jax.data.ray.spec import RayData, is_ray_iterator
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.data.tables.columns import ColumnRoles
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.on_ray.require import import_ray

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tnt_jax.data.ray.columns import ColumnRoles, dense
+from tnt_jax.data.tables.columns import ColumnRoles, dense
 
 COLUMNS = {name: np.arange(3) + 10 * number for number, name in enumerate("xyzw")}
 

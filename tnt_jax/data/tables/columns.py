@@ -1,6 +1,6 @@
-"""Rows of the blocks in which Ray keeps a dataset, and its columns as inputs, targets and weights.
+"""Columns of a table as inputs, targets and weights, by their names.
 
-This module needs only NumPy and Ray: it is also used by an actor, which does not import JAX.
+This module needs only NumPy: it is also used by an actor, which does not import JAX.
 """
 
 import zlib
@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.on_ray.require import import_ray
-
 Names = str | Sequence[str]
-Batch = Mapping[str, np.ndarray]
+# A batch of rows, whose columns are arrays, or one row.
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ColumnRoles:
-    """Which columns are what; see `RayData`, whose attributes these are."""
+    """Which columns are inputs, targets and weights.
+
+    Without names, `x`, `y` and `sample_weight` are, if there are such columns.
+    """
 
     inputs: Names | None
     targets: Names | None
@@ -33,6 +35,30 @@ class ColumnRoles:
             _pick(batch, "targets", targets),
             _pick(batch, "sample_weight", weight),
         )
+
+    def names(self, columns: Sequence[str]) -> list[str]:
+        """Returns the columns that are used; none if all of them may be.
+
+        Raises:
+            ValueError: If a name is that of no column.
+        """
+        table = dict.fromkeys(columns)
+        roles = {
+            "inputs": self.inputs,
+            "targets": self._target_names(table),
+            "sample_weight": self._weight_name(table),
+        }
+        for role, names in roles.items():
+            _pick(table, role, names)
+        used = [name for names in roles.values() for name in _listed(names)]
+        return list(dict.fromkeys(used)) if self.inputs is not None else []
+
+    def example(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns a row as `(inputs,)`, `(inputs, targets)` or `(inputs, targets, weight)`."""
+        inputs, targets, weight = self.element(row)
+        if weight is not None and targets is None:
+            raise ValueError(f"The weights are {self.sample_weight!r}, but there are no targets.")
+        return tuple(part for part in (inputs, targets, weight) if part is not None)
 
     def checksums(self, batch: Batch) -> tuple[int, int | None]:
         """Returns a checksum of rows, and one of their targets that tells their order.
@@ -57,8 +83,7 @@ class ColumnRoles:
         if self.targets is None and len(rest) > 1:
             raise ValueError(
                 f"It is not known which of the columns {_named(batch)} are inputs and which are "
-                "targets. Pass tnt_jax.data.RayData(dataset, inputs=..., targets=...), or call "
-                "them x and y."
+                "targets. Name them: inputs=..., targets=...; or call them x and y."
             )
         if not rest:
             raise ValueError(f"No column is left for the inputs: there are {_named(batch)} alone.")
@@ -116,35 +141,3 @@ def _checksum(arrays: list[np.ndarray]) -> int:
         data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
         checksum = zlib.crc32(data, checksum)
     return checksum
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive rows of a block, a `ray.ObjectRef`."""
-
-    block: Any
-    start: int
-    num_rows: int
-
-    def part(self, first: int, end: int) -> "Piece":
-        """Returns the rows from number `first` of this piece up to, but without, `end`."""
-        return Piece(self.block, self.start + first, end - first)
-
-
-def rows_of(pieces: Sequence[Piece], blocks: Sequence[Any]) -> Batch:
-    """Returns the rows of several pieces, of whose blocks each is given, by column."""
-    accessor = import_ray("Ray Data", "ray.data.block").BlockAccessor
-    parts = []
-    for piece, block in zip(pieces, blocks, strict=True):
-        rows = accessor.for_block(block).slice(piece.start, piece.start + piece.num_rows, False)
-        parts.append(dense(accessor.for_block(rows).to_batch_format("numpy")))
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    for part in parts:
-        if part.keys() != first.keys():
-            raise ValueError(
-                f"The rows of a dataset must have the same columns, but some have {sorted(first)} "
-                f"and some have {sorted(part)}."
-            )
-    return {name: np.concatenate([part[name] for part in parts]) for name in first}

@@ -1,0 +1,292 @@
+"""Tables of Hugging Face, Arrow, Parquet and WebDataset give the rows that their own libraries read,
+and each process reads its own alone.
+"""
+
+import io
+import os
+import pickle
+import tarfile
+
+import grain
+import numpy as np
+import pytest
+from crashes import Crash, CrashAt
+from flax import nnx
+
+import tnt_jax as tnt
+from tnt_jax.data.dispatch import as_source
+from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
+from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.tables import tar_shards as tar_shards_module
+
+datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
+webdataset = pytest.importorskip("webdataset", reason="needs webdataset")
+pa = pytest.importorskip("pyarrow")
+from pyarrow import feather, parquet  # noqa: E402
+
+NUM_ROWS = 29
+X = np.arange(NUM_ROWS * 3, dtype=np.float32).reshape(NUM_ROWS, 3)
+Y = np.arange(NUM_ROWS) % 4
+COLUMNS = {"x": X, "y": Y, "other": [f"text {n}" for n in range(NUM_ROWS)]}
+
+
+def write_files(folder, kind, sizes=(10, 0, 12, 7)):
+    """Writes files of several lengths, of which one is empty."""
+    table = pa.table({"x": list(X), "y": Y, "other": COLUMNS["other"]})
+    start = 0
+    for number, size in enumerate(sizes):
+        part = table.slice(start, size)
+        start += size
+        if kind == "parquet":
+            parquet.write_table(part, folder / f"{number}.parquet", row_group_size=4)
+        else:
+            feather.write_feather(part, folder / f"{number}.arrow", compression="uncompressed")
+    assert start == NUM_ROWS
+    return folder
+
+
+def write_shards(folder, sizes=(10, 12, 7)):
+    start, paths = 0, []
+    for number, size in enumerate(sizes):
+        paths.append(str(folder / f"{number}.tar"))
+        with webdataset.TarWriter(paths[-1]) as writer:
+            for row in range(start, start + size):
+                sample = {"__key__": f"a/{row:04}", "x.npy": X[row], "cls": int(Y[row])}
+                writer.write({**sample, "txt": COLUMNS["other"][row]})
+        start += size
+    return paths
+
+
+def make(kind, folder):
+    names = {"inputs": "x", "targets": "y"}
+    if kind == "hugging face":
+        return tnt.data.columns(datasets.Dataset.from_dict(COLUMNS), **names)
+    if kind == "dicts":
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+        return tnt.data.columns(rows, **names)
+    if kind == "tar":
+        return tnt.data.tar_shards(write_shards(folder), inputs="x.npy", targets="cls")
+    return tnt.data.arrow_files(write_files(folder, kind), format=kind, **names)
+
+
+KINDS = ["hugging face", "dicts", "tar", "parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_the_table_in_any_order(kind, tmp_path):
+    rows = make(kind, tmp_path)
+    assert len(rows) == NUM_ROWS
+    order = np.random.default_rng(0).permutation(NUM_ROWS).tolist()
+    # Worker processes get a copy.
+    for table in (rows, pickle.loads(pickle.dumps(rows))):
+        for index, (x, y) in zip(order, table.__getitems__(order), strict=True):
+            np.testing.assert_array_equal(x, X[index])
+            assert y == Y[index]
+    np.testing.assert_array_equal(rows[28][0], X[28])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_processes_together_give_each_row_once(kind, num_processes, tmp_path):
+    spec = RandomAccess(make(kind, tmp_path), batch_size=8, shuffle=True, seed=1)
+    sources = [
+        RandomAccessSource(spec, RankSlice(4, p * 4 // num_processes, 4 // num_processes))
+        for p in range(num_processes)
+    ]
+    seen = []
+    for parts in zip(*(source.batches(epoch=2) for source in sources), strict=True):
+        for part in parts:
+            is_real = np.ones(len(part.data[1]), bool) if part.mask is None else part.mask > 0
+            seen += part.data[0][is_real, 0].tolist()
+    assert sorted(seen) == X[:, 0].tolist()
+
+
+def test_samples_are_those_that_webdataset_reads(tmp_path):
+    paths = write_shards(tmp_path)
+    rows = tnt.data.tar_shards(paths, inputs=("x.npy", "txt"), targets="cls")
+    truth = list(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode())
+    assert len(rows) == len(truth) == NUM_ROWS
+    for (inputs, target), sample in zip(map(rows.__getitem__, range(NUM_ROWS)), truth, strict=True):
+        np.testing.assert_array_equal(inputs[0], sample["x.npy"])
+        assert (inputs[1], target) == (sample["txt"], sample["cls"])
+
+
+def test_a_process_reads_the_files_of_its_own_samples_alone(tmp_path, monkeypatch):
+    rows = tnt.data.tar_shards(write_shards(tmp_path), inputs="x.npy", targets="cls")
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(
+        tar_shards_module.os, "pread", lambda *where: reads.append(where) or pread(*where)
+    )
+    source = RandomAccessSource(RandomAccess(rows, batch_size=8), RankSlice(4, 1, 1))
+    # Two of the eight rows of each batch, and of the last five the third and fourth.
+    assert len(list(source.batches(0))) == 4
+    assert len(reads) == 2 * (2 + 2 + 2 + 2)
+
+
+def test_images_of_shards_are_arrays_and_pickles_are_refused(tmp_path):
+    from PIL import Image
+
+    picture = np.random.default_rng(0).integers(0, 255, (4, 5, 3)).astype(np.uint8)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        png = io.BytesIO()
+        Image.fromarray(picture).save(png, "png")
+        for name, data in (("1.png", png.getvalue()), ("1.pyd", b"code")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    image = tnt.data.tar_shards([tmp_path / "a.tar"], inputs="png")
+    np.testing.assert_array_equal(image[0][0], picture)
+    with pytest.raises(ValueError, match="'pyd', for which there is no decoder"):
+        tnt.data.tar_shards([tmp_path / "a.tar"], inputs="pyd")[0]
+    size = tnt.data.tar_shards([tmp_path / "a.tar"], inputs="pyd", decoders={"pyd": len})
+    assert size[0] == (4,)
+
+
+def test_shards_that_cannot_be_read_are_named(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match=r"a\.tar\.gz is no uncompressed tar file"):
+        tnt.data.tar_shards([tmp_path / "a.tar.gz"])
+    with pytest.raises(ValueError, match="There is no shard"):
+        tnt.data.tar_shards([])
+    (path, *_) = write_shards(tmp_path)
+    rows = tnt.data.tar_shards([path], inputs="x.npy", targets="cls")
+    os.truncate(path, 1000)
+    with pytest.raises(EOFError, match=r"0\.tar ends within the file"):
+        rows[9]
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path):
+    table = datasets.Dataset.from_dict(COLUMNS)
+    for make_rows in (
+        lambda: tnt.data.columns(table, inputs="z"),
+        lambda: tnt.data.arrow_files(write_files(tmp_path, "parquet"), inputs="z"),
+        lambda: tnt.data.stream_columns(table.to_iterable_dataset(), 4, inputs="z"),
+    ):
+        with pytest.raises(
+            ValueError, match="inputs names the column 'z', but the columns are 'x'"
+        ):
+            make_rows()
+    with pytest.raises(ValueError, match="which of the columns"):
+        tnt.data.columns(table.rename_columns({"x": "a", "y": "b"}))[0]
+
+
+def test_streams_are_not_taken_for_tables_nor_for_batches():
+    stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset()
+    with pytest.raises(TypeError, match="stream_columns"):
+        tnt.data.columns(stream)
+    with pytest.raises(TypeError, match=r"takes a datasets\.IterableDataset, but got a list"):
+        tnt.data.stream_columns([], 4)
+    with pytest.raises(TypeError, match=r"gives rows, not batches: pass tnt_jax\.data\.stream_col"):
+        as_source(stream, None, None, ReadOptions(RankSlice(1)))
+
+
+def test_a_shuffled_stream_has_an_order_of_its_own_in_each_epoch(use_ranks):
+    use_ranks(1)
+    stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=3)
+    shuffled = stream.shuffle(seed=3, buffer_size=5)
+    source = as_source(
+        tnt.data.stream_columns(shuffled, 8, inputs="x", targets="y"),
+        None,
+        None,
+        ReadOptions(RankSlice(1)),
+    )
+    for epoch in (0, 1, 0):
+        shuffled.set_epoch(epoch)
+        expected = [row["x"][0] for row in shuffled]
+        found = [x for batch in source.batches(epoch) for x in batch.data[0][:, 0]]
+        np.testing.assert_array_equal(found, expected)
+        rest = [x for batch in source.batches(epoch, 2) for x in batch.data[0][:, 0]]
+        np.testing.assert_array_equal(rest, expected[16:])
+
+
+class Counted:
+    """A data source that counts what is read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return NUM_ROWS
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return X[index], Y[index]
+
+
+def batched(source, how):
+    rows = grain.MapDataset.source(source)
+    if how == "map":
+        return rows.batch(8)
+    return rows.to_iter_dataset(grain.ReadOptions(num_threads=2)).batch(8)
+
+
+@pytest.mark.parametrize("how", ["map", "iter"])
+def test_a_process_prepares_its_own_rows_of_a_batched_grain_dataset(how):
+    source = Counted()
+    own = as_source(batched(source, how), None, None, ReadOptions(RankSlice(4, 1, 1)))
+    found = [batch.data[0][:, 0] for batch in own.batches(0)]
+    np.testing.assert_array_equal(np.concatenate(found), X[[2, 3, 10, 11, 18, 19, 26, 27], 0])
+    assert sorted(set(source.read)) == [2, 3, 10, 11, 18, 19, 26, 27]
+    # A resumed run reads nothing of what is done.
+    source.read.clear()
+    list(own.batches(0, 2))
+    assert sorted(set(source.read)) == [18, 19, 26, 27]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.filter(lambda row: row[1] > 0).to_iter_dataset().batch(8),
+        lambda rows: rows.batch(8).map(lambda batch: batch),
+        lambda rows: rows.repeat().batch(8),
+        lambda rows: rows.batch(
+            8, batch_fn=lambda rows: tuple(map(np.stack, zip(*rows, strict=True)))
+        ),
+    ],
+    ids=["filter", "map behind", "endless", "own function"],
+)
+def test_other_grain_datasets_give_the_batches_that_they_make(change):
+    dataset = change(grain.MapDataset.source(Counted()))
+    source = as_source(dataset, None, None, ReadOptions(RankSlice(1)))
+    truth = iter(dataset)
+    for batch, _ in zip(source.batches(0), range(3), strict=False):
+        np.testing.assert_array_equal(batch.data[0], next(truth)[0])
+
+
+class Line(nnx.Module):
+    def __init__(self):
+        self.line = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.line(x / 100)
+
+
+def data_of(kind, folder):
+    if kind == "grain":
+        return {"x": batched(Counted(), "iter")}
+    if kind == "stream":
+        stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=2)
+        stream = stream.shuffle(seed=1, buffer_size=10)
+        return {"x": tnt.data.stream_columns(stream, 8, inputs="x", targets="y")}
+    (folder / "data").mkdir(exist_ok=True)
+    return {"x": make(kind, folder / "data"), "batch_size": 8}
+
+
+@pytest.mark.parametrize("kind", ["grain", "stream", "hugging face", "parquet", "tar"])
+def test_an_interrupted_run_goes_on_within_an_epoch(kind, tmp_path, use_ranks):
+    def fit(ranks, *extra, **options):
+        use_ranks(ranks)
+        model = tnt.Model(Line())
+        model.compile("sgd", tnt.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(**data_of(kind, tmp_path), epochs=3, verbose=0, callbacks=extra, **options)
+        return model.get_weights()
+
+    whole = fit(2)
+    backup = tnt.callbacks.BackupAndRestore(tmp_path / "backup", 1, delete_checkpoint=False)
+    with pytest.raises(Crash):
+        fit(2, backup, CrashAt(6))
+    # On another number of devices.
+    for mine, theirs in zip(fit(4, backup, CrashAt(-1)), whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,1 @@
+"""Tables whose columns have names: Hugging Face datasets, Arrow and Parquet files, tar shards."""
