@@ -18,12 +18,13 @@ def test_all_variables_are_read():
         "TNT_TUNE_STEPS": "5", "TNT_PLAN": "1", "TNT_STALL_WARNING_S": "6", "TNT_STALL_TIMEOUT": "0",
         "TNT_RESTART_COUNT": "2", "TNT_CHECKPOINT_DIR": "runs/a", "TNT_CHECKPOINT_EVERY": "30s",
         "TNT_SCALE_STEPS": "9", "TNT_SCALE_FROM": "2", "TNT_SCALE_WEAK": "1",
+        "TNT_RECORD_STEPS": "4", "TNT_RECORD_AS": "passes",
         "TNT_DEVICE_MEMORY": "1.5GiB", "TNT_JOB_SECRET": "s" * 32,
     }  # fmt: skip
     assert read_settings(environ) == Settings(
         "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, True, 6, 0,
         checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
-        goodput="runs/a/goodput.jsonl", scale_steps=9, scale_from=2, scale_weak=True,
+        goodput="runs/a/goodput.jsonl", scale_steps=9, scale_from=2, scale_weak=True, record_steps=4, record_as="passes",
         device_memory=3 * 2**29, job_secret="s" * 32,
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ def test_all_variables_are_read():
         (JOB | {"TNT_NUM_PROCESSES": "two"}, "integer of at least 1, but is 'two'"),
         ({"TNT_FUSION_THRESHOLD": "-1"}, "number of KiB of at least 0, or xla, but is '-1'"),
         ({"TNT_SCALE_STEPS": "0"}, "integer of at least 1, but is '0'"),
+        ({"TNT_RECORD_AS": "slow"}, "TNT_RECORD_AS must be one of plain, .* not 'slow'"),
         ({"TNT_DEVICE_MEMORY": "80"}, "TNT_DEVICE_MEMORY must be a size such as 80GB .* is '80'"),
         ({"TNT_DEVICE_MEMORY": "0GB"}, "must be a size such as 80GB or 40GiB, but is '0GB'"),
         ({"TNT_JOB_SECRET": "guess"}, "random text of at least 32 characters, but has 5"),

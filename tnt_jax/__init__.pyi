@@ -38,6 +38,7 @@ from .keras_compat.facade.saved_models import model_from_config as model_from_co
 from .keras_compat.facade.saved_models import model_from_json as model_from_json
 from .keras_compat.facade.saved_models import save_model as save_model
 from .launch.scale.notebook import scaling as scaling
+from .launch.verify.notebook import verify as verify
 from .parameter_server.facade import ParameterServer as ParameterServer
 from .seeding import set_seed as set_seed
 from .sharded import Pipeline as Pipeline

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from tnt_jax.settings import Settings
 
@@ -33,6 +34,14 @@ def configure_logging(settings: Settings, *, rank: int, is_master: bool) -> None
     logger.addHandler(handler)
     logger.setLevel(settings.log_level)
     logger.propagate = False
+
+
+def tell_launcher(line: str) -> None:
+    """Writes a line for the launcher to the process's own standard output."""
+    # A script may have left a line open, or replaced sys.stdout.
+    stream: Any = sys.__stdout__
+    stream.write(f"\n{line}\n")
+    stream.flush()
 
 
 class _Handler(logging.Handler):

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PREEMPTED_EXIT_CODE = 75
@@ -20,6 +20,22 @@ STALLED_EXIT_CODE = 76
 """Exit code of a run that ended because a process made no progress."""
 LOST_EXIT_CODE = 77
 """Exit code of a process that cannot continue because another ended without leaving the job."""
+
+RECORD_MARK = "tnt-jax record: "
+"""How a line begins in which process 0 tells its launcher what a step has done."""
+Recording = Literal["plain", "rounded", "passes", "sharded", "killed", "resumed"]
+"""How the steps run that are recorded: as the script says; from weights that are changed by
+rounding errors; with the rows of each rank in two passes; with the optimizer's state sharded; up to
+half of the steps, where the state is saved and the processes end as by a kill; and on from there.
+"""
+
+
+class TrialsDone(BaseException):
+    """Ends a script after what `tnt-jax` has asked for: its further lines count on a trained model.
+
+    Not an `Exception`, so that the script's own handlers of errors let it pass.
+    """
+
 
 _SECRET_CHARACTERS = 32
 _TRUE = ("1", "true", "yes", "on")
@@ -56,6 +72,9 @@ class Settings:
             (`TNT_SCALE_FROM`).
         scale_weak: With `scale_steps`, whether the global batch grows with the ranks
             (`TNT_SCALE_WEAK`).
+        record_steps: Steps that the script records, and ends with (`TNT_RECORD_STEPS`), otherwise
+            None.
+        record_as: How these steps run (`TNT_RECORD_AS`).
         plan: Whether `fit` prints what a step needs instead of training (`TNT_PLAN`).
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
@@ -99,6 +118,8 @@ class Settings:
     scale_steps: int | None = None
     scale_from: int = 1
     scale_weak: bool = False
+    record_steps: int | None = None
+    record_as: Recording = "plain"
     device_memory: int | None = None
     shared_memory: bool = True
     job_secret: str = field(default="", repr=False)
@@ -149,6 +170,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
         restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
         goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
+        record_steps=_integer(env, "TNT_RECORD_STEPS", at_least=1),
+        record_as=_recording(env, "TNT_RECORD_AS"),
         device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
         shared_memory="TNT_SHARED_MEMORY" not in env or _boolean(env, "TNT_SHARED_MEMORY"),
         job_secret=_secret(env, "TNT_JOB_SECRET"),
@@ -214,6 +237,13 @@ def _bytes(env: Mapping[str, str], name: str) -> int | None:
     if value and not nbytes:
         raise ValueError(f"{name} must be a size such as 80GB or 40GiB, but is {env[name]!r}.")
     return nbytes or None
+
+
+def _recording(env: Mapping[str, str], name: str) -> Recording:
+    value: Any = env.get(name) or Settings.record_as
+    if value not in get_args(Recording):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(Recording))}, not {value!r}.")
+    return value
 
 
 def _secret(env: Mapping[str, str], name: str) -> str:

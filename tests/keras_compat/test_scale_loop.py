@@ -13,10 +13,9 @@ from tnt_jax.data.dispatch import with_larger_batches
 from tnt_jax.data.indexed.random_access import RandomAccess
 from tnt_jax.data.recipes.token_batches import TokenBatches
 from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.trials import scale_batch
-from tnt_jax.keras_compat.fit.tune_script import TrialsDone
+from tnt_jax.keras_compat.fit.trials.timed import scale_batch
 from tnt_jax.launch.scale.runs import MARK, read_line
-from tnt_jax.settings import Settings
+from tnt_jax.settings import Settings, TrialsDone
 
 X, Y = np.ones((50, 3), np.float32), np.ones((50, 4), np.float32)
 

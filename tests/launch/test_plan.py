@@ -322,7 +322,7 @@ def test_empty_interpreter_runs_the_script_itself():
 
 def test_trials_start_the_script_through_their_entry():
     command = plan([host()], options(interpreter=("python",), tune_steps=5))[0].command
-    entry = ("-m", "tnt_jax.keras_compat.fit.tune_script")
+    entry = ("-m", "tnt_jax.launch.entry")
     assert command == ("python", *entry, "train.py", "--epochs", "3")
 
 

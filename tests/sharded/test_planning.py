@@ -13,7 +13,7 @@ from flax import linen as nn
 from processes import launch
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.fit.tune_script import TrialsDone
+from tnt_jax.settings import TrialsDone
 
 X, Y = np.ones((16, 64), np.float32), np.zeros(16, np.int32)
 

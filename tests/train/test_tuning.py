@@ -13,7 +13,7 @@ from processes import launch
 
 import tnt_jax as tnt
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.keras_compat.fit.tune_script import TrialsDone
+from tnt_jax.settings import TrialsDone
 from tnt_jax.train.timing.tuning import Candidate, Trial, advise, list_candidates
 
 SCRIPT = """
@@ -150,6 +150,6 @@ def test_the_command_tries_on_two_processes_and_trains_nothing(tmp_path, monkeyp
 def test_a_script_without_fit_runs_and_ends_as_without_trials(tmp_path, last_line, code):
     script = tmp_path / "train.py"
     script.write_text(f"import sys\nprint('here')\n{last_line}\n")
-    entry = [sys.executable, "-m", "tnt_jax.keras_compat.fit.tune_script", str(script)]
+    entry = [sys.executable, "-m", "tnt_jax.launch.entry", str(script)]
     result = subprocess.run(entry, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (code, "here\n"), result.stderr

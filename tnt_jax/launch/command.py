@@ -24,6 +24,7 @@ from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.restarts import clean_up, run_with_restarts
 from tnt_jax.launch.run import Attempt, check, new_job_id, run_attempt
 from tnt_jax.launch.scale.command import run_scale
+from tnt_jax.launch.verify.command import run_verify, verify_receipts
 from tnt_jax.settings import read_settings
 
 _logger = logging.getLogger("tnt_jax.launch")
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor(words[1:], os.environ)
         if words and words[0] == "fingerprint":
             return fingerprint(words[1:])
+        if words[:1] == ["verify"] and words[1:] and all(w.endswith(".json") for w in words[1:]):
+            return verify_receipts(words[1:])
         options = parse_options(words, version=_version())
         _start_log(options)
         return _dispatch(options, os.environ)
@@ -74,6 +77,8 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
         _refuse_what_only_all_can(job, options)
     if options.scale is not None:
         return run_scale(options, options.scale, environ)
+    if options.verify is not None:
+        return run_verify(options, options.verify, environ)
     if job is None:
         return run_with_restarts(options, environ)
     if options.devices_per_node is None:
@@ -84,9 +89,9 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
 
 def _refuse_what_only_all_can(job: Job, options: Options) -> None:
     """Raises a ValueError if one task among many is to start jobs, or the job again."""
-    if options.scale is not None:
+    if options.scale or options.verify:
         raise ValueError(
-            f"tnt-jax scale starts jobs of several sizes one after the other, but this program is "
+            f"This command starts jobs of several sizes one after the other, but this program is "
             f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "
             "script without srun or mpirun."
         )

@@ -1,5 +1,6 @@
 """The arrays of a training state by path, as they are saved and must fit a model again."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,12 @@ def by_path(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             )
         flat[path] = leaf
     return flat
+
+
+def digest(x: Any) -> str:
+    """Returns a digest of an array's dtype, shape and bits."""
+    array = np.asarray(x)
+    return hashlib.md5(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
 
 
 def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:

@@ -9,9 +9,10 @@ from processes import environment
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Scale, parse_options
-from tnt_jax.launch.scale.command import Layout, _Listener, check_folder, lay_out
+from tnt_jax.launch.scale.command import _is_measured, _Table
 from tnt_jax.launch.scale.runs import MARK
 from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.trials import Layout, Listener, check_folder, lay_out
 
 SCRIPT = """
 import sys
@@ -110,17 +111,18 @@ def test_a_folder_with_content_is_refused(tmp_path):
 
 
 def test_what_was_measured_is_found_in_whatever_pieces_it_comes(capsysbinary):
-    listener = _Listener(None)
+    listener, in_table = Listener(_is_measured, None), Listener(_Table(), None)
     table = b"2 rank(s) on cpu, 5 rounds of 3 steps each\nway  ms\nUse a\n"
     for piece in (b"loss 0.1\rtnt-jax", b" scale: no\n" + MARK[:9].encode(), MARK[9:].encode()):
         listener.write(0, "stdout", piece)
-    assert listener.found is None
+        in_table.write(0, "stdout", piece)
+    assert listener.told == []
     listener.write(0, "stdout", b"{}\n")
     listener.write(1, "stdout", MARK.encode() + b"of another\n")
     listener.write(0, "stderr", MARK.encode() + b"of another\n")
-    listener.write(0, "stdout", table)
-    assert listener.found == f"{MARK}{{}}\n"
-    assert listener.trials == table.decode().splitlines()
+    in_table.write(0, "stdout", b"{}\n" + table)
+    assert listener.told == [f"{MARK}{{}}"]
+    assert in_table.told == table.decode().splitlines()
     assert capsysbinary.readouterr() == (b"", b"")
 
 

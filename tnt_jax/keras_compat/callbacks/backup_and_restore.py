@@ -1,7 +1,6 @@
 """Backs up training with the state of its callbacks, so that an interrupted run can continue."""
 
 import copy
-import hashlib
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from tnt_jax.launch.planning.fingerprint import fingerprint_line
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError, Position, Saved
 from tnt_jax.train.checkpoints.folders import OwnFolders
-from tnt_jax.train.state_arrays import state_arrays, with_arrays
+from tnt_jax.train.state_arrays import digest, state_arrays, with_arrays
 
 
 class Fingerprint(Callback):
@@ -68,18 +67,13 @@ class Fingerprint(Callback):
     def _write(self) -> None:
         if is_master_rank():
             state = replace(self.model.state, accumulated=None, residual=None)
-            arrays = {path: _digest(x) for path, x in state_arrays(state).items() if _is_whole(x)}
+            arrays = {path: digest(x) for path, x in state_arrays(state).items() if _is_whole(x)}
             with self._path.open("a") as file:
                 file.write(fingerprint_line(self._epoch, int(state.step), arrays))
 
 
 def _is_whole(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_replicated
-
-
-def _digest(x: Any) -> str:
-    array = np.asarray(x)
-    return hashlib.md5(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
 
 
 # Keras 3.15, keras/src/callbacks: what on_train_begin sets and later hooks change.

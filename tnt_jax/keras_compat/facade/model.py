@@ -26,7 +26,7 @@ from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.seeding import seed_or_default
-from tnt_jax.settings import read_settings
+from tnt_jax.settings import Settings, read_settings
 from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
@@ -612,12 +612,15 @@ class Model(SingleBatches, Inspection):
 
 def _fit_loop_of_job() -> type[FitLoop]:
     """Returns what runs `fit` in this job: training, or what a command of `tnt-jax` asks for."""
-    names = ("TNT_TUNE_STEPS", "TNT_PLAN", "TNT_SCALE_STEPS")
-    settings = read_settings({name: os.environ.get(name, "") for name in names})
-    if settings.scale_steps is None and not settings.plan and settings.tune_steps is None:
+    names = [f"TNT_{name}_STEPS" for name in ("TUNE", "SCALE", "RECORD")]
+    settings = read_settings({name: os.environ.get(name, "") for name in (*names, "TNT_PLAN")})
+    if settings == Settings():
         return FitLoop
-    from tnt_jax.keras_compat.fit import trials  # Training needs none of it.
+    # Training needs none of them.
+    from tnt_jax.keras_compat.fit.trials import recorded, timed
 
+    if settings.record_steps is not None:
+        return recorded.RecordedLoop
     if settings.scale_steps is not None:
-        return trials.ScaleLoop if settings.tune_steps is None else trials.ScaledTrialLoop
-    return trials.PlanLoop if settings.plan else trials.TrialLoop
+        return timed.ScaleLoop if settings.tune_steps is None else timed.ScaledTrialLoop
+    return timed.PlanLoop if settings.plan else timed.TrialLoop

@@ -90,6 +90,8 @@ class FitLoop:
 
     # Whether the step is compiled while what precedes it is done.
     compiles_ahead = True
+    # What is done between its steps.
+    step_hooks = PhaseHooks
 
     def __init__(self, shared: Shared) -> None:
         self._core, self._shared = shared.core, shared
@@ -233,7 +235,7 @@ class FitLoop:
             self._points.pass_one()
         for epoch in epochs:
             hooks.call("on_epoch_begin", epoch, {})
-            phase_hooks = PhaseHooks(
+            phase_hooks = self.step_hooks(
                 "train",
                 hooks,
                 progress=progress,

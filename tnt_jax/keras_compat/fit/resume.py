@@ -58,7 +58,7 @@ _LOSS = ("loss", "objective", "class_weight")
 _RATE_STEPS = (0, 1, 10, 100, 1000, 10_000)
 # Rows of which there is a checksum: processes may hold few rows of a batch.
 _FIRST_ROWS = (1, 2, 4, 8)
-_RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlateau")
+RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlateau")
 _MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
 _CODE = re.compile(r" \(code [0-9a-f]+\)")
 # How many calls of `fit` have used a directory in this job.
@@ -156,7 +156,7 @@ def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
     chosen = describe_compilation(core, core.require_compiled())
     chosen |= flat_settings("class_weight", comparable(plan.arguments.class_weight))
     options = {name: comparable(getattr(core.options, name)) for name in _OPTIONS}
-    rates = [item for item in callbacks if type(item).__name__ in _RATE_CALLBACKS]
+    rates = [item for item in callbacks if type(item).__name__ in RATE_CALLBACKS]
     groups: Run = {name: {} for name in CHANGES}
     for name, value in chosen.items():
         groups[_group_of(name)][name] = value

@@ -308,6 +308,46 @@ class Core:
         self._compile_steps()
         return True
 
+    def compute_in_two_passes(self, batch: Batch) -> str | None:
+        """Lets training compute half of a rank's rows at once; returns why it cannot, or None.
+
+        Called once it is known whether rows depend on one another, with this process's rows.
+        """
+        trainer, compilation = self.trainer, self.require_compiled()
+        num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
+        problem = compilation.dependence or why_in_one_pass(
+            self.step_parts(), trainer.require_state(), batch, num_rows, trainer.runtime.mesh
+        )
+        if num_rows == 1:
+            problem = "A rank has one row"
+        if problem is None:
+            self.at_once.training = auto.equal_rows(num_rows, num_rows // 2)
+            self._compile_steps()
+        return problem
+
+    def shard_optimizer_state(self) -> str | None:
+        """Lets training go on with the optimizer's state in parts; returns why it cannot, or None.
+
+        Called as `compute_in_two_passes`.
+        """
+        options, trainer, compilation = self._used, self.trainer, self.require_compiled()
+        obstacles = {
+            "There is one rank": trainer.rank_slice.num_ranks == 1,
+            "The model shards it already": options.shard_optimizer_state,
+            "The model has a mesh of its own": self._sharding is not None,
+            "reproducible=True has steps of its own": options.reproducible,
+            "Gradients are accumulated": compilation.accumulation_steps > 1,
+            "Gradients are compressed, or summed within hosts first": bool(
+                options.gradient_compression or options.ranks_per_host > 1
+            ),
+            "Rows are compared with each other": isinstance(trainer.steps, WholeBatches),
+        }
+        problem = next((why for why, holds in obstacles.items() if holds), None)
+        if problem is None:
+            self._use(replace(options, shard_optimizer_state=True))
+            self._move(trainer.runtime, self._steps(trainer.runtime))
+        return problem
+
     def _take(self, form: _Form, rows_at_once: int | None) -> None:
         """Lets steps have another form; without a name, it is that of the steps there are."""
         self.at_once.training = self.at_once.evaluation = rows_at_once

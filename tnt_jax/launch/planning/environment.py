@@ -230,13 +230,24 @@ def _library_options(options: Options) -> dict[str, str]:
         "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
     }
     variables = {name: str(value) for name, value in chosen.items() if value is not None}
-    if (scale := options.scale) is None:
+    if not (options.scale or options.recording):
         return variables
-    return {
-        **variables,
-        "TNT_SCALE_STEPS": str(scale.steps),
-        "TNT_SCALE_FROM": str(scale.ranks[0]),
-        "TNT_SCALE_WEAK": str(int(scale.is_weak)),
-        # What is measured is no run of the user's, so that it must not be noted as one.
-        **dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), ""),
-    }
+    # What is measured is no run of the user's, so that it must not be noted as one.
+    variables = {**dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), "")} | (
+        variables
+    )
+    if (scale := options.scale) is not None:
+        variables |= {
+            "TNT_SCALE_STEPS": str(scale.steps),
+            "TNT_SCALE_FROM": str(scale.ranks[0]),
+            "TNT_SCALE_WEAK": str(int(scale.is_weak)),
+        }
+    if options.recording is not None and options.verify is not None:
+        kind, steps = options.recording
+        variables |= {
+            "TNT_RECORD_AS": kind,
+            "TNT_RECORD_STEPS": str(steps),
+            "TNT_SCALE_FROM": str(options.verify.ranks[0]),
+            "TNT_GOODPUT": "",
+        }
+    return variables

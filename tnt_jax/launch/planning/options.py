@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from tnt_jax.settings import LOG_LEVELS, parse_save_freq
+from tnt_jax.settings import LOG_LEVELS, Recording, parse_save_freq
 
 _EPILOG = """\
 examples:
@@ -20,6 +20,7 @@ examples:
   tnt-jax --dry-run --hostfile hosts -- train.py   show what would be started where
   tnt-jax doctor --hostfile hosts                  find out why it does not work
   tnt-jax scale --ranks 1 2 4 -- train.py          measure how its speed grows with the devices
+  tnt-jax verify --ranks 1 2 4 -- train.py         check that they change nothing but the speed
   tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
   tnt-jax plan -n 8 --no-gpu -- train.py           show what a step needs, without training
 """
@@ -28,6 +29,9 @@ examples:
 COMMANDS = {
     "scale": "Times steps of a script's first fit on several numbers of devices, instead of "
     "training, and shows how its speed grows with them.",
+    "verify": "Trains a script's first steps on several numbers of devices, in passes, with "
+    "sharded optimizer state, and with a fault in the middle, and says where results differ by "
+    "more than rounding.",
     "tune": "Times ways to sum the gradients of a script's first fit, instead of training, and "
     "recommends options.",
     "plan": "Shows where the arrays of a script's first fit lie, and what memory and communication "
@@ -127,6 +131,42 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """What `tnt-jax verify` runs."""
+
+    ranks: tuple[int, ...] = _number(
+        "N",
+        "numbers of devices to train on; others are compared with the lowest (default: 1 2 4)",
+        default=(1, 2, 4),
+        nargs="+",
+    )
+    steps: int = _number(
+        "N", "training steps that are compared (default: %(default)s)", default=8, lowest=2
+    )
+    rounds: int = _number(
+        "R",
+        "rounds in which the speed is measured as well, as tnt-jax scale does; 0 for none "
+        "(default: %(default)s)",
+        default=0,
+        lowest=0,
+    )
+    receipt: str | None = _option("FILE", "new file for the receipt, as JSON")
+    against: str | None = _option("FILE", "a receipt, also of another machine, to compare with")
+    scratch: str | None = _option(
+        "DIR",
+        "folder that all hosts see, for the run that is resumed (default: a temporary one, on one "
+        "host)",
+    )
+    run_timeout_s: float = _option(
+        "S",
+        "seconds after which a run that has not ended is given up (default: %(default)g)",
+        default=1800.0,
+        flags=["--run-timeout"],
+        type=float,
+    )
+
+
+@dataclass(frozen=True)
 class Options:
     """What `tnt-jax` is asked for: what its options say, and what follows from them.
 
@@ -137,6 +177,8 @@ class Options:
             more hosts.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         scale: What `tnt-jax scale` measures; None for other commands.
+        verify: What `tnt-jax verify` runs; None for other commands.
+        recording: How a run of it trains, and for how many steps; None if nothing is recorded.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         interpreter: Words of the command; empty to run the script itself.
         ray_address: None without Ray.
@@ -149,6 +191,8 @@ class Options:
     this_host_only: bool = False
     tune_steps: int | None = None
     scale: Scale | None = None
+    verify: Verify | None = None
+    recording: tuple[Recording, int] | None = None
     is_plan: bool = False
 
     devices_per_node: int | None = _number(
@@ -253,7 +297,8 @@ class Options:
     @property
     def ends_early(self) -> bool:
         """Whether the script ends with its first `fit`, which measures instead of training."""
-        return self.is_plan or self.tune_steps is not None or self.scale is not None
+        commands = (self.tune_steps, self.scale, self.recording)
+        return self.is_plan or any(command is not None for command in commands)
 
 
 def parse_options(argv: Sequence[str], *, version: str) -> Options:
@@ -284,6 +329,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         "pin_to_socket": given.pin_to_socket or given.pin_memory_to_socket,
         "this_host_only": given.num_processes is not None and given.hostfile is None,
         "scale": _read_scale(given) if command == "scale" else None,
+        "verify": _read_verify(given) if command == "verify" else None,
         "is_plan": command == "plan",
     }
     if command == "plan":
@@ -296,17 +342,35 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     return Options(**chosen)
 
 
-def _read_scale(given: argparse.Namespace) -> Scale:
+def _check_runs(given: argparse.Namespace, command: str) -> str:
+    """Checks the options of a command that runs a script on several numbers of ranks.
+
+    Returns:
+        The numbers, as text.
+    """
     for name, option in _NOT_WITH_SCALE.items():
         # The default is None, or 0 for --max-restarts.
         if getattr(given, name) not in (None, 0):
             raise ValueError(
-                f"{option} cannot be used with tnt-jax scale, which runs a script several times "
-                "for a few steps, on the devices that --ranks says. Leave it out."
+                f"{option} cannot be used with tnt-jax {command}, which runs a script several "
+                "times for a few steps, on the devices that --ranks says. Leave it out."
             )
     ranks = " ".join(map(str, given.ranks))
     if len(set(given.ranks)) < len(given.ranks):
         raise ValueError(f"--ranks must name each number once, but got {ranks}.")
+    if given.run_timeout_s <= 0:
+        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
+    return ranks
+
+
+def _read_verify(given: argparse.Namespace) -> Verify:
+    _check_runs(given, "verify")
+    chosen = {each.name: getattr(given, each.name) for each in fields(Verify)}
+    return Verify(**{**chosen, "ranks": tuple(sorted(given.ranks))})
+
+
+def _read_scale(given: argparse.Namespace) -> Scale:
+    ranks = _check_runs(given, "scale")
     if given.project is not None and given.project <= max(given.ranks):
         raise ValueError(
             f"--project ({given.project}) must be above the numbers of ranks that are measured "
@@ -316,8 +380,6 @@ def _read_scale(given: argparse.Namespace) -> Scale:
         raise ValueError("--link-gbit is only valid together with --project, and must be above 0.")
     if given.tune and max(given.ranks) == 1:
         raise ValueError("--tune needs a number of ranks above 1: one rank sends nothing.")
-    if given.run_timeout_s <= 0:
-        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
     chosen = {each.name: getattr(given, each.name) for each in fields(Scale)}
     return Scale(**{**chosen, "ranks": tuple(sorted(given.ranks))})
 
@@ -355,7 +417,7 @@ def _check_ray(given: argparse.Namespace, command: str) -> None:
         if given.ray_address is not None or given.min_devices is not None:
             raise ValueError("--ray-address and --min-devices are only valid together with --ray.")
         return
-    if given.num_processes is None and command != "scale":
+    if given.num_processes is None and command not in ("scale", "verify"):
         raise ValueError(
             "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
             "cluster has them: tnt-jax --ray -n 8 -- train.py"
@@ -434,6 +496,9 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts")
     if command == "scale":
         _add_scaling(parser.add_argument_group("scaling"))
+    if command == "verify":
+        names = "ranks steps rounds receipt against scratch run_timeout_s"
+        _add(parser.add_argument_group("verification"), Verify, names)
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(

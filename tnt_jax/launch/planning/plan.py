@@ -12,7 +12,7 @@ from tnt_jax.launch.planning.options import Options
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
 # Runs a script up to the end of its first fit.
-_TUNE_ENTRY = "tnt_jax.keras_compat.fit.tune_script"
+_ENTRY = "tnt_jax.launch.entry"
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
 def script_command(options: Options, cwd: str) -> tuple[str, ...]:
     """Returns the words that run the user's script."""
     if options.interpreter:
-        entry = ("-m", _TUNE_ENTRY) if options.ends_early else ()
+        entry = ("-m", _ENTRY) if options.ends_early else ()
         return (*options.interpreter, *entry, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)
 

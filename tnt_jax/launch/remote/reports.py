@@ -5,6 +5,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tnt_jax.settings import RECORD_MARK
+
 _END_OF_OUTPUT = " End of its output:"
 _LAST_LINES = 30
 _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
@@ -33,7 +35,8 @@ def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str
     tail = message["tail"].encode("latin-1").decode(errors="replace")
     if culprits := _CULPRIT.findall(tail + "\n"):
         text = f"{culprits[-1]}. {text}"
-    last = excerpt(tail.rstrip().splitlines())
+    lines = tail.rstrip().splitlines()
+    last = excerpt([line for line in lines if not line.startswith(RECORD_MARK)])
     if shown or not last:
         return text
     return "\n".join([text + _END_OF_OUTPUT, *(f"  {line}" for line in last)])

@@ -12,7 +12,8 @@ from tnt_jax.launch.scale.scaling import RESULTS, Scaling
 
 # The virtual devices of this process: the processes that are measured get devices of their own.
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")
-_LAST_CHARACTERS = 4000
+LAST_CHARACTERS = 4000
+"""Of what a command said, in an error."""
 
 
 def scaling(
@@ -52,14 +53,14 @@ def scaling(
             *(["--weak"] if weak else []),
             *("--output", folder, *options, "--", os.fspath(script), *arguments),
         ]
-        said = _run(command)
+        said = run_command(command)
         results = Path(folder, RESULTS)
         if not results.exists():
-            raise RuntimeError(f"Nothing was measured:\n{said[-_LAST_CHARACTERS:].strip()}")
+            raise RuntimeError(f"Nothing was measured:\n{said[-LAST_CHARACTERS:].strip()}")
         return Scaling.from_json(results.read_text())
 
 
-def _run(command: Sequence[str]) -> str:
+def run_command(command: Sequence[str]) -> str:
     """Runs a command to its end, and returns what it said; an interruption ends it."""
     process = subprocess.Popen(
         command,

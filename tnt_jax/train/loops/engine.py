@@ -10,15 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tnt_jax import _jax
 from tnt_jax.distributed import timeline
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.job import Slot
 from tnt_jax.train.execution import InFlight
+from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
+from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice
 from tnt_jax.train.steps.step import compiled
 
@@ -42,6 +47,7 @@ class Engine:
         self._words: tuple[Any, Any] = (None, None)
         # Number of the batch that is expected next, and the same on the devices.
         self._next: tuple[int | None, Any] = (None, None)
+        self._recorder = _recorder_of(runtime) if trains else None
 
     def run(
         self, state: Any, batch: DistributedBatch, key: Any, *, stacked: bool
@@ -62,6 +68,8 @@ class Engine:
             arrays = batch.arrays
             if self._take is not None:
                 arrays = self._take(arrays, batch.real_rows, dim=int(stacked))
+            if self._recorder is not None:
+                state = self._begin_record(program, state, carried, batch, arrays, words)
             state, carried, metrics = program(state, carried, arrays, words)
             totals, number = carried
             self._metrics.replace(totals)
@@ -70,7 +78,44 @@ class Engine:
         kind = "train step" if self._program.trains else "test step"
         last = batch.index + (batch.num_steps or 1)
         timeline.add(kind, "step", start_ns, epoch=batch.epoch + 1, step=last)
+        if self._recorder is not None:
+            place = {"epoch": batch.epoch, "batch": batch.index, "num_rows": batch.num_rows}
+            told = state_arrays(metrics)
+            self._recorder.end_step(batch.step + 1, state_arrays(state), told, **place)
         return state, metrics
+
+    def _begin_record(
+        self,
+        program: Callable,
+        state: Any,
+        carried: Any,
+        batch: DistributedBatch,
+        arrays: Any,
+        words: Any,
+    ) -> Any:
+        """Notes a batch, and before the first the state; returns the state to go on with."""
+        recorder, dim = self._recorder, int(batch.num_steps is not None)
+        assert recorder is not None
+        if not recorder.has_begun:
+            known = state_arrays(state)
+            operands = (state, carried, arrays, words)
+            traced = program.trace(*operands)  # type: ignore[attr-defined]
+            unit = rounding_unit(known, traced.lower().as_text(), self.runtime.platform)
+            drawn = _jax.draws_in(traced.jaxpr.jaxpr, _ORDINARY_KEY)
+            recorder.begin(
+                batch.step,
+                known,
+                unit=unit,
+                trained_by=self._program.name,
+                drawn=[list(shape) for name, shape in drawn if name == "random_bits"],
+                rows_of_rank=num_local_rows(batch.arrays) // len(self.runtime.local_ranks),
+            )
+            if recorder.kind == "rounded":
+                state = changed_by_rounding(state, unit)
+            elif recorder.kind != "plain":
+                recorder.leave_out(f"{self._program.name} is a step of the script's own loop.")
+        recorder.note_batch(batch.arrays, batch.real_rows, dim=dim)
+        return state
 
     def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:
         stacked = batch.num_steps is not None
@@ -140,6 +185,19 @@ class Engine:
                 )
             self._words = key, words
         return self._words[1]
+
+
+# The keys of steps, which draw by row, are of another kind.
+_ORDINARY_KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
+_recorders = Slot[list[Recorder]](list)
+
+
+def _recorder_of(runtime: Runtime) -> Recorder | None:
+    """Returns what records the steps of the first engine of a job, if they are to be recorded."""
+    if runtime.settings.record_steps is None or _recorders.get():
+        return None
+    _recorders.get().append(Recorder(runtime, lambda x: x))
+    return _recorders.get()[0]
 
 
 class _Metrics:

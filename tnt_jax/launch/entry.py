@@ -1,7 +1,7 @@
-"""The entry of a process of `tnt-jax tune`: runs a script, whose first `fit` runs the trials.
+"""The entry of a process that measures or records a script's first training, instead of finishing.
 
-    python -m tnt_jax.keras_compat.fit.tune_script script.py [arguments]
-    python -m tnt_jax.keras_compat.fit.tune_script -m module [arguments]
+    python -m tnt_jax.launch.entry script.py [arguments]
+    python -m tnt_jax.launch.entry -m module [arguments]
 
 It imports neither JAX nor a library on it: the script may set their variables first.
 """
@@ -12,12 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-
-class TrialsDone(BaseException):
-    """Ends the script after the trials: its further lines count on a trained model.
-
-    Not an `Exception`, so that the script's own handlers of errors let it pass.
-    """
+from tnt_jax.settings import TrialsDone
 
 
 def run(words: Sequence[str]) -> None:
@@ -34,6 +29,4 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # `fit` imports `TrialsDone` by this name: it must be the class of this very module.
-    sys.modules["tnt_jax.keras_compat.fit.tune_script"] = sys.modules[__name__]
     run(sys.argv[1:])

@@ -1,14 +1,13 @@
 """`fit` in a process of `tnt-jax tune`, `plan` or `scale`, which measures instead of training."""
 
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from importlib.metadata import version
 from itertools import count
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -21,10 +20,10 @@ from tnt_jax.distributed.joining.runtime import is_master_rank
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
-from tnt_jax.keras_compat.fit.tune_script import TrialsDone
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.runs import as_line
-from tnt_jax.settings import Settings
+from tnt_jax.log import tell_launcher
+from tnt_jax.settings import Settings, TrialsDone
 from tnt_jax.sharded.planning import plan_step
 from tnt_jax.train.timing import tuning
 from tnt_jax.train.timing.timed_steps import time_steps
@@ -119,7 +118,7 @@ class ScaleLoop(FitLoop):
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of this number of ranks."""
-        plan = super().prepare(_scaled(self._core, data), arguments)
+        plan = super().prepare(scaled(self._core, data), arguments)
         size, num_rows = plan.stream.source.global_batch_size, plan.first.num_rows
         is_weak = self._core.trainer.runtime.settings.scale_weak
         if is_weak and size is not None and num_rows < size:
@@ -166,10 +165,7 @@ class ScaleLoop(FitLoop):
             "versions": {name: version(name) for name in _LIBRARIES},
         }
         if is_master_rank():
-            # A script may have left a line open, or replaced sys.stdout.
-            stream: Any = sys.__stdout__
-            stream.write(f"\n{as_line(measured)}\n")
-            stream.flush()
+            tell_launcher(as_line(measured))
         raise TrialsDone
 
 
@@ -178,10 +174,11 @@ class ScaledTrialLoop(TrialLoop):
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of this number of ranks."""
-        return super().prepare(_scaled(self._core, data), arguments)
+        return super().prepare(scaled(self._core, data), arguments)
 
 
-def _scaled(core: Core, data: DataArguments) -> DataArguments:
+def scaled(core: Core, data: DataArguments) -> DataArguments:
+    """Returns the data of a `fit` with the global batch that the launcher asks for."""
     num_ranks, settings = core.trainer.rank_slice.num_ranks, core.trainer.runtime.settings
     return collectives.call_on_all_processes(lambda: scale_batch(data, num_ranks, settings))
 

@@ -1,0 +1,186 @@
+"""`fit` in a process of `tnt-jax verify`: trains for a few steps, and records each of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tnt_jax.data.sources import Source
+from tnt_jax.distributed.host import collectives
+from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback
+from tnt_jax.keras_compat.callbacks.base import first_base
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
+from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
+from tnt_jax.keras_compat.fit.preparation import Shared
+from tnt_jax.keras_compat.fit.resume import RATE_CALLBACKS
+from tnt_jax.keras_compat.fit.trials.timed import scaled
+from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.settings import TrialsDone
+from tnt_jax.train.checkpoints.checkpoint import Position
+from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
+from tnt_jax.train.state_arrays import state_arrays
+
+# Without an end: it is asked for a backup.
+_NEVER = 1 << 30
+
+
+class RecordedLoop(FitLoop):
+    """Trains for a few steps, and ends the script.
+
+    The steps are those of `fit`, one at a time. Callbacks that only set the learning rate take
+    part; all others, and validation, are left out. If the last batch of arrays is smaller than the
+    others, the steps are those around the end of the first epoch, otherwise the first ones.
+    """
+
+    compiles_ahead = False
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self._recorded: Recorder | None = None
+
+    @contextmanager
+    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+        """Leaves signals as they are: there is nothing to save."""
+        yield
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training, with the global batch of the lowest number of ranks."""
+        arguments = replace(arguments, validation_data=None)
+        plan = super().prepare(scaled(self._core, data), arguments)
+        compilation = self._core.require_compiled()
+        compilation.steps_per_execution = 1
+        problem = self._change(plan)
+        if problem is not None:
+            self._recorder.leave_out(f"{problem}.")
+        return replace(plan, arguments=replace(plan.arguments, validation_data=None))
+
+    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+        """Trains, and hands back to the entry of the process."""
+        kept = [
+            callback
+            for callback in callbacks.unwrapped
+            if first_base(callback, RATE_CALLBACKS) is not None
+        ]
+        first = _first_batch(plan.stream.source, self._recorder.steps)
+        if first and plan.stream.steps_per_epoch is None:
+            kept.append(_StartAt(first))
+        if self._recorder.kind in ("killed", "resumed"):
+            kept.append(BackupAndRestore(self._folder(), _NEVER, delete_checkpoint=False))
+        super().fit(plan, replace(callbacks, callbacks=kept, verbose=0))
+        raise TrialsDone
+
+    def step_hooks(self, *arguments: Any, **named: Any) -> PhaseHooks:
+        """Returns what records each step."""
+        return _RecordingHooks(
+            *arguments,
+            **named,
+            core=self._core,
+            recorder=self._recorder,
+            save_now=lambda: self._shared.resumption.save_now,
+        )
+
+    @property
+    def _recorder(self) -> Recorder:
+        if self._recorded is None:
+            trainer = self._core.trainer
+            self._recorded = Recorder(trainer.runtime, trainer.gather)
+        return self._recorded
+
+    def _change(self, plan: Plan) -> str | None:
+        """Lets steps run as it was asked for; returns why they cannot, or None."""
+        kind = self._recorder.kind
+        if kind == "passes":
+            self._core.ask_for_passes()
+            return self._core.compute_in_two_passes(plan.unpack(plan.first))
+        return self._core.shard_optimizer_state() if kind == "sharded" else None
+
+    def _folder(self) -> Path:
+        folder = self._core.trainer.runtime.settings.checkpoint_dir
+        assert folder is not None, "The launcher says where."
+        return Path(folder) / "verify"
+
+
+class _StartAt(Callback):
+    """Begins training at a later batch of the first epoch."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        resumption = self.model.resumption
+        position = resumption.reached()
+        rows = {"rows": self._batch * (position.data["global_batch_size"] or 0)}
+        epoch = position.position.epoch
+        resumption.resume_at(Position(epoch, self._batch), position.data | rows, [])
+
+
+class _RecordingHooks(PhaseHooks):
+    """Records what is trained between the hooks of the callbacks."""
+
+    def __init__(
+        self, *arguments: Any, core: Core, recorder: Recorder, save_now: Any, **named: Any
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._core, self._recorder, self._save_now = core, recorder, save_now
+
+    def announce(self, group: DeviceBatches, known: set[Any]) -> None:
+        """Notes the rows of the next step."""
+        super().announce(group, known)
+        self._group = group
+        self._recorder.note_batch(group.batch, group.real_rows)
+
+    def on_batch_begin(self, index: int) -> None:
+        """Records the state before the first step."""
+        super().on_batch_begin(index)
+        trainer = self._core.trainer
+        if self._recorder.has_begun:
+            return
+        lowered = trainer.lower(self._group)
+        text = "" if lowered is None else lowered.as_text()
+        arrays, state = self._arrays(), trainer.require_state()
+        unit = rounding_unit(arrays, text, trainer.runtime.platform)
+        dependence = self._core.require_compiled().dependence
+        facts = {"trained_by": "fit", "drawn": [], "rows_of_rank": 0, "dependence": dependence}
+        self._recorder.begin(int(state.step), arrays, unit=unit, **facts)
+        if self._recorder.kind == "rounded":
+            params = changed_by_rounding(state.params, unit)
+            trainer.state = replace(state, params=params)
+
+    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
+        """Records the state after a step; saves and dies in the middle, if that is wanted."""
+        is_over = super().on_batch_end(index, sums, num_rows)
+        step = int(self._core.trainer.require_state().step)
+        place = {"epoch": self._progress.epoch, "batch": index, "num_rows": num_rows}
+        self._recorder.end_step(step, self._arrays(), self._logs(sums), **place)
+        if self._recorder.kind == "killed" and self._recorder.num_steps == self._half:
+            assert self._save_now()(), "The backup could not be written."
+            collectives.barrier()
+            # As a kill does, it closes nothing and tells nobody, but it is no failure.
+            os._exit(0)
+        return is_over
+
+    @property
+    def _half(self) -> int:
+        return max(self._recorder.steps // 2, 1)
+
+    def _arrays(self) -> dict[str, Any]:
+        state = self._core.trainer.require_state()
+        return state_arrays({"params": state.params, "model_state": state.model_state})
+
+
+def _first_batch(source: Source, steps: int) -> int:
+    """Returns the batch to begin with, so that the end of the epoch is among the steps.
+
+    It is 0 if all batches are alike, or if data is not in memory.
+    """
+    number, size, rows = source.num_batches, source.global_batch_size, source.num_examples
+    if not source.in_memory or not (number and size and rows):
+        return 0
+    if rows % size == 0 or number <= steps:
+        return 0
+    return number - -(-steps // 2)

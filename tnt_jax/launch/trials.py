@@ -1,0 +1,182 @@
+"""Runs a script several times, as jobs that end early, and keeps what each run tells."""
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.plan import choose_devices
+from tnt_jax.launch.planning.preflight import find_obstacles
+from tnt_jax.launch.remote.connection import Lines
+from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.screen import Screen
+from tnt_jax.launch.run import (
+    Attempt,
+    ask_facts,
+    check,
+    hosts_of,
+    new_job_id,
+    open_session,
+    run_attempt,
+)
+
+# A line may hold what is told of thousands of arrays.
+_LONGEST_LINE_BYTES = 1 << 24
+
+
+class Stopped(Exception):
+    """A signal has ended a run, with this exit code, and all that would follow."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Listener:
+    """Replaces the screen: keeps the lines in which process 0 tells something.
+
+    Args:
+        is_told: Whether a line is kept.
+        screen: Shows what else the processes print; None keeps it from the user.
+    """
+
+    def __init__(self, is_told: Callable[[bytes], bool], screen: Screen | None) -> None:
+        self.told: list[str] = []
+        self._is_told, self._screen = is_told, screen
+        self._lines = Lines(_LONGEST_LINE_BYTES)
+
+    def write(self, rank: int, name: str, data: bytes) -> None:
+        """Takes a piece of output of a rank."""
+        if rank == 0 and name == "stdout":
+            for line in filter(self._is_told, self._lines.feed(data)):
+                self.told.append(line.decode(errors="replace").rstrip())
+        if self._screen is not None:
+            self._screen.write(rank, name, data)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run has told, on how many hosts, and why it has failed; empty if it has not."""
+
+    lines: list[str]
+    num_hosts: int
+    because: str
+
+
+def check_folder(folder: Path) -> None:
+    """Raises a ValueError unless results can be written to a folder without touching others."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(
+            f"--output {folder} exists already, and what it holds is kept. Name a new folder, or "
+            "an empty one."
+        )
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be made: {parent} cannot be written to.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a number of ranks runs: on these hosts, with so many devices each."""
+
+    entries: tuple[HostEntry, ...]
+    per_host: int
+
+
+def choose_layouts(
+    entries: Sequence[HostEntry], options: Options, ranks: Sequence[int], environ: Mapping[str, str]
+) -> dict[int, Layout]:
+    """Returns where each number of ranks runs; connects to all hosts once to find out."""
+    if len(entries) == 1 and entries[0].slots is None and options.devices_per_node is None:
+        options = replace(options, devices_per_node=max(ranks))
+    with open_session(entries, options) as session:
+        facts = ask_facts(session, options, environ)
+        check(find_obstacles(facts))
+    devices = choose_devices(hosts_of(entries, facts), options)
+    found = {host: have.num_gpus for host, have in facts.items() if have.num_gpus}
+    if options.use_gpus and devices.kind == "cpu" and found:
+        listed = ", ".join(f"{name} has {number}" for name, number in found.items())
+        raise ValueError(
+            f"There are too few GPUs for the numbers of ranks ({listed}, as far as JAX can use "
+            "them). Name smaller numbers, or measure CPUs with --no-gpu."
+        )
+    return {number: lay_out(number, entries, devices.per_host) for number in ranks}
+
+
+def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -> Layout:
+    """Returns the first hosts, with equally many devices each, that have so many devices."""
+    total, most = sum(per_host), per_host[0]
+    if ranks > total:
+        raise ValueError(
+            f"--ranks {ranks} needs as many devices, but the {len(entries)} host(s) have {total} "
+            "together. Name more hosts, say how many each has with slots=N in the hostfile or with "
+            "--devices-per-node, or leave the number out."
+        )
+    if ranks <= most:
+        return Layout((replace(entries[0], slots=None),), ranks)
+    used = -(-ranks // most)
+    if ranks % most or any(number != most for number in per_host[:used]):
+        raise ValueError(
+            f"--ranks {ranks} cannot be shared evenly by hosts with "
+            f"{', '.join(map(str, per_host))} device(s): above {most}, name multiples of {most} "
+            "that whole hosts have."
+        )
+    return Layout(tuple(replace(entry, slots=None) for entry in entries[:used]), most)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Runs of a script on numbers of ranks.
+
+    Attributes:
+        layouts: Where each number runs; empty with Ray, which chooses.
+        options: Those of all runs.
+        environ: The environment of the launcher.
+        limit_s: Seconds that a run may take.
+        wanted: What the script must call.
+    """
+
+    layouts: Mapping[int, Layout]
+    options: Options
+    environ: Mapping[str, str]
+    limit_s: float
+    wanted: str
+
+    def run(self, ranks: int, is_told: Callable[[bytes], bool], **changes: Any) -> Told:
+        """Runs the script once, with changes of the options, and keeps the lines that are told.
+
+        Raises:
+            Stopped: If a signal has ended it.
+            ValueError, HostError, OSError: If it cannot be started.
+        """
+        options = replace(self.options, **changes)
+        layout = self.layouts.get(ranks)
+        with ExitStack() as held:
+            if layout is None:
+                options = replace(options, ray_devices=ranks)
+                # It waits no longer than a run may take for room on the cluster.
+                entries = held.enter_context(RayNodes(options, wait_s=self.limit_s)).take()
+            else:
+                options = replace(options, devices_per_node=layout.per_host)
+                entries = list(layout.entries)
+            listener = Listener(is_told, Screen([]) if options.output_on_all_devices else None)
+            ending = run_attempt(
+                Attempt(new_job_id(options.script_name), entries),
+                options,
+                self.environ,
+                write=listener.write,
+                timeout_s=self.limit_s,
+            )
+        if ending.was_signalled:
+            raise Stopped(ending.code or 128 + signal.SIGINT)
+        because = ending.because if ending.code else ""
+        if not (because or listener.told):
+            because = f"{options.script_name} has ended without {self.wanted}."
+        return Told(listener.told, len(entries), because)

@@ -1,0 +1,217 @@
+"""Trains a script's first steps in several ways, and says where the results differ."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tnt_jax.launch.planning.options import Options, Scale, Verify
+from tnt_jax.launch.remote.screen import say
+from tnt_jax.launch.remote.session import HostError
+from tnt_jax.launch.run import job_hosts
+from tnt_jax.launch.scale.command import take_turns
+from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.trials import Stopped, Trials, choose_layouts
+from tnt_jax.launch.verify.comparison import Rounding, compare, have_equal_bits, largest_difference
+from tnt_jax.launch.verify.receipt import (
+    Check,
+    Receipt,
+    checksum_of,
+    commit_of,
+    compare_receipts,
+    describe,
+    read_receipt,
+)
+from tnt_jax.launch.verify.recording import Recording, is_told, read_lines
+from tnt_jax.settings import Recording as Kind
+
+_WANTED = "a call of fit, or of a distributed step, that trains"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One way to run the script."""
+
+    name: str
+    ranks: int
+    kind: Kind
+
+
+def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> int:
+    """Runs the script in all ways, prints what was found, and writes a receipt if asked to.
+
+    Returns:
+        0 if all results are the same up to rounding; 1 if one differs or a run failed; 128 + signal
+        number after a signal.
+
+    Raises:
+        ValueError, FileNotFoundError, HostError: If nothing can be run.
+    """
+    theirs = None if verify.against is None else read_receipt(verify.against)
+    if verify.receipt is not None and os.path.exists(verify.receipt):
+        raise ValueError(f"--receipt {verify.receipt} exists already, and is kept. Name another.")
+    layouts = {}
+    if options.ray_address is None:
+        layouts = choose_layouts(job_hosts(options, environ), options, verify.ranks, environ)
+    trials = Trials(layouts, options, environ, verify.run_timeout_s, _WANTED)
+    if options.dry_run:
+        for ranks in verify.ranks:
+            trials.run(ranks, is_told, recording=("plain", verify.steps))
+        return 0
+    hosts = max((len(layout.entries) for layout in layouts.values()), default=2)
+    try:
+        with _scratch(verify, hosts) as folder:
+            receipt = _verified(trials, verify, folder)
+        if receipt is None:
+            return 1
+        if verify.rounds:
+            receipt = replace(receipt, scaling=_measured(trials, verify))
+    except Stopped as stopped:
+        return stopped.code
+    print(receipt.text, flush=True)
+    if verify.receipt is not None:
+        Path(verify.receipt).write_text(receipt.to_json() + "\n")
+        say(f"Wrote {verify.receipt}.")
+    code = int(not receipt.is_good)
+    return code if theirs is None else max(code, tell(receipt, theirs))
+
+
+def verify_receipts(paths: Sequence[str]) -> int:
+    """Prints what differs between two receipts; returns 1 if the training does, else 0."""
+    if len(paths) != 2:
+        raise ValueError(
+            "tnt-jax verify compares two receipts without running anything; to compare one with "
+            f"this machine, name the script: tnt-jax verify --against {paths[0]} -- train.py"
+        )
+    first, second = map(read_receipt, paths)
+    return tell(second, first)
+
+
+def tell(ours: Receipt, theirs: Receipt) -> int:
+    """Prints what differs from another receipt; returns 1 if the training does, else 0."""
+    notes, difference = compare_receipts(ours, theirs)
+    for note in notes:
+        print(f"Other {note}")
+    found = ["The training is the same up to rounding."]
+    print("\n".join(found if difference is None else describe(difference)), flush=True)
+    return int(difference is not None)
+
+
+@contextmanager
+def _scratch(verify: Verify, num_hosts: int) -> Iterator[str | None]:
+    """Yields a folder for the run that is resumed; None if no folder is known that all see."""
+    if verify.scratch is None and num_hosts > 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="tnt-jax-verify-", dir=verify.scratch) as folder:
+        yield folder
+
+
+def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | None:
+    """Returns what all ways to run the script have given; None if the first has not run."""
+    lowest, highest = verify.ranks[0], verify.ranks[-1]
+    reference, because = _record(trials, _Run(_ranks(lowest), lowest, "plain"), verify.steps)
+    if reference is None:
+        say(f"error: nothing was compared: {because}")
+        return None
+    name = f"{_ranks(lowest)} again, from weights changed by rounding errors"
+    rounded, because = _record(trials, _Run(name, lowest, "rounded"), verify.steps)
+    checks = [_checked(name, reference, rounded, because, Rounding(reference, rounded))]
+    if not checks[0].is_good:
+        rounded = None
+    rounding = Rounding(reference, rounded)
+    runs = [
+        *(_Run(_ranks(number), number, "plain") for number in verify.ranks[1:]),
+        _Run(f"{_ranks(lowest)}, rows in two passes", lowest, "passes"),
+        _Run(f"{_ranks(highest)}, optimizer state sharded", highest, "sharded"),
+    ]
+    for run in runs:
+        if run.kind == "sharded" and highest == 1:
+            continue
+        recorded, because = _record(trials, run, verify.steps)
+        checks.append(_checked(run.name, reference, recorded, because, rounding))
+    checks += _with_a_fault(trials, verify, folder, reference, rounding)
+    options = trials.options
+    return Receipt(
+        [options.script_name, *options.script_args[options.script == "-m" :]],
+        checksum_of(options.script_name),
+        commit_of(options.script_name),
+        reference,
+        rounded,
+        checks,
+    )
+
+
+def _with_a_fault(
+    trials: Trials,
+    verify: Verify,
+    folder: str | None,
+    reference: Recording,
+    rounding: Rounding,
+) -> list[Check]:
+    """Lets all processes be killed in the middle, and a run on the lowest number of ranks go on."""
+    lowest, highest = verify.ranks[0], verify.ranks[-1]
+    half = max(verify.steps // 2, 1)
+    name = f"{_ranks(highest)} killed after {half} steps, resumed on {lowest}"
+    if folder is None:
+        return [Check(name, "The hosts need a folder that all of them see: --scratch DIR.")]
+    killed = _Run(name, highest, "killed")
+    recorded, because = _record(trials, killed, verify.steps, checkpoint_dir=folder)
+    if recorded is not None and recorded.left_out:
+        return [Check(name, recorded.left_out)]
+    if recorded is None or len(recorded.steps) != half:
+        return [Check(name, because or "It has ended before.", has_failed=True)]
+    if (difference := compare(reference, recorded, rounding)) is not None:
+        return [Check(name, difference=difference)]
+    resumed = _Run(f"{name} (going on)", lowest, "resumed")
+    steps = verify.steps - half
+    recorded, because = _record(trials, resumed, steps, checkpoint_dir=folder)
+    return [_checked(name, reference, recorded, because, rounding)]
+
+
+def _checked(
+    name: str,
+    reference: Recording,
+    recorded: Recording | None,
+    because: str,
+    rounding: Rounding,
+) -> Check:
+    if recorded is None:
+        return Check(name, because, has_failed=True)
+    if recorded.left_out:
+        return Check(name, recorded.left_out)
+    return Check(
+        name,
+        difference=compare(reference, recorded, rounding),
+        largest=largest_difference(reference, recorded),
+        has_equal_bits=have_equal_bits(reference, recorded),
+    )
+
+
+def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Recording | None, str]:
+    """Returns what a run has recorded, or None and why it has recorded nothing."""
+    say(f"{run.name}.")
+    try:
+        told = trials.run(run.ranks, is_told, recording=(run.kind, steps), **changes)
+    except (HostError, OSError) as error:
+        return None, str(error)
+    # Of processes that end as by a kill, one may see that another has gone.
+    if told.because and not (run.kind == "killed" and told.lines):
+        return None, told.because
+    recording = read_lines(told.lines)
+    return replace(recording, facts={**recording.facts, "as": run.kind}), ""
+
+
+def _measured(trials: Trials, verify: Verify) -> Scaling | None:
+    """Returns speed and efficiency on all numbers of ranks; None if they cannot be measured."""
+    scale = Scale(verify.ranks, rounds=verify.rounds)
+    options = replace(trials.options, verify=None, scale=scale)
+    wanted = "a call of fit: the speed of the script's own loop is not measured"
+    runs, failures = take_turns(replace(trials, options=options, wanted=wanted), scale)
+    return Scaling(options.script_name, False, runs, failures) if runs else None
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"

@@ -1,0 +1,356 @@
+"""Compares two recordings step by step: where they differ by more than rounding, and why.
+
+What rounding does to a training is measured, not assumed: the first run is repeated from weights
+that are changed by a few rounding errors each, and what differs then is what rounding explains
+(Rosinski and Williamson 1997, SIAM J. Sci. Comput. 18(2), validate ports of climate models so).
+Without it Adam, which makes a whole step of a gradient that is zero but for rounding, would look
+like a fault.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tnt_jax.launch.verify.recording import Recording, Step, change, distance, size
+
+# What a single trial of rounding shows, times this, is explained by rounding.
+_MARGIN = 8.0
+# An update is the same if half of its digits are: a comparison of two values, such as in relu or a
+# maximum, may fall either way where they are equal but for rounding.
+_HALF_OF_DIGITS = 4.0
+# Rounding errors of stored weights, of which an update is the difference.
+_STORED = 4.0
+# Rows whose metrics, such as accuracy, may fall either way.
+_TURNED_ROWS = 2
+_FIRST_NAMES = 3
+_STATISTICS = re.compile(r"batch_stats|moving_(mean|variance)|model_state/.*\b(mean|var)\b")
+# By how much an update may be off a multiple of another, and a multiple off 1.
+_ALIKE, _OFF = 0.02, 0.05
+
+
+class Difference(NamedTuple):
+    """The first step at which two runs differ by more than rounding.
+
+    Attributes:
+        step: Number of the step.
+        where: The step in words.
+        what: `"rows"`, `"start"`, or the path of the first array or metric that differs.
+        text: What differs, and by how much.
+        causes: What is likely to have made it so, the likeliest first; empty if nothing is known.
+    """
+
+    step: int
+    where: str
+    what: str
+    text: str
+    causes: list[str]
+
+
+class Rounding:
+    """What rounding explains: how far a run goes apart from weights changed by rounding errors."""
+
+    def __init__(self, plain: Recording, rounded: Recording | None) -> None:
+        self.unit: float = plain.facts["unit"]
+        self._plain, self._rounded = plain, rounded
+        self._largest: dict[str, float] = {}
+
+    def of_change(self, path: str, before: Step, after: Step) -> float:
+        """Returns what rounding explains of the change of an array between two steps.
+
+        It is called step after step: what was seen at an earlier one may come again.
+        """
+        seen = max(self._largest.get(path, 0.0), self._seen(path, before.step, after.step))
+        self._largest[path] = seen
+        array = after.arrays[path]
+        return max(
+            _MARGIN * seen,
+            _HALF_OF_DIGITS * math.sqrt(self.unit) * size(change(before.arrays[path], array)),
+            _STORED * array["eps"] * array["norm"],
+        )
+
+    def _seen(self, path: str, start: int, end: int) -> float:
+        """Returns how far the two runs are apart in the change of an array between two steps."""
+        if self._rounded is None:
+            return 0.0
+        known = [(run.at(start), run.at(end)) for run in (self._plain, self._rounded)]
+        changes = [change(a.arrays[path], b.arrays[path]) for a, b in known if a and b]
+        return distance(*changes) if len(changes) == 2 else 0.0
+
+    def of_metric(self, name: str, index: int, step: Step) -> float:
+        """Returns what rounding explains of a value of a metric."""
+        value = step.metrics[name][index]
+        pair = (
+            []
+            if self._rounded is None
+            else [self._plain.at(step.step), self._rounded.at(step.step)]
+        )
+        values = [each.metrics[name][index] for each in pair if each is not None]
+        seen = abs(values[0] - values[1]) if len(values) == 2 else 0.0
+        turned = 0.0 if name == "loss" else _TURNED_ROWS / step.place["num_rows"]
+        limit = max(_MARGIN * seen, _HALF_OF_DIGITS * math.sqrt(self.unit) * abs(value))
+        return max(limit, turned * max(abs(value), 1.0))
+
+
+def compare(reference: Recording, other: Recording, rounding: Rounding) -> Difference | None:
+    """Returns where a run first differs from the reference by more than rounding, or None.
+
+    A run that was resumed begins in the middle of the reference.
+    """
+    assert reference.start is not None and other.start is not None
+    if (found := _compare_start(reference, other, rounding)) is not None:
+        return found
+    before, before_other = reference.at(other.start.step), other.start
+    earlier: list[Step] = []
+    for theirs in other.steps:
+        ours = reference.at(theirs.step)
+        if ours is None or before is None:
+            break
+        found = _compare_rows(reference, other, ours, theirs)
+        if found is None:
+            pair = (before, ours), (before_other, theirs)
+            differing = _differing(*pair, rounding)
+            if differing:
+                causes = _causes(reference, other, *pair, differing, earlier)
+                text = _text(*pair, differing, rounding)
+                return Difference(ours.step, ours.name, differing[0], text, causes)
+        else:
+            return found
+        before, before_other = ours, theirs
+        earlier.append(ours)
+    if not earlier:
+        return Difference(
+            other.start.step, other.start.name, "start", "The runs have no step in common.", []
+        )
+    return None
+
+
+def largest_difference(reference: Recording, other: Recording) -> float:
+    """Returns the largest difference of an update from that of the reference, relative to it."""
+    found = 0.0
+    for before, after in zip(other.steps, other.steps[1:], strict=False):
+        ours = reference.at(before.step), reference.at(after.step)
+        if ours[0] is None or ours[1] is None:
+            continue
+        total = apart = 0.0
+        for path in _floating(ours[1]):
+            own = change(ours[0].arrays[path], ours[1].arrays[path])
+            theirs = change(before.arrays[path], after.arrays[path])
+            total, apart = total + size(own) ** 2, apart + distance(own, theirs) ** 2
+        found = max(found, math.sqrt(apart / total) if total else 0.0)
+    return found
+
+
+def have_equal_bits(reference: Recording, other: Recording) -> bool:
+    """Returns whether all arrays have the same bits after every step that both have."""
+    pairs = [(reference.at(step.step), step) for step in other.steps]
+    return all(ours is not None and _digests(ours) == _digests(theirs) for ours, theirs in pairs)
+
+
+def _digests(step: Step) -> dict[str, str]:
+    return {path: array["digest"] for path, array in step.arrays.items()}
+
+
+def _floating(step: Step) -> list[str]:
+    return [path for path, array in step.arrays.items() if "sums" in array]
+
+
+def _compare_start(reference: Recording, other: Recording, rounding: Rounding) -> Difference | None:
+    assert reference.start is not None and other.start is not None
+    begins, start = other.start, reference.at(other.start.step)
+    if start is None:
+        return None
+    if start.arrays.keys() != begins.arrays.keys():
+        names = sorted(start.arrays.keys() ^ begins.arrays.keys())
+        return Difference(
+            start.step, start.name, "start", f"One run alone has {_listed(names)}.", []
+        )
+    if start is reference.start:
+        names = [p for p, x in start.arrays.items() if x["digest"] != begins.arrays[p]["digest"]]
+        causes = [
+            "The initial weights are not those of a seed: seed what draws them, on every process "
+            "and number of ranks alike."
+        ]
+        text = f"The runs begin with other values of {_listed(names)}."
+    else:
+        pair = (reference.start, start), (reference.start, begins)
+        names = _differing(*pair, rounding, metrics=False)
+        causes = ["What was restored is not what was trained before the fault, which agreed."]
+        text = f"The resumed run begins with other values of {_listed(names)}." if names else ""
+    return Difference(start.step, start.name, names[0], text, causes) if names else None
+
+
+_Pair = tuple[Step, Step]
+
+
+def _differing(
+    ours: _Pair, theirs: _Pair, rounding: Rounding, *, metrics: bool = True
+) -> list[str]:
+    """Returns arrays and metrics that differ by more than rounding, in the order of the state."""
+    (before, after), (_, after_other) = ours, theirs
+    found = []
+    for path, array in after.arrays.items():
+        other = after_other.arrays[path]
+        if array["digest"] == other["digest"]:
+            continue
+        if "sums" not in array:
+            found.append(path)
+            continue
+        limit = rounding.of_change(path, before, after)
+        apart = _apart(path, ours, theirs)
+        # A comparison with NaN is False.
+        if not apart <= limit:
+            found.append(path)
+    if not metrics:
+        return found
+    for name, values in after.metrics.items():
+        others = after_other.metrics.get(name, [])
+        if len(values) != len(others):
+            found.append(name)
+            continue
+        limits = [rounding.of_metric(name, i, after) for i in range(len(values))]
+        triples = zip(values, others, limits, strict=True)
+        if any(not abs(a - b) <= limit and str(a) != str(b) for a, b, limit in triples):
+            found.append(name)
+    return found
+
+
+def _apart(path: str, ours: _Pair, theirs: _Pair) -> float:
+    changes = [change(before.arrays[path], after.arrays[path]) for before, after in (ours, theirs)]
+    return distance(*changes)
+
+
+def _compare_rows(
+    reference: Recording, other: Recording, ours: Step, theirs: Step
+) -> Difference | None:
+    """Returns how the rows of a batch differ, or None."""
+    if ours.place != theirs.place:
+        text = f"It has {theirs.name}."
+        causes = ["The script makes its batches from the number of ranks, or its data differ."]
+        return Difference(ours.step, ours.name, "rows", text, causes)
+    if ours.rows is None or theirs.rows is None or ours.rows == theirs.rows:
+        return None
+    inputs, targets = [a == b for a, b in zip(ours.rows, theirs.rows, strict=True)]
+    pairs = [list(zip(*step.rows, strict=True)) for step in (ours, theirs) if step.rows]
+    known, found = Counter(pairs[0]), Counter(pairs[1])
+    changed = sum(a != b for a, b in zip(*pairs, strict=True))
+    text = f"{changed} of {len(pairs[0])} rows of the batch are others"
+    if known == found:
+        text, cause = "The rows of the batch come in another order", "a shuffle without a seed"
+    elif targets and not inputs:
+        text = f"{text}, of which only the inputs differ"
+        cause = "random augmentation whose numbers have no seed, or one of the process"
+    elif pairs[0][: (own := -(-len(pairs[1]) // other.ranks))] == pairs[1][:own]:
+        text = f"{text}, but none of the {own} of rank 0"
+        cause = "a loader that differs between processes"
+    else:
+        cause = "a loader whose rows depend on the process or on the number of ranks"
+    causes = [
+        f"The data: {cause}. Every process must read the same batches, with seeds that do not "
+        "depend on the rank, of which tnt_jax takes each process's rows."
+    ]
+    if other.ranks == reference.ranks:
+        causes = [f"The data differ from run to run: {cause}, on the same number of ranks."]
+    return Difference(ours.step, ours.name, "rows", f"{text}.", causes)
+
+
+def _text(ours: _Pair, theirs: _Pair, differing: Sequence[str], rounding: Rounding) -> str:
+    arrays = [path for path in differing if path in ours[1].arrays]
+    numbers = [name for name in differing if name not in ours[1].arrays]
+    parts = []
+    if arrays:
+        first = arrays[0]
+        words = f"{_listed(arrays)} ({len(arrays)} of {len(ours[1].arrays)} arrays)"
+        if "sums" in ours[1].arrays[first]:
+            whole = size(change(ours[0].arrays[first], ours[1].arrays[first]))
+            share = _percent(_apart(first, ours, theirs), whole)
+            limit = _percent(rounding.of_change(first, *ours), whole)
+            words += (
+                f"; the update of {first} is off by {share}, of which rounding explains {limit}"
+            )
+        parts.append(words)
+    parts += [
+        f"{name} is {_numbers(theirs[1].metrics.get(name, []))} instead of "
+        f"{_numbers(ours[1].metrics[name])}"
+        for name in numbers[:_FIRST_NAMES]
+    ]
+    return "; ".join(parts) + "."
+
+
+def _causes(
+    reference: Recording,
+    other: Recording,
+    ours: _Pair,
+    theirs: _Pair,
+    differing: Sequence[str],
+    earlier: Sequence[Step],
+) -> list[str]:
+    """Returns what is likely to have made arrays differ, although the rows are the same."""
+    causes = []
+    factor = _factor(ours, theirs, differing)
+    if factor is not None:
+        causes.append(
+            f"The updates are {factor:.3g} times those of the reference, in the same direction: a "
+            "learning rate, a loss or a gradient that is multiplied, or divided, by the number of "
+            "ranks."
+        )
+    drawn = [
+        shape for shape in other.facts.get("drawn", []) if other.facts["rows_of_rank"] in shape
+    ]
+    if drawn:
+        causes.append(
+            f"Random numbers that are drawn for a rank's own rows without their row in the global "
+            f"batch, {drawn[0]}: each rank draws the same numbers for other rows. Draw them with "
+            "the key that the step is given."
+        )
+    is_padded = bool(ours[1].place["num_rows"] % other.ranks)
+    if is_padded and not any(step.place["num_rows"] % other.ranks for step in earlier):
+        after = " Steps before, which the ranks share evenly, agree." if earlier else ""
+        causes.append(
+            f"{ours[1].place['num_rows']} rows are not shared evenly by {other.ranks} ranks: a "
+            "loss or a statistic that divides by a rank's own rows, or counts its padding."
+            f"{after} Give a value for each row and leave the average to the step."
+        )
+    if statistics := [path for path in differing if _STATISTICS.search(path)]:
+        causes.append(
+            f"Batch normalisation over each rank's own rows ({statistics[0]}): give it "
+            "axis_name='data', or Model(synchronize_batch_norm=True) for Keras."
+        )
+    if other.facts.get("as") == "passes":
+        causes.append("A loss or a statistic that divides by the rows of a pass.")
+    return causes
+
+
+def _factor(ours: _Pair, theirs: _Pair, differing: Sequence[str]) -> float | None:
+    """Returns by what the updates of the reference are multiplied, if they are."""
+    paths = [path for path in differing if "sums" in ours[1].arrays.get(path, {})]
+    pairs = [
+        pair
+        for path in paths
+        if not _STATISTICS.search(path)
+        for pair in zip(
+            change(ours[0].arrays[path], ours[1].arrays[path]),
+            change(theirs[0].arrays[path], theirs[1].arrays[path]),
+            strict=True,
+        )
+    ]
+    whole = sum(a * a for a, _ in pairs)
+    if not whole or not math.isfinite(sum(abs(b) for _, b in pairs)):
+        return None
+    factor = sum(a * b for a, b in pairs) / whole
+    rest = math.sqrt(sum((b - factor * a) ** 2 for a, b in pairs) / whole)
+    return factor if rest < _ALIKE * abs(factor) and abs(factor - 1) > _OFF else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FIRST_NAMES} more" if len(names) > _FIRST_NAMES else ""
+    return ", ".join(names[:_FIRST_NAMES]) + more
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.2g} %" if whole else f"{part:.2g}"
+
+
+def _numbers(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values[:_FIRST_NAMES]) or "missing"

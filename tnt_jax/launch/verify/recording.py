@@ -1,0 +1,117 @@
+"""What one run has recorded of its steps, as it is told, compared and kept."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tnt_jax.settings import RECORD_MARK
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known after a step, or before the first.
+
+    Attributes:
+        step: Number of steps so far.
+        place: Its `epoch` and `batch`, from 0, and `num_rows`; empty before the first step.
+        rows: Checksums of the inputs of each row, and of its targets and weight; None if unknown.
+        metrics: Values of each metric.
+        arrays: For each array of the state its `digest`, and of floating numbers `eps`, `norm` and
+            `sums`; see `tnt_jax.train.health.recording`.
+    """
+
+    step: int
+    place: Mapping[str, int]
+    rows: list[list[int]] | None
+    metrics: Mapping[str, list[float]]
+    arrays: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The step in words."""
+        if not self.place:
+            return f"the start, after {self.step} step(s)"
+        return (
+            f"step {self.step} (batch {self.place['batch'] + 1} of epoch "
+            f"{self.place['epoch'] + 1}, {self.place['num_rows']} rows)"
+        )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run has recorded.
+
+    Attributes:
+        facts: `ranks`, `processes`, `device`, `versions`, `unit` (the relative error of one
+            rounding), `trained_by` and what else the run tells.
+        start: The state before the first step.
+        steps: Its steps, in order.
+        left_out: Why it could not run as it was asked for; empty if it has.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    start: Step | None = None
+    steps: tuple[Step, ...] = ()
+    left_out: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.facts["ranks"]
+
+    def at(self, step: int) -> Step | None:
+        """Returns what is known after a number of steps, if anything is."""
+        known = [*([] if self.start is None else [self.start]), *self.steps]
+        return next((each for each in known if each.step == step), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON values."""
+        steps = [*([] if self.start is None else [self.start]), *self.steps]
+        return {"facts": dict(self.facts), "steps": [vars(step) for step in steps]}
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> "Recording":
+        """Returns the recording that `to_dict` made a dict of."""
+        start, *steps = (Step(**step) for step in kept["steps"])
+        return cls(kept["facts"], start, tuple(steps))
+
+
+def is_told(line: bytes) -> bool:
+    """Returns whether a line of a process tells of a recording."""
+    return line.startswith(RECORD_MARK.encode())
+
+
+def read_lines(lines: Iterable[str]) -> Recording:
+    """Returns the recording of which a process has told in some lines."""
+    start: dict[str, Any] | None = None
+    steps = []
+    for line in lines:
+        told = json.loads(line.removeprefix(RECORD_MARK))
+        if "left_out" in told:
+            return Recording(left_out=told["left_out"])
+        if start is None:
+            start = told
+            continue
+        place = {name: told[name] for name in ("epoch", "batch", "num_rows")}
+        steps.append(Step(told["step"], place, told["rows"], told["metrics"], told["arrays"]))
+    if start is None:
+        return Recording(left_out="No step was recorded.")
+    facts = {name: value for name, value in start.items() if name not in ("step", "arrays")}
+    return Recording(facts, Step(start["step"], {}, None, {}, start["arrays"]), tuple(steps))
+
+
+def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[float]:
+    """Returns the signed sums of what was added to an array between two steps."""
+    return [b - a for a, b in zip(before["sums"], after["sums"], strict=True)]
+
+
+def distance(some: list[float], other: list[float]) -> float:
+    """Returns about the norm of the difference of two arrays, from their signed sums."""
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(some, other, strict=True)) / len(some))
+
+
+def size(some: list[float]) -> float:
+    """Returns about the norm of an array, from its signed sums."""
+    return distance(some, [0.0] * len(some))

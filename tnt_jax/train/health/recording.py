@@ -1,0 +1,219 @@
+"""Records what the first steps of a training do, as lines of JSON that `tnt-jax verify` compares.
+
+A line holds what is known after a step: the checksum of each row of its batch, the metrics, and for
+each array of the state its digest, its norm, and eight sums of its values with signs drawn at
+random. The sums of two arrays differ, in the root of the mean square, by about the norm of their
+difference (Johnson and Lindenstrauss 1984), whichever process or machine has computed them: so
+arrays are compared by value without being kept.
+"""
+
+import json
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
+from tnt_jax.log import tell_launcher
+from tnt_jax.settings import RECORD_MARK, Recording, TrialsDone
+from tnt_jax.train.contracts import Batch
+from tnt_jax.train.state_arrays import digest
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "keras", "tensorflow")
+# Values whose signs are drawn at once.
+_CHUNK = 1 << 20
+# Of a metric that is an array, such as a confusion matrix.
+_MOST_VALUES = 64
+# So many rounding errors, of either sign, change each weight where rounding is tried.
+_ROUNDINGS = 4
+
+
+class Recorder:
+    """Writes a line before the first step and after each; ends the script after the last.
+
+    All processes must make the same calls; process 0 writes.
+
+    Args:
+        runtime: The job, whose settings say how many steps are recorded.
+        gather: Returns an array replicated; all processes call it for the same arrays.
+    """
+
+    def __init__(self, runtime: Runtime, gather: Callable[[jax.Array], jax.Array]) -> None:
+        assert runtime.settings.record_steps is not None, "The environment says what to record."
+        self.steps: int = runtime.settings.record_steps
+        self.kind: Recording = runtime.settings.record_as
+        self.num_steps = 0
+        self.has_begun = False
+        self._runtime, self._gather = runtime, gather
+        self._rows: list[list[int]] | None = None
+
+    def begin(self, step: int, arrays: Mapping[str, Any], *, unit: float, **facts: Any) -> None:
+        """Records the state before the first step.
+
+        Args:
+            step: Number of steps before it.
+            arrays: The arrays of the state, by path.
+            unit: Relative error of one rounding in the step.
+            facts: What else the launcher is told, as JSON values.
+        """
+        self.has_begun = True
+        self._write(
+            {
+                "step": step,
+                "ranks": self._runtime.num_ranks,
+                "processes": jax.process_count(),
+                "device": self._runtime.mesh.devices.flat[0].device_kind,
+                "versions": _versions(),
+                "unit": unit,
+                **facts,
+            },
+            arrays,
+        )
+
+    def note_batch(self, batch: Batch, real_rows: Sequence[slice], *, dim: int = 0) -> None:
+        """Notes the rows of the next step's batch, which stand along `dim` of its arrays."""
+        self._rows = None
+        if self._runtime.shares_ranks:  # Several processes have the same rows.
+            return
+        parts = [
+            checksums_of_rows(part, dim) for part in (batch.inputs, (batch.targets, batch.weight))
+        ]
+        whole = collectives.all_gather(np.array(parts, np.int64)).swapaxes(0, 1)
+        places = np.concatenate([np.arange(rows.start, rows.stop) for rows in real_rows])
+        self._rows = [part.reshape(-1)[places].tolist() for part in whole]
+
+    def end_step(
+        self, step: int, arrays: Mapping[str, Any], metrics: Mapping[str, Any], **place: int
+    ) -> None:
+        """Records what a step has done; raises `TrialsDone` after the last."""
+        self.num_steps += 1
+        numbers = {
+            name: np.ravel(np.asarray(x, np.float64))[:_MOST_VALUES].tolist()
+            for name, x in metrics.items()
+        }
+        self._write({"step": step, **place, "rows": self._rows, "metrics": numbers}, arrays)
+        if self.num_steps == self.steps:
+            raise TrialsDone
+
+    def leave_out(self, reason: str) -> None:
+        """Tells why the steps cannot run as it was asked for, and ends the script."""
+        if is_master_rank():
+            tell_launcher(f"{RECORD_MARK}{json.dumps({'left_out': reason})}")
+        raise TrialsDone
+
+    def _write(self, told: dict[str, Any], arrays: Mapping[str, Any]) -> None:
+        is_master = is_master_rank()
+        found = {}
+        for path, leaf in arrays.items():
+            whole = self._gather(_plain(leaf))
+            if is_master:
+                found[path] = describe_array(np.asarray(whole))
+        if is_master:
+            tell_launcher(f"{RECORD_MARK}{json.dumps(told | {'arrays': found})}")
+
+
+def describe_array(x: np.ndarray) -> dict[str, Any]:
+    """Returns what is recorded of an array: digest, precision, norm and sums with random signs."""
+    found: dict[str, Any] = {"digest": digest(x)}
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return found
+    values = np.ravel(x).astype(np.float64)
+    sums = signed_sums(values).tolist()
+    norm = float(np.linalg.norm(values))
+    return found | {"eps": float(jnp.finfo(x.dtype).eps), "norm": norm, "sums": sums}
+
+
+def signed_sums(values: np.ndarray) -> np.ndarray:
+    """Returns eight sums of values `[n]` with signs that depend on `n` alone, float64 `[8]`."""
+    # Raw numbers of Philox stay the same in all versions of NumPy (NEP 19).
+    bits = np.random.Philox(key=0)
+    total = np.zeros(8)
+    for start in range(0, len(values), _CHUNK):
+        part = values[start : start + _CHUNK]
+        drawn = bits.random_raw(-(-len(part) // 8)).astype("<u8").view(np.uint8)[: len(part)]
+        total += part @ (1.0 - 2.0 * np.unpackbits(drawn[:, None], axis=1))
+    return total
+
+
+def checksums_of_rows(tree: Any, dim: int = 0) -> np.ndarray:
+    """Returns a checksum of each of this process's rows of arrays with rows along `dim`."""
+    found: list[int] = []
+    for leaf in jax.tree.leaves(tree):
+        rows = np.ascontiguousarray(np.moveaxis(_local_rows(leaf, dim), dim, 0))
+        found = found or [0] * len(rows)
+        found = [zlib.crc32(row.tobytes(), known) for row, known in zip(rows, found, strict=True)]
+    return np.array(found, np.int64)
+
+
+def _local_rows(x: Any, dim: int) -> np.ndarray:
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))  # As it is on devices.
+    parts = {shard.index[dim].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=dim)
+
+
+def changed_by_rounding(tree: Any, unit: float) -> Any:
+    """Returns floating arrays, each value of which is changed by up to four rounding errors.
+
+    A sum or product that is rounded is the exact one of values that differ by a few rounding errors
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 3), so that what follows
+    from the change is of the size of what rounding does to the training.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def change(leaves: list[jax.Array]) -> list[jax.Array]:
+        changed = []
+        for number, x in enumerate(leaves):
+            key = jax.random.fold_in(jax.random.key(0), number)
+            errors = jax.random.uniform(key, x.shape, minval=-_ROUNDINGS, maxval=_ROUNDINGS)
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            changed.append((wide * (1 + unit * errors)).astype(x.dtype))
+        return changed
+
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    chosen = [leaves[i] for i in places]
+    results = jax.jit(change, out_shardings=[x.sharding for x in chosen])(chosen)
+    for place, x in zip(places, results, strict=True):
+        leaves[place] = x
+    return structure.unflatten(leaves)
+
+
+def rounding_unit(arrays: Mapping[str, Any], program: str, platform: str) -> float:
+    """Returns the relative error of one rounding in a step, the coarsest there is.
+
+    Args:
+        arrays: Arrays of the state.
+        program: The step, as StableHLO; empty if it is not known.
+        platform: Of the devices: GPUs and TPUs round the factors of products of float32, unless
+            `jax_default_matmul_precision` says otherwise.
+    """
+    dtypes = {x.dtype for x in arrays.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    units = [float(jnp.finfo(dtype).eps) for dtype in dtypes] or [float(jnp.finfo("float32").eps)]
+    if "f16>" in program:  # Also of bf16.
+        units.append(float(jnp.finfo("bfloat16").eps))
+    if jax.config.jax_default_matmul_precision not in ("highest", "float32"):  # pyright: ignore
+        # TF32 has ten bits, and one pass of a TPU eight.
+        units.append({"gpu": 2.0**-10, "tpu": 2.0**-7}.get(platform, 0.0))
+    return max(units)
+
+
+def _plain(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
