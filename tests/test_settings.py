@@ -19,12 +19,14 @@ def test_all_variables_are_read():
         "TNT_RESTART_COUNT": "2", "TNT_CHECKPOINT_DIR": "runs/a", "TNT_CHECKPOINT_EVERY": "30s",
         "TNT_SCALE_STEPS": "9", "TNT_SCALE_FROM": "2", "TNT_SCALE_WEAK": "1",
         "TNT_RECORD_STEPS": "4", "TNT_RECORD_AS": "passes",
+        "TNT_EXPLAIN_STEPS": "3", "TNT_EXPLAIN_ROUNDS": "2",
         "TNT_DEVICE_MEMORY": "1.5GiB", "TNT_JOB_SECRET": "s" * 32,
     }  # fmt: skip
     assert read_settings(environ) == Settings(
         "node1:1234", 4, 3, 7, 8, "DEBUG", True, True, 0, 12.5, 5, True, 6, 0,
         checkpoint_dir="runs/a", checkpoint_every="30s", restart_count=2,
         goodput="runs/a/goodput.jsonl", scale_steps=9, scale_from=2, scale_weak=True, record_steps=4, record_as="passes",
+        explain_steps=3, explain_rounds=2,
         device_memory=3 * 2**29, job_secret="s" * 32,
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ from .keras_compat.facade.saved_models import load_model as load_model
 from .keras_compat.facade.saved_models import model_from_config as model_from_config
 from .keras_compat.facade.saved_models import model_from_json as model_from_json
 from .keras_compat.facade.saved_models import save_model as save_model
+from .launch.explain.notebook import explain as explain
 from .launch.scale.notebook import scaling as scaling
 from .launch.verify.notebook import verify as verify
 from .parameter_server.facade import ParameterServer as ParameterServer

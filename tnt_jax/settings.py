@@ -28,6 +28,8 @@ Recording = Literal["plain", "rounded", "passes", "sharded", "killed", "resumed"
 rounding errors; with the rows of each rank in two passes; with the optimizer's state sharded; up to
 half of the steps, where the state is saved and the processes end as by a kill; and on from there.
 """
+EXPLAIN_MARK = "tnt-jax explain: "
+"""How the line begins in which process 0 tells its launcher what steps are made of."""
 
 
 class TrialsDone(BaseException):
@@ -75,6 +77,9 @@ class Settings:
         record_steps: Steps that the script records, and ends with (`TNT_RECORD_STEPS`), otherwise
             None.
         record_as: How these steps run (`TNT_RECORD_AS`).
+        explain_steps: Steps of each kind and round that `fit` times to explain where their time
+            goes (`TNT_EXPLAIN_STEPS`), otherwise None.
+        explain_rounds: How often each kind is timed (`TNT_EXPLAIN_ROUNDS`).
         plan: Whether `fit` prints what a step needs instead of training (`TNT_PLAN`).
         stall_warning_s: Seconds that a process waits for others before it warns and names them
             (`TNT_STALL_WARNING_S`).
@@ -120,6 +125,8 @@ class Settings:
     scale_weak: bool = False
     record_steps: int | None = None
     record_as: Recording = "plain"
+    explain_steps: int | None = None
+    explain_rounds: int = 5
     device_memory: int | None = None
     shared_memory: bool = True
     job_secret: str = field(default="", repr=False)
@@ -172,6 +179,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
         record_steps=_integer(env, "TNT_RECORD_STEPS", at_least=1),
         record_as=_recording(env, "TNT_RECORD_AS"),
+        explain_steps=_integer(env, "TNT_EXPLAIN_STEPS", at_least=1),
+        explain_rounds=_integer(env, "TNT_EXPLAIN_ROUNDS", at_least=1) or Settings.explain_rounds,
         device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
         shared_memory="TNT_SHARED_MEMORY" not in env or _boolean(env, "TNT_SHARED_MEMORY"),
         job_secret=_secret(env, "TNT_JOB_SECRET"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.launch.child import expand
 from tnt_jax.launch.doctor.command import doctor
+from tnt_jax.launch.explain.command import run_explain
 from tnt_jax.launch.planning.environment import task_environment
 from tnt_jax.launch.planning.facts import Facts, inspect_host
 from tnt_jax.launch.planning.fingerprint import fingerprint
@@ -79,6 +80,8 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
         return run_scale(options, options.scale, environ)
     if options.verify is not None:
         return run_verify(options, options.verify, environ)
+    if options.explain is not None and job is None:
+        return run_explain(options, options.explain, environ)
     if job is None:
         return run_with_restarts(options, environ)
     if options.devices_per_node is None:
@@ -89,7 +92,7 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
 
 def _refuse_what_only_all_can(job: Job, options: Options) -> None:
     """Raises a ValueError if one task among many is to start jobs, or the job again."""
-    if options.scale or options.verify:
+    if options.scale or options.verify or options.explain:
         raise ValueError(
             f"This command starts jobs of several sizes one after the other, but this program is "
             f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "

@@ -612,15 +612,17 @@ class Model(SingleBatches, Inspection):
 
 def _fit_loop_of_job() -> type[FitLoop]:
     """Returns what runs `fit` in this job: training, or what a command of `tnt-jax` asks for."""
-    names = [f"TNT_{name}_STEPS" for name in ("TUNE", "SCALE", "RECORD")]
+    names = [f"TNT_{name}_STEPS" for name in ("TUNE", "SCALE", "RECORD", "EXPLAIN")]
     settings = read_settings({name: os.environ.get(name, "") for name in (*names, "TNT_PLAN")})
     if settings == Settings():
         return FitLoop
     # Training needs none of them.
-    from tnt_jax.keras_compat.fit.trials import recorded, timed
+    from tnt_jax.keras_compat.fit.trials import explained, recorded, timed
 
     if settings.record_steps is not None:
         return recorded.RecordedLoop
+    if settings.explain_steps is not None:
+        return explained.ExplainLoop
     if settings.scale_steps is not None:
         return timed.ScaleLoop if settings.tune_steps is None else timed.ScaledTrialLoop
     return timed.PlanLoop if settings.plan else timed.TrialLoop

@@ -230,7 +230,12 @@ def _library_options(options: Options) -> dict[str, str]:
         "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
     }
     variables = {name: str(value) for name, value in chosen.items() if value is not None}
-    if not (options.scale or options.recording):
+    if options.explain is not None:
+        variables |= {
+            "TNT_EXPLAIN_STEPS": str(options.explain.steps),
+            "TNT_EXPLAIN_ROUNDS": str(options.explain.rounds),
+        }
+    if not (options.scale or options.recording or options.explain):
         return variables
     # What is measured is no run of the user's, so that it must not be noted as one.
     variables = {**dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), "")} | (

@@ -21,6 +21,7 @@ examples:
   tnt-jax doctor --hostfile hosts                  find out why it does not work
   tnt-jax scale --ranks 1 2 4 -- train.py          measure how its speed grows with the devices
   tnt-jax verify --ranks 1 2 4 -- train.py         check that they change nothing but the speed
+  tnt-jax explain -n 4 -- train.py                 find out where the time of a step goes
   tnt-jax tune -n 4 -- train.py                    find the fastest way to sum its gradients
   tnt-jax plan -n 8 --no-gpu -- train.py           show what a step needs, without training
 """
@@ -32,6 +33,9 @@ COMMANDS = {
     "verify": "Trains a script's first steps on several numbers of devices, in passes, with "
     "sharded optimizer state, and with a fault in the middle, and says where results differ by "
     "more than rounding.",
+    "explain": "Times the steps of a script's first fit with one thing after another removed "
+    "(callbacks, data, sums, other ranks, rows), says where the time goes, and tries what may "
+    "help.",
     "tune": "Times ways to sum the gradients of a script's first fit, instead of training, and "
     "recommends options.",
     "plan": "Shows where the arrays of a script's first fit lie, and what memory and communication "
@@ -167,6 +171,26 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Explain:
+    """How `tnt-jax explain` measures."""
+
+    steps: int = _number(
+        "N", "steps of each kind that are timed in a round (default: %(default)s)", default=20
+    )
+    rounds: int = _number(
+        "R", "rounds, each of which takes all kinds in turn (default: %(default)s)", default=5
+    )
+    output: str | None = _option("DIR", "new folder for explain.json and explain.html")
+    run_timeout_s: float = _option(
+        "S",
+        "seconds after which a run that has not ended is given up (default: %(default)g)",
+        default=1800.0,
+        flags=["--run-timeout"],
+        type=float,
+    )
+
+
+@dataclass(frozen=True)
 class Options:
     """What `tnt-jax` is asked for: what its options say, and what follows from them.
 
@@ -178,6 +202,7 @@ class Options:
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
         scale: What `tnt-jax scale` measures; None for other commands.
         verify: What `tnt-jax verify` runs; None for other commands.
+        explain: How `tnt-jax explain` measures; None for other commands.
         recording: How a run of it trains, and for how many steps; None if nothing is recorded.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         interpreter: Words of the command; empty to run the script itself.
@@ -192,6 +217,7 @@ class Options:
     tune_steps: int | None = None
     scale: Scale | None = None
     verify: Verify | None = None
+    explain: Explain | None = None
     recording: tuple[Recording, int] | None = None
     is_plan: bool = False
 
@@ -297,7 +323,7 @@ class Options:
     @property
     def ends_early(self) -> bool:
         """Whether the script ends with its first `fit`, which measures instead of training."""
-        commands = (self.tune_steps, self.scale, self.recording)
+        commands = (self.tune_steps, self.scale, self.explain, self.recording)
         return self.is_plan or any(command is not None for command in commands)
 
 
@@ -330,6 +356,7 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         "this_host_only": given.num_processes is not None and given.hostfile is None,
         "scale": _read_scale(given) if command == "scale" else None,
         "verify": _read_verify(given) if command == "verify" else None,
+        "explain": _read_explain(given) if command == "explain" else None,
         "is_plan": command == "plan",
     }
     if command == "plan":
@@ -367,6 +394,21 @@ def _read_verify(given: argparse.Namespace) -> Verify:
     _check_runs(given, "verify")
     chosen = {each.name: getattr(given, each.name) for each in fields(Verify)}
     return Verify(**{**chosen, "ranks": tuple(sorted(given.ranks))})
+
+
+def _read_explain(given: argparse.Namespace) -> Explain:
+    for name in ("max_restarts", "min_hosts", "min_devices", "checkpoint_dir", "cleanup"):
+        if getattr(given, name) not in (None, 0):
+            raise ValueError(
+                f"{_NOT_WITH_SCALE[name]} cannot be used with tnt-jax explain, which runs a script "
+                "for a few steps. Leave it out."
+            )
+    if given.ray:
+        raise ValueError(
+            "--ray cannot be used with tnt-jax explain. Start it on hosts that are named by "
+            "--hostfile, or on this one."
+        )
+    return Explain(**{each.name: getattr(given, each.name) for each in fields(Explain)})
 
 
 def _read_scale(given: argparse.Namespace) -> Scale:
@@ -499,6 +541,9 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     if command == "verify":
         names = "ranks steps rounds receipt against scratch run_timeout_s"
         _add(parser.add_argument_group("verification"), Verify, names)
+    if command == "explain":
+        names = "steps rounds output run_timeout_s"
+        _add(parser.add_argument_group("explanation"), Explain, names)
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(

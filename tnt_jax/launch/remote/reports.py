@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tnt_jax.settings import RECORD_MARK
+from tnt_jax.settings import EXPLAIN_MARK, RECORD_MARK
 
 _END_OF_OUTPUT = " End of its output:"
 _LAST_LINES = 30
@@ -36,7 +36,7 @@ def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str
     if culprits := _CULPRIT.findall(tail + "\n"):
         text = f"{culprits[-1]}. {text}"
     lines = tail.rstrip().splitlines()
-    last = excerpt([line for line in lines if not line.startswith(RECORD_MARK)])
+    last = excerpt([line for line in lines if not line.startswith((RECORD_MARK, EXPLAIN_MARK))])
     if shown or not last:
         return text
     return "\n".join([text + _END_OF_OUTPUT, *(f"  {line}" for line in last)])

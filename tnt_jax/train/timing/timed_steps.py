@@ -52,22 +52,30 @@ class Times(NamedTuple):
     shares: tuple[float, ...]
 
 
-class _CountedCompilations:
-    def __init__(self) -> None:
-        self.number = 0
+class CountedCompilations:
+    """Counts the programs that are compiled within a block, and the seconds that it takes."""
 
-    def __enter__(self) -> "_CountedCompilations":
+    def __init__(self) -> None:
+        self.number, self.seconds = 0, 0.0
+
+    def __enter__(self) -> "CountedCompilations":
+        """Begins to count."""
         jax.monitoring.register_event_duration_secs_listener(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ends the count."""
         jax.monitoring.unregister_event_duration_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         self.number += event.endswith("backend_compile_duration")
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration_secs
 
 
-class _Rows:
+class CountedRows:
+    """Hooks that count real rows and do nothing else."""
+
     def __init__(self) -> None:
         self.number = 0
 
@@ -128,7 +136,7 @@ class _Loop:
 
     def run(self, num_programs: int) -> tuple[int, float]:
         """Runs some programs to their end; returns their real rows, and seconds."""
-        hooks = _Rows()
+        hooks = CountedRows()
         start = time.perf_counter()
         with phases.in_phase("steps"):
             self._sums = self._trainer.train_epoch(
@@ -148,7 +156,7 @@ class _Loop:
 def _time(loop: _Loop, num_programs: int) -> tuple[int, float]:
     """Returns rows and seconds of programs within which none was compiled."""
     for _ in range(_MOST_TRIES):
-        with _CountedCompilations() as compiled:
+        with CountedCompilations() as compiled:
             rows, seconds = loop.run(num_programs)
         slowest, has_compiled = collectives.all_gather(
             np.array([seconds, compiled.number > 0])

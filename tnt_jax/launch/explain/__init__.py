@@ -1,0 +1,1 @@
+"""`tnt-jax explain`: where the time of a step goes, and what helps."""

@@ -1,0 +1,414 @@
+"""What the steps of a script consist of: what they take with one thing after another removed."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tnt_jax.launch.explain.page import Bar, draw_page
+from tnt_jax.launch.scale.scaling import Spread
+
+_FORMAT = 1
+# Of a step; smaller shares are not worth a change.
+_WORTH_A_CHANGE = 0.05
+# A change helps if its median is so much below that of what is used, and below its fastest round.
+_HELPS = 0.98
+# Of all rounds: in so many a share must be above zero, so that it is no accident.
+_SURE = 0.8
+# A rank is slow if it takes so much longer than the others at the median.
+_SLOW = 1.2
+# Pages that were read back from disk while steps ran.
+_MANY_PAGES = 200
+# Where half the rows take more of the time than this, rows cost less than starting a step.
+_MOSTLY_FIXED = 0.75
+_SLOW_FIRST_BATCH = 5.0
+# Seconds of compiling that a cache would spare at each start.
+_LONG_COMPILATION_S = 5.0
+_PARTS = {
+    "compiling": "compiling",
+    "callbacks": "callbacks and logs",
+    "reading": "reading data",
+    "placing": "copying data to the devices",
+    "sums": "sums",
+    "waiting": "waiting for the slowest rank",
+    "sharing": "sharing the machine",
+    "computing": "computing",
+}
+
+
+class Part(NamedTuple):
+    """A share of a step.
+
+    Attributes:
+        name: Its name.
+        seconds: What it takes in a step, by round.
+        share: Median of that, of the median step.
+    """
+
+    name: str
+    seconds: Spread
+    share: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, and what helps against it.
+
+    Attributes:
+        cause: Its name, such as `"reading"`.
+        text: What was found.
+        advice: What to change; empty if nothing that was tried has helped.
+        gain: By how much of a step that was measured to help.
+    """
+
+    cause: str
+    text: str
+    advice: str = ""
+    gain: Spread | None = None
+
+    @property
+    def line(self) -> str:
+        """Returns it as text."""
+        if self.gain is None:
+            return self.text
+        low, high = (100 * value for value in (self.gain.lowest, self.gain.highest))
+        return (
+            f"{self.text} {self.advice}: tried, a step takes {100 * self.gain.median:.0f} % less "
+            f"({low:.0f} to {high:.0f} %)."
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the time of a step goes.
+
+    Attributes:
+        script: The script.
+        told: What its first process has measured.
+        fewer: Examples a second on all ranks, and on half of them, by round, if that was tried.
+    """
+
+    script: str
+    told: Mapping[str, Any]
+    fewer: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def slowest(self, kind: str) -> list[float] | None:
+        """Returns the seconds of a step of a kind on the slowest process, by round."""
+        rounds = self.told["seconds"].get(kind)
+        if rounds is None:
+            return None
+        return [max(x for x in times if not math.isnan(x)) for times in rounds]
+
+    @property
+    def step(self) -> Spread:
+        """Seconds of a step as it is."""
+        return Spread.of(self.slowest("as is") or [math.nan])
+
+    @property
+    def parts(self) -> list[Part]:
+        """What a step consists of; the shares add up to 1."""
+        step, seconds = self.step.median, self._seconds()
+        found = [
+            Part(name, Spread.of(values), max(statistics.median(values), 0.0) / step)
+            for name, values in seconds.items()
+            if name != "computing"
+        ]
+        # What is measured by differences may add up to a little more than there is.
+        excess = max(sum(part.share for part in found), 1.0)
+        found = [part._replace(share=part.share / excess) for part in found]
+        rest = 1.0 - sum(part.share for part in found)
+        return [*found, Part("computing", Spread.of(seconds["computing"]), rest)]
+
+    def _seconds(self) -> dict[str, list[float]]:
+        """Returns the seconds of each part, by round: each kind lacks one thing more."""
+        whole, quiet = self.slowest("as is") or [], self.slowest("no callbacks") or []
+        kept, placed = self.slowest("kept batches") or [], self.slowest("placed batches") or []
+        compiled = self.told["compiled_s"]
+        zeros = [0.0] * len(whole)
+        in_whole, in_quiet = (compiled.get(name, zeros) for name in ("as is", "no callbacks"))
+        whole, quiet = _less(whole, in_whole), _less(quiet, in_quiet)
+        found = {
+            "compiling": in_whole,
+            "callbacks": _less(whole, quiet),
+            "reading": _less(quiet, kept),
+            "placing": _less(kept, placed),
+        }
+        local = self.told["seconds"].get("no sums")
+        if local is None or self.told["ranks"] == 1:
+            return found | {"computing": placed}
+        slowest, usual = self.slowest("no sums") or [], [statistics.median(x) for x in local]
+        found |= {"sums": _less(placed, slowest), "waiting": _less(slowest, usual)}
+        alone = self.slowest("one rank")
+        if alone is None:
+            return found | {"computing": usual}
+        first = [times[0] for times in local]
+        return found | {"sharing": _less(first, alone), "computing": alone}
+
+    @property
+    def sentence(self) -> str:
+        """What a step consists of, in a sentence."""
+        low, high = self.step.lowest, self.step.highest
+        parts = sorted(self.parts, key=lambda part: -part.share)
+        shares = ", ".join(
+            f"{_PARTS[part.name]} {100 * part.share:.0f} %" for part in parts if part.share >= 0.005
+        )
+        return (
+            f"A step takes {_ms(self.step.median)} ({_ms(low)} to {_ms(high)}), "
+            f"{self.told['rows'] / self.step.median:.4g} rows/s: {shares}."
+        )
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The causes of shares that are worth a change, with what was tried and has helped."""
+        found = [
+            *self._of_compiling(),
+            *self._of_callbacks(),
+            *self._of_reading(),
+            *self._of_sums(),
+            *self._of_ranks(),
+            *self._of_rows(),
+            *self._of_machine(),
+        ]
+        return [finding for finding in found if finding is not None]
+
+    def _is_large(self, name: str) -> bool:
+        part = next((part for part in self.parts if part.name == name), None)
+        seconds = self._seconds().get(name, [])
+        return (
+            part is not None
+            and part.share > _WORTH_A_CHANGE
+            and sum(value > 0 for value in seconds) >= _SURE * len(seconds)
+        )
+
+    def _of_compiling(self) -> list[Finding]:
+        told = self.told
+        if not self._is_large("compiling"):
+            return []
+        shapes = "; ".join(told["shapes"])
+        return [
+            _tried(
+                "recompilation",
+                f"Programs are compiled while steps run, because batches come in "
+                f"{told['num_shapes']} shapes: {shapes}.",
+                "Pad them to a few shapes",
+                self.slowest("as is"),
+                self.slowest("kept batches"),
+            )
+        ]
+
+    def _of_callbacks(self) -> list[Finding]:
+        if not self._is_large("callbacks"):
+            return []
+        tried = [trial for trial in self.told["trials"] if trial["what"] == "callback"]
+        helping = [trial for trial in tried if _gain(trial["before"], trial["after"]) is not None]
+        return [
+            _tried(
+                "callback",
+                f"{trial['name']} holds steps up: it acts after each, and waits for the devices "
+                "where it reads the logs.",
+                "Leave it out, or let it act at the end of an epoch",
+                trial["before"],
+                trial["after"],
+            )
+            for trial in helping
+        ] or [Finding("callback", "Callbacks hold steps up; no single one does.")]
+
+    def _of_reading(self) -> list[Finding]:
+        told, found = self.told, []
+        placed = self.slowest("placed batches") or [math.nan]
+        if self._is_large("reading"):
+            how = (
+                "longer than the rest of a step"
+                if told["read_s"] > statistics.median(placed)
+                else "and takes time from the devices, whose processors it shares"
+            )
+            found.append(
+                _tried(
+                    "reading",
+                    f"Reading a batch takes {_ms(told['read_s'])}, {how}.",
+                    "Keep what is read in memory, as dataset.cache() does",
+                    self.slowest("no callbacks"),
+                    self.slowest("kept batches"),
+                )
+            )
+        first, step = told["first_batch_s"], self.step.median
+        if first > _SLOW_FIRST_BATCH * max(told["read_s"], step):
+            found.append(
+                Finding(
+                    "first batch",
+                    f"The first batch of a pass over the data takes {_ms(first)}, as long as "
+                    f"{first / step:.0f} steps.",
+                )
+            )
+        if self._is_large("placing"):
+            text = f"Preparing and copying a batch of {told['batch_bytes'] / 1e6:.3g} MB takes "
+            seconds = statistics.median(self._seconds()["placing"])
+            found.append(Finding("placing", f"{text}{_ms(seconds)} of a step."))
+        return found
+
+    def _of_sums(self) -> list[Finding]:
+        told = self.told
+        if not self._is_large("sums"):
+            return []
+        sums = told["sums"]
+        seconds = statistics.median(self._seconds()["sums"])
+        text = (
+            f"{sums['number']} exchange(s) of {sums['bytes'] / 1e6:.3g} MB take {_ms(seconds)}, "
+            f"{8 * sums['bytes'] / seconds / 1e9:.2g} Gbit/s"
+        )
+        if sums["small"] > sums["number"] / 2:
+            text += f"; {sums['small']} of them are below 64 KiB, whose time is that of a start"
+        tried = [
+            trial
+            for trial in told["trials"]
+            if trial["what"] == "sums" and _gain(trial["before"], trial["after"])
+        ]
+        if not tried:
+            return [Finding("sums", f"{text}. No other way to sum them that was tried is faster.")]
+        # A way that rounds gradients is for those who may accept that.
+        best = min(tried, key=lambda each: (not each["exact"], statistics.median(each["after"])))
+        advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
+        return [_tried("sums", f"{text}.", advice, best["before"], best["after"])]
+
+    def _of_ranks(self) -> list[Finding]:
+        told, found = self.told, []
+        if self._is_large("waiting"):
+            own = [
+                statistics.median(times) for times in zip(*told["seconds"]["no sums"], strict=True)
+            ]
+            slow = max(range(len(own)), key=own.__getitem__)
+            others = statistics.median(own[:slow] + own[slow + 1 :])
+            if own[slow] > _SLOW * others:
+                text = f"Process {slow} computes a step in {_ms(own[slow])}, the others in "
+                found.append(Finding("slow rank", f"{text}{_ms(others)}: all wait for it."))
+        if self._is_large("sharing"):
+            number, cores = told["processes"], told["cores_of_machine"]
+            text = (
+                f"One process alone computes its rows faster than all {number} at a time: they "
+                f"share {cores} cores."
+            )
+            gain = None
+            if self.fewer:
+                pairs = zip(self.fewer["all"], self.fewer["half"], strict=True)
+                gain = _gain(*zip(*((1 / a, 1 / b) for a, b in pairs), strict=True))
+            advice = f"Start {max(number // 2, 1)} processes" if gain else ""
+            found.append(Finding("sharing", text, advice, gain))
+        return found
+
+    def _of_rows(self) -> list[Finding]:
+        half, whole = self.slowest("half the rows"), self.slowest("no sums")
+        if half is None or whole is None:
+            return []
+        ratio = statistics.median(h / w for h, w in zip(half, whole, strict=True))
+        fused = next((trial for trial in self.told["trials"] if trial["what"] == "fused"), None)
+        if ratio < _MOSTLY_FIXED or not self._is_large("computing"):
+            return []
+        text = (
+            f"Half the rows take {100 * ratio:.0f} % of the time: batches are small, and most of "
+            "a step is its start."
+        )
+        if fused is None:
+            return [Finding("small batch", text)]
+        advice = f"compile(steps_per_execution={fused['name']})"
+        return [_tried("small batch", text, advice, fused["before"], fused["after"])]
+
+    def _of_machine(self) -> list[Finding]:
+        told, found = self.told, []
+        if max(told["faults"].values()) > _MANY_PAGES:
+            text = (
+                f"Memory is short: while steps ran, {told['faults']['major']} pages of the process "
+                f"were read from disk, and {told['faults']['swapped']} were swapped in."
+            )
+            found.append(Finding("memory", text))
+        if not told["cache"] and told["compile_s"] > _LONG_COMPILATION_S:
+            text = (
+                f"Each start compiles for {told['compile_s']:.1f} s, because no programs are kept "
+                "(JAX_COMPILATION_CACHE_DIR is not set)."
+            )
+            found.append(Finding("cache", text))
+        return found
+
+    @property
+    def text(self) -> str:
+        """Everything that was found, as text."""
+        told = self.told
+        title = (
+            f"{self.script}: {told['ranks']} rank(s) in {told['processes']} process(es) on "
+            f"{told['device']}, global batch {told['rows']}"
+        )
+        left_out = told["callbacks_left_out"]
+        notes = [f"Not called: {', '.join(left_out)}, which would save."] if left_out else []
+        lines = [f"- {finding.line}" for finding in self.findings]
+        return "\n".join([title, self.sentence, *lines, *notes])
+
+    def __repr__(self) -> str:
+        """Returns the text."""
+        return self.text
+
+    def to_json(self) -> str:
+        """Returns everything as text that `from_json` reads."""
+        kept = {
+            "format": _FORMAT,
+            "script": self.script,
+            "sentence": self.sentence,
+            "shares": {part.name: round(part.share, 4) for part in self.parts},
+            "findings": [{**vars(each), "line": each.line} for each in self.findings],
+            "fewer": self.fewer,
+            "told": self.told,
+        }
+        return json.dumps(kept, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Explanation":
+        """Returns what `to_json` made text of.
+
+        Raises:
+            ValueError: If the text is something else.
+        """
+        kept = json.loads(text)
+        if not isinstance(kept, dict) or kept.get("format") != _FORMAT or "told" not in kept:
+            raise ValueError(f"The text is not that of tnt-jax explain, format {_FORMAT}.")
+        return cls(kept["script"], kept["told"], kept["fewer"])
+
+    def to_html(self) -> str:
+        """Returns a page that a browser shows without a network."""
+        title, *_ = self.text.splitlines()
+        bars = [Bar(_PARTS[part.name], part.share, part.seconds) for part in self.parts]
+        kinds = {name: self.slowest(name) or [] for name in self.told["seconds"]}
+        return draw_page(
+            title, self.sentence, bars, kinds, [finding.line for finding in self.findings]
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns the page, which notebooks show."""
+        return self.to_html()
+
+
+def _less(some: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(some, other, strict=True)]
+
+
+def _gain(before: Sequence[float], after: Sequence[float]) -> Spread | None:
+    """Returns by how much of a step a change helps, or None if it does not beyond doubt."""
+    limit = min(_HELPS * statistics.median(before), min(before))
+    if statistics.median(after) >= limit:
+        return None
+    return Spread.of([1 - b / a for a, b in zip(before, after, strict=True)])
+
+
+def _tried(
+    cause: str,
+    text: str,
+    advice: str,
+    before: Sequence[float] | None,
+    after: Sequence[float] | None,
+) -> Finding:
+    """Returns a finding with advice, if that has helped."""
+    gain = None if before is None or after is None else _gain(before, after)
+    return Finding(cause, text, advice if gain else "", gain)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,50 @@
+"""`tnt-jax explain` from Python, as in a notebook."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tnt_jax.launch.explain.command import RESULTS
+from tnt_jax.launch.explain.explanation import Explanation
+from tnt_jax.launch.scale.notebook import LAST_CHARACTERS, run_command
+
+
+def explain(
+    script: str | os.PathLike[str],
+    *,
+    arguments: Sequence[str] = (),
+    steps: int = 20,
+    rounds: int = 5,
+    options: Sequence[str] = (),
+) -> Explanation:
+    """Finds out where the time of a script's steps goes, and tries what may help.
+
+    It is `tnt-jax explain`: the script runs in processes of its own, up to its first `fit`, which
+    times steps instead of training. See docs/explanation.md.
+
+    Args:
+        script: The script, which calls `fit`.
+        arguments: Arguments of the script.
+        steps: Steps of each kind that are timed in a round.
+        rounds: Rounds, each of which takes all kinds in turn.
+        options: Further options of the command, such as `["-n", "4"]`.
+
+    Returns:
+        The explanation: `sentence`, `parts`, `findings`, `text`, `to_html()`, `to_json()`.
+
+    Raises:
+        RuntimeError: If nothing was measured; the message has the end of what the command said.
+    """
+    with tempfile.TemporaryDirectory(prefix="tnt-jax-explain-") as folder:
+        command = [
+            *(sys.executable, "-m", "tnt_jax.launch", "explain"),
+            *("--steps", str(steps), "--rounds", str(rounds), "--output", folder),
+            *(*options, "--", os.fspath(script), *arguments),
+        ]
+        said = run_command(command)
+        results = Path(folder, RESULTS)
+        if not results.exists():
+            raise RuntimeError(f"Nothing was measured:\n{said[-LAST_CHARACTERS:].strip()}")
+        return Explanation.from_json(results.read_text())
