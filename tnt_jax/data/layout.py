@@ -4,9 +4,11 @@ These are pure integer functions that give the same result on every process, wit
 
 With R ranks, a global batch of n rows is split into contiguous blocks of m = ceil(n / R) rows. Rank
 r owns rows r*m to (r+1)*m - 1; rows from n on are padding: they repeat the last row and are masked.
+With G groups of ranks, each group has ceil(n / G) of the rows, which its ranks split likewise.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +22,32 @@ class RankSlice:
         first_rank: Rank of the process's first device.
         local_ranks: Number of ranks of the process, which are neighbours.
         are_virtual: Whether they are virtual ranks, several of which run on one device.
+        num_groups: Groups of equally many neighbouring ranks that take equal parts of a batch, so
+            that the ranks of a group do not change which rows it has.
     """
 
     num_ranks: int
     first_rank: int = 0
     local_ranks: int = 1
     are_virtual: bool = False
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         assert (
             self.first_rank >= 0
             and self.local_ranks >= 1
             and self.first_rank + self.local_ranks <= self.num_ranks
+            and self.num_ranks % self.num_groups == 0
         )
+
+    def rows_of(self, num_rows: Any) -> tuple[Any, Any]:
+        """Returns the first row of this process in a batch, and the end of its group's rows.
+
+        The end may be beyond the batch. The number of rows may be one of TensorFlow's.
+        """
+        group, rank = divmod(self.first_rank, self.num_ranks // self.num_groups)
+        part = -(-num_rows // self.num_groups)
+        return group * part + rank * -(-num_rows // self.num_ranks), (group + 1) * part
 
     @property
     def kind(self) -> str:
@@ -68,11 +83,10 @@ def local_rows(num_rows: int, rank_slice: RankSlice) -> LocalRows:
     """
     assert num_rows >= 1
     micro = micro_batch_size(num_rows, rank_slice.num_ranks)
-    first = rank_slice.first_rank * micro
+    first, end = rank_slice.rows_of(num_rows)
     rows = np.arange(first, first + rank_slice.local_ranks * micro)
-    mask = (
-        None if micro * rank_slice.num_ranks == num_rows else (rows < num_rows).astype(np.float32)
-    )
+    is_real = rows < min(num_rows, end)
+    mask = None if micro * rank_slice.num_ranks == num_rows else is_real.astype(np.float32)
     return LocalRows(np.minimum(rows, num_rows - 1), mask, first)
 
 

@@ -29,6 +29,8 @@ class TrainState:
             of which each rank holds its row; None if every step updates.
         residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]`
             of which each rank holds its row; None without compression.
+        first_row: Rows of the global batch before those of these ranks, uint32 scalar, where other
+            ranks compute them by themselves; None for the first.
     """
 
     step: jax.Array
@@ -38,6 +40,7 @@ class TrainState:
     key: jax.Array
     accumulated: Any = None
     residual: Any = None
+    first_row: Any = None
 
     def after_step(self, params: Any, opt_state: Any, accumulated: Any, **others: Any) -> Self:
         """Returns the state after a step, with other arrays than those that it leaves."""

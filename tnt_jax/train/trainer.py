@@ -4,7 +4,7 @@
 of batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -299,9 +299,7 @@ class Trainer:
             if self.fewer_rows is not None and group.num_rows not in self._ran:
                 self.state, sums = self._first_run(group, sums)
             else:
-                step = compiled.training(group, self._built(), sums)
-                # Read here, because a callback may have replaced the state.
-                self.state, sums = step(self._built(), sums, group.batch)
+                sums = self._run(group, sums)
             running.add(sums["loss"][1])
             index += group.num_steps
             if watch is not None:
@@ -310,6 +308,13 @@ class Trainer:
                 break
         if watch is not None and sums is not None:
             self.state, sums = watch.settle(self._built(), sums)
+        return sums
+
+    def _run(self, group: DeviceBatches, sums: Any) -> Any:
+        """Runs the program of a group of batches; returns the sums after it."""
+        # Read here, because a callback may have replaced the state.
+        step = self.programs.training(group, self._built(), sums)
+        self.state, sums = step(self._built(), sums, group.batch)
         return sums
 
     def _first_run(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:
@@ -343,6 +348,41 @@ class Trainer:
         """Raises if `on_nan="rollback"` has made no progress."""
         if (watch := self.programs.watch) is not None:
             watch.end_epoch(self._built())
+
+    @property
+    def of_group(self) -> "Trainer":
+        """The trainer of the ranks that sum gradients in every step: of all, so this one.
+
+        A trainer whose ranks train in groups has another one, for which the methods below differ.
+        """
+        return self
+
+    @property
+    def most_apart(self) -> int:
+        """Steps by which another group may be ahead of this one."""
+        return 0
+
+    def alike_state(self) -> TrainState:
+        """Returns the parts of the state that all ranks have alike; the others are None."""
+        return self._built()
+
+    def whole_sums(self, sums: Any) -> Any:
+        """Returns the sums of an epoch over the rows of all groups."""
+        return sums
+
+    def end_training(self) -> None:
+        """Brings the groups together, at the end of `fit`."""
+
+    def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns sums as a checkpoint holds them, and its further arrays by path."""
+        return sums, {}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes the further arrays of a checkpoint, after its state."""
+
+    def own_rows(self, tree: Any) -> Any:
+        """Returns what belongs to this group of host arrays that `saved` returned."""
+        return tree
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""

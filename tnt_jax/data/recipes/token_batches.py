@@ -161,8 +161,11 @@ class TokenBatchSource:
     def _host_batch(self, batch: _Batch) -> HostBatch:
         length = int(self.buckets[batch.bucket])
         num_rows = len(batch.indices)
-        micro = micro_batch_size(int(self._rows[batch.bucket]), self._rank_slice.num_ranks)
-        rows = self._rank_slice.first_rank * micro + np.arange(self._rank_slice.local_ranks * micro)
+        full = int(self._rows[batch.bucket])
+        micro = micro_batch_size(full, self._rank_slice.num_ranks)
+        first, end = self._rank_slice.rows_of(full)
+        rows = first + np.arange(self._rank_slice.local_ranks * micro)
+        is_real = rows < min(num_rows, end)
         own = batch.indices[np.minimum(rows, num_rows - 1)]
         sources, targets = (
             _padded([side[i] for i in own], length)
@@ -170,7 +173,7 @@ class TokenBatchSource:
         )
         # Full batches have a mask, too: otherwise each bucket would need two programs.
         return HostBatch(
-            self._spec.structure(sources, targets), (rows < num_rows).astype(np.float32), num_rows
+            self._spec.structure(sources, targets), is_real.astype(np.float32), num_rows
         )
 
     def _report(self, lengths: np.ndarray, used: np.ndarray) -> None:

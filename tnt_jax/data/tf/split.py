@@ -47,8 +47,8 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
         rows: Any = tf.data.Dataset.zip(parts) if tf.nest.is_nested(parts) else parts
         count = rows.cardinality()
         micro = -(-count // rank_slice.num_ranks)
-        first, local = rank_slice.first_rank * micro, rank_slice.local_ranks * micro
-        real = tf.minimum(tf.maximum(count - first, 0), local)
+        (first, end), local = rank_slice.rows_of(count), rank_slice.local_ranks * micro
+        real = tf.minimum(tf.maximum(tf.minimum(count, end) - first, 0), local)
         padding = rows.skip(count - 1).repeat(local - real)
         return (
             rows.skip(first)
@@ -71,7 +71,7 @@ def take_own(batches: Any, rank_slice: RankSlice) -> Any:
         leaf = tf.nest.flatten(parts)[0]
         count: Any = leaf.shape[0] or tf.shape(leaf)[0]
         micro = -(-count // rank_slice.num_ranks)
-        indices = rank_slice.first_rank * micro + tf.range(rank_slice.local_ranks * micro)
+        indices = rank_slice.rows_of(count)[0] + tf.range(rank_slice.local_ranks * micro)
         chosen = tf.minimum(indices, count - 1)
         return tf.cast(count, tf.int64), tf.nest.map_structure(
             lambda x: tf.gather(x, chosen), parts
@@ -298,12 +298,12 @@ class Splitter:
 
     def _cached(self, dataset: Any, own: Any) -> Any:
         file = read(dataset, "filename").numpy().decode()
+        ranks = self.rank_slice
         # Processes cache different rows, and may share a file system.
-        return own.cache(
-            f"{file}.ranks-{self.rank_slice.first_rank}-of-{self.rank_slice.num_ranks}"
-            if file
-            else ""
-        )
+        name = f"{file}.ranks-{ranks.first_rank}-of-{ranks.num_ranks}"
+        if ranks.num_groups > 1:
+            name += f"-in-{ranks.num_groups}-groups"
+        return own.cache(name if file else "")
 
 
 def _is_small(spec: Any, size: int) -> bool:

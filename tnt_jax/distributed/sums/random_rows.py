@@ -185,15 +185,24 @@ def key_for(
 
 
 def batch_key(
-    words: jax.Array, step: jax.Array | int, num_rows: int, *, first_rank: jax.Array | int = 0
+    words: jax.Array,
+    step: jax.Array | int,
+    num_rows: int,
+    *,
+    first_rank: jax.Array | int = 0,
+    rows_before: jax.Array | None = None,
 ) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
     `words` are those of the run, uint32 `[2]`; `num_rows` counts this rank's rows, padding
-    included, and `first_rank` the ranks of other meshes that compute earlier rows.
+    included, and `first_rank` the ranks of other meshes that compute earlier rows, or `rows_before`
+    the rows themselves.
     """
     axes = _jax.rank_axes()
     is_whole = isinstance(first_rank, int) and first_rank == 0 and jax.lax.axis_size(axes) == 1
+    if rows_before is not None:
+        own = jax.lax.axis_index(axes).astype(jnp.uint32) * num_rows
+        return row_key(step_key(words, step), rows_before + own)
     first_row = 0 if is_whole else (first_rank + jax.lax.axis_index(axes)) * num_rows
     return row_key(step_key(words, step), first_row)
 

@@ -390,6 +390,7 @@ class BackupAndRestore(Callback):
             )
             arrays = saved.arrays | _new_settings(self.model.state, changes)
             self.model.set_state(with_arrays(self.model.state, arrays))
+            self.model.training_state.restore_groups(saved.extra)
             position = resumption.resume_at(
                 position, saved.notes["data"], numbered(saved.extra, "sums")
             )
@@ -440,7 +441,7 @@ class BackupAndRestore(Callback):
         self.newest = self._checkpoints.save(
             state,
             position=reached.position,
-            extra=arrays | sums,
+            extra=arrays | sums | reached.of_groups,
             notes={
                 "callbacks": states,
                 "data": reached.data,

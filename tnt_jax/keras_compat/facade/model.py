@@ -28,6 +28,7 @@ from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.settings import Settings, read_settings
 from tnt_jax.sharded import Pipeline, Remat, Rule
+from tnt_jax.train.local.groups import LocalSteps
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
@@ -80,6 +81,8 @@ class Model(SingleBatches, Inspection):
         sharding_rules: What is cut over which axis of the mesh.
         pipeline: Equal blocks that are divided over the axis `stage`.
         remat: What blocks keep for backpropagation: `"none"` (all), `"dots"`, `"full"`, or by path.
+        sync: `tnt_jax.LocalSteps` to train in groups that exchange updates now and then, for slow
+            links. It is another algorithm (docs/local_steps.md).
 
     What needs variables, or losses and metrics, raises a RuntimeError before there are any, or
     before `compile`.
@@ -109,6 +112,7 @@ class Model(SingleBatches, Inspection):
         sharding_rules: Sequence[Rule] = (),
         pipeline: Pipeline | None = None,
         remat: Remat | Mapping[str, Remat] = "none",
+        sync: LocalSteps | None = None,
     ) -> None:
         options = ModelOptions(
             seed_or_default(seed),
@@ -126,6 +130,7 @@ class Model(SingleBatches, Inspection):
             sharding_rules,
             pipeline,
             remat,
+            sync,
         )
         self._core = core = Core(module, variables, options)
         self._shared = shared = Shared.of(core)
@@ -187,6 +192,7 @@ class Model(SingleBatches, Inspection):
             auto_scale_loss=auto_scale_loss,
             on_nan=on_nan,
         )
+        self._core.check_local_steps()
 
     @called("Model.fit")
     def fit(
@@ -255,7 +261,14 @@ class Model(SingleBatches, Inspection):
         """
         directory = choose_directory(resume, callbacks)
         data = DataArguments(
-            x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
+            x,
+            y,
+            sample_weight,
+            batch_size,
+            tnt_micro_batch_size,
+            shuffle,
+            tnt_distribute_dataset,
+            trains=True,
         )
         arguments = FitArguments(
             class_weight,

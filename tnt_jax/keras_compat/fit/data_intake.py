@@ -101,6 +101,7 @@ class DataArguments:
     shuffle: bool = False
     distribute: bool = True
     predicts: bool = False  # Targets and weights are ignored.
+    trains: bool = False  # Groups of ranks may have other rows than in evaluation.
     is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
 
     @property
@@ -278,7 +279,8 @@ class DataIntake:
                 "mesh several processes work on the same rows. Give each process all devices of "
                 "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
             )
-        rank_slice = self._core.trainer.rank_slice
+        trainer = self._core.trainer
+        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
         options = self._core.options
         sizes = (data.batch_size, data.rows_per_rank)
         return ReadOptions(

@@ -110,6 +110,8 @@ class FitLoop:
         if data.fits_memory:
             self._core.ask_for_passes()
         compare_starts("Model.fit", self._core, data, arguments)
+        # Groups of ranks meet here for the first time.
+        _ = self._core.trainer.of_group
         data, arguments = carry_out_split(data, arguments)
         weighting = class_weighting(arguments.class_weight)
         with self._core.trainer.building_meanwhile():
@@ -168,7 +170,8 @@ class FitLoop:
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with callbacks.open("Model.fit", **counts) as hooks:
             watches = may_stop_within_epoch(hooks.callbacks)
-            stopping = shared_stop(ahead=IN_FLIGHT + 1, is_watched=watches)
+            ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
+            stopping = shared_stop(ahead=ahead, is_watched=watches)
             with self._core.fitting(), goodput.training(), stopping as stop:
                 self._run_epochs(plan, hooks, stop)
         assert self._shared.progress.history is not None
@@ -209,12 +212,13 @@ class FitLoop:
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         progress.enter_epoch(*start)
         divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
-        divergence.check_start(self._core.trainer.require_state())
+        divergence.check_start(self._core.trainer.alike_state())
         try:
             for epoch_logs in self._epochs(plan, hooks, start, stop, divergence):
                 logs = epoch_logs
         except Preempted:
             save_and_exit(self._shared.resumption.save_now, hooks, progress, logs)
+        self._core.trainer.of_group.end_training()
         optimizer = self._shared.state.optimizer
         if optimizer is not None and optimizer.use_ema:
             optimizer.use_average()  # Keras does the same.
@@ -254,7 +258,7 @@ class FitLoop:
             hooks.call("on_epoch_end", epoch, logs)
             self._shared.resumption.enter_epoch(epoch + 1)
             progress.stop_training = divergence.check(
-                self._core.trainer.require_state(),
+                self._core.trainer.alike_state(),
                 epoch=epoch + 1,
                 stop_training=progress.stop_training or stop.is_asked,
             )
@@ -280,7 +284,7 @@ class FitLoop:
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         elif kept := jax.tree.leaves(self._shared.progress.training_sums):
-            steps.sums = self._core.trainer.host_sums(kept, plan.unpack(plan.first))
+            steps.sums = self._core.trainer.of_group.host_sums(kept, plan.unpack(plan.first))
         batches = read_in_lockstep(
             stream.epoch(epoch),
             stream.source,
@@ -304,9 +308,10 @@ class FitLoop:
             return None
         if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
-        self._core.trainer.end_epoch()
+        self._core.trainer.of_group.end_epoch()
         epoch_s = time.perf_counter() - start_s
-        logs = self._core.training_logs(steps.sums)
+        self._shared.progress.epoch_sums = self._core.trainer.of_group.whole_sums(steps.sums)
+        logs = self._core.training_logs(self._shared.progress.epoch_sums)
         _report(epoch, steps.input_wait_s, epoch_s, logs["loss"])
         return logs
 
@@ -364,7 +369,7 @@ class _EpochSteps:
         self.sums: Any = None
         self.index = 0  # Steps so far.
         self.input_wait_s = 0.0  # The devices had nothing to do but to wait for data.
-        self._trainer: Trainer = core.trainer
+        self._trainer: Trainer = core.trainer.of_group
         self._known = core.require_compiled().compiled_kinds
         self._hooks = hooks
         self._unpack = unpack

@@ -101,7 +101,7 @@ class Preparation:
 
         Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
         """
-        compilation, trainer = self._core.require_compiled(), self._core.trainer
+        compilation, trainer = self._core.require_compiled(), self._core.trainer.of_group
         num_steps = compilation.steps_per_execution or 1
         if trainer.steps.fused is None or compilation.compiled_kinds:
             return

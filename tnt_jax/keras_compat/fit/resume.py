@@ -53,6 +53,7 @@ _OPTIONS = (
     "frozen",
     "synchronize_batch_norm",
     "gradient_compression",
+    "sync",
 )
 _LOSS = ("loss", "objective", "class_weight")
 _RATE_STEPS = (0, 1, 10, 100, 1000, 10_000)
@@ -301,6 +302,7 @@ class Reached(NamedTuple):
     position: Position
     data: DataPosition  # The same in rows, and what that depends on; JSON values.
     sums: list[Any]  # Leaves, on the devices.
+    of_groups: dict[str, Any]  # What each group of ranks has for itself, by path.
 
 
 class Resumption:
@@ -366,10 +368,12 @@ class Resumption:
         """Returns where training is; all of the steps that were started belong to it."""
         progress = self._progress
         assert self._stream is not None, "fit() comes first."
+        sums, of_groups = self._core.trainer.of_group.saved(progress.training_sums)
         return Reached(
             Position(progress.epoch, progress.batches_done),
             describe_position(self._stream, self._first_epoch, progress.rows_done),
-            jax.tree.leaves(progress.training_sums),
+            jax.tree.leaves(sums),
+            of_groups,
         )
 
     def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
@@ -436,7 +440,8 @@ class Resumption:
             return Start(epoch, 0, 0, None)
         position, rows, leaves = resumed
         try:
-            sums = self._core.trainer.host_sums(leaves, first) if leaves else None
+            trainer = self._core.trainer.of_group
+            sums = trainer.host_sums(trainer.own_rows(leaves), first) if leaves else None
         except ValueError as error:
             raise ValueError(
                 f"The metrics cannot change within an epoch, and the checkpoint is within epoch "

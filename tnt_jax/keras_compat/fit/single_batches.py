@@ -63,6 +63,11 @@ class SingleBatches:
             ValueError: If data and arguments contradict one another.
         """
         self._core.require_trainable()
+        if self._core.options.sync is not None:
+            raise ValueError(
+                "train_on_batch is not possible with sync=LocalSteps, as nobody knows which call "
+                "is the last of a round. Use fit, or tnt_jax.local_steps in a custom training loop."
+            )
         weighting = class_weighting(class_weight)
         trainer = self._core.trainer
         first = self._single(x, y, sample_weight)

@@ -57,7 +57,8 @@ def compare_starts(
     values = others | _of_data(data)
     if arguments is not None:
         values |= _of_fit(arguments)
-    values |= flat("Model", _named(core.options)) | describe_model(core) | _of_variables(core)
+    options = _named(core.options) | {"sync": comparable(core.options.sync)}
+    values |= flat("Model", options) | describe_model(core) | _of_variables(core)
     if (compilation := core.compilation) is not None:
         values |= describe_compilation(core, compilation) | {
             "on_nan": compilation.on_nan,

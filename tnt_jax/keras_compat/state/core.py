@@ -29,6 +29,7 @@ from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.local.trainer import LocalTrainer
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows
@@ -71,6 +72,7 @@ class Core:
             reproducible.check_reproducible(
                 options.virtual_ranks, options.gradient_compression, options.shard_optimizer_state
             )
+        options.check_local_steps()
         self.module = module
         self.options = options
         self._sharding = options.for_sharding()
@@ -107,7 +109,18 @@ class Core:
                 steps = reproducible.ReproducibleSteps(ranks)
             else:
                 steps = self._steps(job)
-            self._trainer = Trainer(self.adapter, job, steps, seed=self.options.seed)
+            seed, sync = self.options.seed, self.options.sync
+            if sync is None:
+                self._trainer = Trainer(self.adapter, job, steps, seed=seed)
+            else:
+                self._trainer = LocalTrainer(
+                    self.adapter,
+                    job,
+                    steps,
+                    seed=seed,
+                    sync=sync,
+                    threshold_kb=self.options.fusion_threshold,
+                )
         return self._trainer
 
     def view(self, owner: Trainer) -> None:
@@ -155,6 +168,11 @@ class Core:
         Raises:
             ValueError: If an option decides how many they are.
         """
+        if self.options.sync is not None:
+            raise ValueError(
+                f"{auto.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory of a "
+                "group's step is not measured. Pass a number of rows."
+            )
         for name, remedy in _WAYS_OUT.items():
             if getattr(self.options, name):
                 raise ValueError(
@@ -386,6 +404,7 @@ class Core:
             "reproducible=True": self.options.reproducible,
             "A pipeline": self.options.pipeline is not None,
             "gradient_compression": self.options.gradient_compression is not None,
+            "sync=LocalSteps": self.options.sync is not None,
             "A parameter server": type(self.trainer.steps)
             not in (DataParallelSteps, sharded.ShardedSteps),
         }
@@ -437,6 +456,26 @@ class Core:
         pipeline = self.options.pipeline
         num_stages = job.mesh.shape.get(STAGE_AXIS, 1)
         return [] if pipeline is None else [pipeline.description(num_stages)]
+
+    def check_local_steps(self) -> None:
+        """Raises a ValueError if `compile` chose what groups that train by themselves cannot do."""
+        compilation = self.require_compiled()
+        if self.options.sync is None:
+            return
+        for name, is_set, why in (
+            ("on_nan", compilation.on_nan is not None, "groups would leave different steps"),
+            (
+                "gradient_accumulation_steps",
+                compilation.accumulation_steps > 1,
+                "a larger batch, or a larger LocalSteps(every=...), has its effect",
+            ),
+            ("use_ema", compilation.optimizer.use_ema, "each group would keep averages of its own"),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"sync=LocalSteps cannot be combined with {name}: {why}. Leave one of the two "
+                    "out."
+                )
 
     @property
     def calls_model(self) -> bool:
@@ -552,8 +591,10 @@ class Core:
 
     def read_assigned(self) -> None:
         """Reads what a callback has assigned to the wrapped object, alike on all processes."""
-        state = self.trainer.state if self.is_fitting else None
-        if state is None or not self.adapter.has_assigned():
+        if not self.is_fitting or not self.adapter.has_assigned():
+            return
+        state = self.trainer.state
+        if state is None:
             return
         check_changes_model("Assigning a variable of the wrapped object")
         held = Variables(state.params, state.model_state)

@@ -42,6 +42,10 @@ class ModelState:
         """Returns the whole training state, on each of the processes, which call it together."""
         return jax.tree.map(self._core.trainer.gather, self.state)
 
+    def restore_groups(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Gives groups of ranks what they had for themselves, after the state was restored."""
+        self._core.trainer.of_group.restore(arrays)
+
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one was started, before a save."""
         self._core.trainer.settle()

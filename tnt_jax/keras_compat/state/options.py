@@ -10,6 +10,7 @@ from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions
 from tnt_jax.sharded.rules import Axis
 from tnt_jax.train.contracts import Apply
+from tnt_jax.train.local.groups import LocalSteps
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.global_step import GlobalSteps
 
@@ -33,6 +34,7 @@ class ModelOptions:
     sharding_rules: Sequence[Rule] = ()
     pipeline: Pipeline | None = None
     remat: Remat | Mapping[str, Remat] = "none"
+    sync: LocalSteps | None = None
 
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
@@ -46,6 +48,29 @@ class ModelOptions:
             "ranks_per_host": self.ranks_per_host,
             "shard_optimizer_state": self.shard_optimizer_state,
         }
+
+    def check_local_steps(self) -> None:
+        """Raises an error if `sync` is none, or another option excludes it."""
+        if self.sync is None:
+            return
+        if not isinstance(self.sync, LocalSteps):
+            raise TypeError(f"sync must be a tnt_jax.LocalSteps, but is {self.sync!r}.")
+        for name, is_set, why in (
+            ("mesh", self.mesh is not None, "a group holds the whole model on each rank"),
+            ("reproducible", self.reproducible, "results depend on the number of groups"),
+            ("shard_optimizer_state", self.shard_optimizer_state, "no state is sharded in groups"),
+            ("ranks_per_host", self.ranks_per_host > 1, "groups decide who sums with whom"),
+            (
+                "gradient_compression",
+                self.gradient_compression is not None,
+                "LocalSteps(compress='int8') compresses what travels between groups",
+            ),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"sync=LocalSteps cannot be combined with {name}: {why}. Leave one of the two "
+                    "out."
+                )
 
     def for_sharding(self) -> ShardingOptions | None:
         """Returns how the model is sharded; None for data parallelism alone.
@@ -67,7 +92,7 @@ class ModelOptions:
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model.
 
-        They exclude `ranks_per_host`, `mesh` and the like, which belong to the machine.
+        They exclude `ranks_per_host`, `mesh`, `sync` and the like, which belong to the machine.
         """
         return self._named(
             "seed",

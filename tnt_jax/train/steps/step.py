@@ -80,7 +80,9 @@ _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
 # Everything is replicated except what each rank keeps of its own gradients.
-_STATE = TrainState(*[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW)
+_STATE = TrainState(
+    *[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW, first_row=_REPLICATED
+)
 
 
 def make_train_step(
@@ -163,7 +165,9 @@ def differentiate(
     `first_rank` are the ranks of other meshes that compute earlier rows of the global batch.
     """
     num_rows = num_local_rows(batch)
-    key = batch_key(state.key, state.step, num_rows, first_rank=first_rank)
+    key = batch_key(
+        state.key, state.step, num_rows, first_rank=first_rank, rows_before=state.first_row
+    )
     scale = loss_scale(state.opt_state)
     rows = MicroRows(num_rows, num_passes(num_rows, parts.rows_at_once))
     num_shares = _jax.num_ranks(mesh) * rows.num_parts

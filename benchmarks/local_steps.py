@@ -1,0 +1,267 @@
+"""Local steps with outer updates beside synchronous training, on hosts with slow links.
+
+Each host has one process, and all train on the same global batches. `apart` is the same number of
+processes that train on their shares without exchanging anything: the speed of so many machines.
+Efficiency is the time of a step of `apart` over that of the way to train. Bytes are those that
+leave the network cards of all hosts in training, without evaluation, by the kernel's counters.
+
+On hosts with rate-limited links, a command prefix places the processes; the labels of the link go
+to the table:
+
+    python benchmarks/local_steps.py --hosts 2 --prefix "netcluster exec node{number} --"
+    --address 10.77.0.{number} --link "1 Gbit/s" --output benchmarks/results/local_steps_1gbit.json
+
+`--speed` takes few rows and one seed: times and bytes without a meaning of the accuracy. `--table`
+prints files of earlier runs.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import environment
+from scaling_models import make_flax
+
+TEXT_BYTES = 64
+WAYS: dict[str, dict[str, Any] | None] = {
+    "apart": None,
+    "synchronous": None,
+    "DiLoCo": {"every": 50},
+    "Streaming DiLoCo": {"every": 50, "fragments": 4, "delay": 5, "compress": "int8"},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: rows of a global batch, epochs, rate, and rows for `--speed`."""
+
+    batch: int
+    epochs: int
+    rate: float
+    speed_rows: int
+
+
+TASKS = {
+    "mlp": Task(256, 6, 0.05, 25_600),
+    "resnet20": Task(128, 3, 0.05, 5_120),
+    "decoder_tiny": Task(128, 3, 0.5, 25_600),
+}
+
+
+def load(model: str) -> tuple[Any, Any, Any, Any]:
+    """Returns rows and labels to train and to test on."""
+    root = Path(os.environ["TNT_JAX_DATA"])
+    if model == "decoder_tiny":
+        path = root / "tatoeba_ende" / "train.eng-deu.tsv.gz"
+        with gzip.open(path, "rb") as file:
+            lines = [line.split(b"\t")[-2] for line, _ in zip(file, range(110_000), strict=False)]
+        rows = [line[: TEXT_BYTES + 1].ljust(TEXT_BYTES + 1, b"\0") for line in lines]
+        text = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).astype(np.int32)
+        x, y = text[:, :-1], text[:, 1:]
+        return x[:100_000], y[:100_000], x[100_000:], y[100_000:]
+
+    def read(part: str) -> tuple[Any, Any]:
+        folder = root / "fashion_mnist"
+        images = gzip.decompress((folder / f"{part}-images-idx3-ubyte.gz").read_bytes())
+        labels = gzip.decompress((folder / f"{part}-labels-idx1-ubyte.gz").read_bytes())
+        pixels = np.frombuffer(images, np.uint8, offset=16).reshape(-1, 28, 28, 1)
+        return pixels.astype(np.float32) / 255, np.frombuffer(labels, np.uint8, offset=8).astype(
+            np.int32
+        )
+
+    return *read("train"), *read("t10k")
+
+
+def make_model(task: dict[str, Any]) -> Any:
+    import optax
+
+    import tnt_jax as tnt
+
+    given = WAYS[task["way"]]
+    sync = None if given is None else tnt.LocalSteps(**given, groups="process")
+    name = task["model"]
+    module = (
+        tnt.models.Decoder(**tnt.models.DECODER_SIZES["tiny"])
+        if name == "decoder_tiny"
+        else make_flax(name)
+    )
+    model = tnt.Model(module, seed=task["seed"], sync=sync)
+    model.compile(
+        optax.sgd(TASKS[name].rate, momentum=0.9),
+        loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def sent_bytes() -> int:
+    """Returns what has left the network cards of this host."""
+    cards = [path for path in Path("/sys/class/net").iterdir() if path.name != "lo"]
+    return sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
+
+
+def work(task: dict[str, Any], process: int) -> None:
+    """Trains in one process, and prints what came of it."""
+    import tnt_jax as tnt
+
+    x, y, x_test, y_test = load(task["model"])
+    x, y = x[: task["rows"]], y[: task["rows"]]
+    batch = task["batch"]
+    if task["way"] == "apart":
+        own = slice(process * len(x) // task["hosts"], (process + 1) * len(x) // task["hosts"])
+        x, y, batch = x[own], y[own], batch // task["hosts"]
+
+    class Clock(tnt.callbacks.Callback):
+        """Notes the time and the bytes at the beginning and the end of each epoch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted: list[tuple[float, int]] = []
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.noted.append((time.perf_counter(), sent_bytes()))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.noted.append((time.perf_counter(), sent_bytes()))
+
+    model, clock = make_model(task), Clock()
+    model.fit(x, y, batch_size=batch, epochs=task["epochs"], verbose=0, callbacks=[clock])
+    spans = list(zip(clock.noted[::2], clock.noted[1::2], strict=True))[1:]
+    steps = -(-len(x) // batch)
+    logs = model.evaluate(x_test, y_test, batch_size=1000, verbose=0, return_dict=True)
+    print(
+        json.dumps(
+            {
+                "step_ms": [1000 * (end[0] - begin[0]) / steps for begin, end in spans],
+                "bytes": [(end[1] - begin[1]) / steps for begin, end in spans],
+                "test": logs,
+            }
+        )
+    )
+
+
+def run(task: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the processes of one way to train, and returns what they found together."""
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    cores = sorted(os.sched_getaffinity(0))
+    port = 29_000 + int(time.time()) % 1000
+    processes = []
+    for index in range(task["hosts"]):
+        where = {"number": index + 1, "index": index}
+        joined = (
+            {}
+            if task["way"] == "apart"
+            else {
+                "TNT_COORDINATOR_ADDRESS": f"{args.address.format(number=1, index=0)}:{port}",
+                "TNT_NUM_PROCESSES": str(task["hosts"]),
+                "TNT_PROCESS_ID": str(index),
+            }
+        )
+        command = [
+            *shlex.split(args.prefix.format(**where)),
+            *("taskset", "-c", str(cores[index % len(cores)])),
+            *(sys.executable, __file__, "--worker", json.dumps(task), str(index)),
+        ]
+        processes.append(
+            subprocess.Popen(
+                command, env={**variables, **joined}, stdout=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit(f"A process of {task} failed.")
+    found = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    return {
+        **task,
+        "step_ms": [max(times) for times in zip(*(one["step_ms"] for one in found), strict=True)],
+        "bytes": [sum(each) for each in zip(*(one["bytes"] for one in found), strict=True)],
+        "test": found[0]["test"],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Returns a table in Markdown, with medians of times and bytes and means of tests (spread)."""
+    columns = "model, hosts, link, way, ms a step, efficiency, KB a step, times fewer, test loss"
+    names = [*columns.split(", "), "test accuracy", "seeds"]
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in results:
+        grouped.setdefault((one["model"], one["hosts"], one["link"], one["way"]), []).append(one)
+
+    def median_of(key: tuple[Any, ...], name: str) -> float:
+        runs = grouped.get(key, [])
+        return statistics.median([x for one in runs for x in one[name]]) if runs else float("nan")
+
+    for key, runs in grouped.items():
+        model, hosts, link, way = key
+        step, size = median_of(key, "step_ms"), median_of(key, "bytes")
+        apart = median_of((model, hosts, link, "apart"), "step_ms")
+        synchronous = median_of((model, hosts, link, "synchronous"), "bytes")
+        tests = [one["test"] for one in runs]
+        loss, accuracy = ([test[name] for test in tests] for name in ("loss", "accuracy"))
+        numbers = [
+            f"{step:.1f}",
+            f"{apart / step:.2f}",
+            "" if way == "apart" else f"{size / 1e3:.1f}",
+            "" if way in ("apart", "synchronous") or not size else f"{synchronous / size:.0f}",
+            "" if way == "apart" else f"{np.mean(loss):.4f} ({np.ptp(loss):.4f})",
+            "" if way == "apart" else f"{np.mean(accuracy):.4f} ({np.ptp(accuracy):.4f})",
+            str(len(runs)),
+        ]
+        lines.append(f"| {' | '.join([model, str(hosts), link, way, *numbers])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]), int(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="of each model; by default as in TASKS")
+    parser.add_argument("--rows", type=int, help="to train on; by default all")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--prefix", default="")
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--link", default="none", help="what the table calls the links")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.table:
+        print(table([one for file in args.table for one in json.loads(file.read_text())["runs"]]))
+        return
+    runs = []
+    for name in args.models:
+        task = TASKS[name]
+        rows = args.rows or (task.speed_rows if args.speed else None)
+        for seed in range(1 if args.speed else args.seeds):
+            for way in args.ways:
+                if way == "apart" and seed:
+                    continue
+                epochs = args.epochs or (3 if args.speed else task.epochs)
+                choice = {"model": name, "hosts": args.hosts, "link": args.link, "way": way}
+                choice |= {"seed": seed, "rows": rows, "epochs": epochs, "batch": task.batch}
+                runs.append(run(choice, args))
+                print(json.dumps(runs[-1]), flush=True)
+                if args.output:
+                    content = {**environment(), "runs": runs}
+                    args.output.write_text(json.dumps(content, indent=1) + "\n")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Which processes train together, and what is refused before any of them waits for another."""
+
+import flax.linen as nn
+import optax
+import pytest
+
+import tnt_jax as tnt
+from tnt_jax.train.local.groups import _check_ranks, _processes
+
+
+@pytest.mark.parametrize(
+    ("groups", "hosts", "expected"),
+    [
+        ("host", "aabb", ((0, 1), (2, 3))),
+        ("host", "a", ((0,),)),
+        ("process", "aab", ((0,), (1,), (2,))),
+        ([[2, 3], [1, 0]], "aaaa", ((0, 1), (2, 3))),
+    ],
+)
+def test_groups_are_found_in_order(groups, hosts, expected):
+    assert _processes(groups, hosts) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "hosts", "text"),
+    [
+        ("host", "abab", "Number them host by host"),
+        ("hosts", "ab", "each of the 2 processes once"),
+        ([[0], [0, 1]], "ab", "each of the 2 processes once"),
+        ([[0, 2], [1, 3]], "aaaa", "neighbouring numbers"),
+        (3, "ab", "each of the 2 processes once"),
+    ],
+)
+def test_other_groups_are_refused(groups, hosts, text):
+    with pytest.raises(ValueError, match=text):
+        _processes(groups, hosts)
+
+
+def test_groups_of_unequal_size_are_refused():
+    _check_ranks([(0,), (1,)], [0, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"equally many ranks.*\[2, 1\]"):
+        _check_ranks([(0,), (1,)], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"every": 0}, ValueError, "every must be an integer of at least 1"),
+        ({"every": 2.0}, ValueError, "every must be an integer"),
+        ({"every": 2, "fragments": 3}, ValueError, "at most every"),
+        ({"every": 2, "delay": 2}, ValueError, "below every"),
+        ({"compress": "int4"}, ValueError, "'none' or 'int8'"),
+        ({"outer": 0.7}, TypeError, "an Optax transformation or a tnt_jax.optimizers object"),
+    ],
+)
+def test_invalid_rounds_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        tnt.LocalSteps(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"fsdp": 2}},
+        {"reproducible": True},
+        {"shard_optimizer_state": True},
+        {"ranks_per_host": 2},
+        {"gradient_compression": "bfloat16"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_exclude_local_steps_are_refused(options):
+    with pytest.raises(ValueError, match=f"cannot be combined with {next(iter(options))}"):
+        tnt.Model(nn.Dense(1), sync=tnt.LocalSteps(), **options)
+    with pytest.raises(TypeError, match=r"sync must be a tnt_jax\.LocalSteps"):
+        tnt.Model(nn.Dense(1), sync="host")
+
+
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        ({"on_nan": "skip"}, "on_nan"),
+        ({"optimizer": tnt.optimizers.SGD(gradient_accumulation_steps=2)}, "gradient_accumulation"),
+        ({"optimizer": tnt.optimizers.SGD(use_ema=True)}, "use_ema"),
+    ],
+)
+def test_what_groups_cannot_do_is_refused_in_compile(choices, name):
+    model = tnt.Model(nn.Dense(1), sync=tnt.LocalSteps(outer=optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=name):
+        model.compile(**{"optimizer": "sgd", "loss": "mse"} | choices)

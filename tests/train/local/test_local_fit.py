@@ -1,0 +1,112 @@
+"""Local steps by `fit`, in real processes, against one device, a plain loop, and `fit` itself."""
+
+import numpy as np
+import optax
+import pytest
+from local_runs import run, train_plainly
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+TOLERANCE = 2e-6
+DATA = {"rows": 46, "size": 8}  # Six steps an epoch; the last batch has six rows.
+EVERY_STEP = {"every": 1, "outer": "mean"}
+STREAMING = {"every": 4, "outer": "nesterov", "fragments": 2, "delay": 1}
+
+
+def weights(result):
+    return [result[name] for name in sorted(result) if name.startswith("[")]
+
+
+def assert_close(found, expected, names=None):
+    for name in names or expected.keys():
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+def assert_same_bits(found, expected):
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Runs of two processes, each a group, by recipe."""
+    recipes = {
+        "every step": DATA | {"sync": EVERY_STEP},
+        "every step, dropout": DATA | {"sync": EVERY_STEP, "dropout": 0.3},
+        "every step, statistics": DATA | {"sync": EVERY_STEP, "batch_norm": True},
+        "plain, statistics": DATA | {"batch_norm": True},
+        "plain": DATA | {"momentum": 0.9},
+        "one group": DATA | {"momentum": 0.9, "sync": STREAMING | {"groups": [[0, 1]]}},
+        "rounds": DATA | {"sync": {"every": 4, "outer": "nesterov"}, "shuffle": False},
+        "fragments": DATA | {"sync": STREAMING, "shuffle": False},
+        "int8": DATA | {"sync": STREAMING | {"compress": "int8"}, "shuffle": False},
+        "streaming": DATA | {"sync": STREAMING, "momentum": 0.9, "dropout": 0.3},
+    }
+    return run(2, tmp_path_factory.mktemp("pairs"), recipes)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_an_update_by_the_mean_after_every_step_equals_one_device(pairs, dropout, tmp_path):
+    alone = run(0, tmp_path, {"one": DATA | {"dropout": dropout}})["one"][0]
+    for found in pairs["every step, dropout" if dropout else "every step"]:
+        assert_close(found, alone)
+
+
+def test_statistics_become_the_mean_of_the_groups(pairs):
+    for found, expected in zip(
+        pairs["every step, statistics"], pairs["plain, statistics"], strict=True
+    ):
+        assert_close(found, expected)
+
+
+def test_one_group_is_fit_without_sync(pairs):
+    for found, expected in zip(pairs["one group"], pairs["plain"], strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", ["rounds", "fragments", "int8"])
+def test_rounds_equal_a_plain_loop(pairs, name):
+    if name == "rounds":
+        options = {}
+    else:
+        # Of each dense layer the bias and the kernel, which are sorted so.
+        options = {"fragments": [[0, 1], [2, 3]], "delay": 1}
+    expected = train_plainly(
+        **DATA,
+        num_groups=2,
+        every=4,
+        outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+        compress="int8" if name == "int8" else "none",
+        **options,
+    )
+    for result in pairs[name]:
+        for found, leaf in zip(weights(result), expected, strict=True):
+            np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-5)
+
+
+def test_all_groups_have_the_same_weights_logs_and_predictions(pairs):
+    for first, second in pairs.values():
+        assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize(("processes", "num_devices"), [(2, 2), (4, 1)])
+def test_the_ranks_of_a_group_do_not_change_its_numbers(pairs, processes, num_devices, tmp_path):
+    groups = [[0], [1]] if processes == 2 else [[0, 1], [2, 3]]
+    recipe = DATA | {"sync": STREAMING | {"groups": groups}, "momentum": 0.9, "dropout": 0.3}
+    for found in run(processes, tmp_path, {"more": recipe}, num_devices=num_devices)["more"]:
+        assert_close(found, pairs["streaming"][0])
+
+
+def test_a_run_that_resumes_within_a_round_gives_the_same_bits(tmp_path):
+    # It is killed after step 9 and resumes after step 8, when a fragment has been sent.
+    recipe = DATA | {"momentum": 0.9, "dropout": 0.3}
+    recipe |= {"sync": STREAMING | {"compress": "int8"}}
+    whole = run(2, tmp_path, {"whole": recipe})["whole"]
+    kept = recipe | {"resume": "kept", "save_freq": 2}
+    run(2, tmp_path, {"killed": kept | {"kill_after": 9}}, succeeds=False)
+    resumed = run(2, tmp_path, {"resumed": kept})["resumed"]
+    for found, expected in zip(resumed, whole, strict=True):
+        del found["by_epoch"], expected["by_epoch"]
+        assert_same_bits(found, expected)

@@ -1,0 +1,354 @@
+"""The outer weights, which all groups share, and their updates from the moves of all groups.
+
+outer = OuterUpdates(group, sync, params, averages)
+...  # A step of the group.
+if outer.has_turn(step, rows):
+    params, averages = outer.exchange(step, params, averages)
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.data.feed import make_put
+from tnt_jax.distributed.host.links import Links, Message
+from tnt_jax.train.local.fragments import (
+    message_bytes,
+    packed,
+    plan_fragments,
+    sent_after,
+    unpacked,
+)
+from tnt_jax.train.local.groups import Group, LocalSteps
+from tnt_jax.train.state_arrays import state_arrays
+
+# The group's part of the weights after an update that was under way while it trained on: alpha of
+# Streaming DiLoCo, section 2.3 and figure 9.
+_OWN_PART = 0.5
+
+
+class _Sent(NamedTuple):
+    """A fragment under way, and the step after which its update is due."""
+
+    fragment: int
+    due: int
+
+
+class OuterUpdates:
+    """The outer weights on the devices of one group.
+
+    Besides parameters there are averages: arrays that groups compute themselves, such as
+    BatchNorm's moving statistics. They travel with the last fragment, uncompressed, and become the
+    mean of the groups'.
+
+    Args:
+        group: The group.
+        sync: How updates are made.
+        params: Parameters: floating arrays, the same in all groups.
+        averages: Floating arrays, the same in all groups.
+
+    Attributes:
+        params: The outer parameters, those of all groups.
+        averages: The averages of the last update.
+
+    Raises:
+        TypeError: If a parameter is not of real floating numbers.
+        ValueError: If there are fewer parameters than fragments.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sync: LocalSteps,
+        params: Mapping[str, jax.Array],
+        averages: Mapping[str, jax.Array],
+    ) -> None:
+        _check_floating(params)
+        self._group, self._sync = group, sync
+        self._optimizer = sync.transformation()
+        # Within programs, JAX sorts the keys of a dict.
+        paths = sorted(params)
+        self._fragments = [
+            [paths[index] for index in part]
+            for part in plan_fragments([params[path].nbytes for path in paths], sync.fragments)
+        ]
+        self.params, self.averages = _copied(params), _copied(averages)
+        self._opt_states = [self._optimizer.init(self._part(p)) for p in range(sync.fragments)]
+        self._residual = {}
+        if sync.compress != "none":
+            self._residual = {path: jnp.zeros(x.shape, jnp.float32) for path, x in params.items()}
+        self._opt_states, self._residual = _jax.replicate(
+            (self._opt_states, self._residual), group.mesh
+        )
+        # Rows and steps since each fragment was sent.
+        self._rows: list[Any] = [0] * sync.fragments
+        self._steps = [0] * sync.fragments
+        self._under_way: deque[_Sent] = deque()
+        # Messages of all groups that have come before they were due, `[groups, bytes]`.
+        self._came: deque[np.ndarray] = deque()
+        self._links = Links(group.leads, "outer updates") if group.is_lead else None
+        whole = NamedSharding(group.mesh, PartitionSpec())
+        self._send = jax.jit(self._message, static_argnums=0, out_shardings=whole)
+        self._apply = jax.jit(self._updated, static_argnums=0, out_shardings=whole)
+        self._copy = jax.jit(_copied, out_shardings=whole)
+        self._count = jax.jit(lambda rows, mask: rows + jnp.sum(mask), out_shardings=whole)
+        self._put_rows = make_put(group.mesh)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent to other groups; 0 if another one does it."""
+        return 0 if self._links is None else self._links.sent_bytes
+
+    def has_turn(self, step: int, rows: int | jax.Array) -> bool:
+        """Counts the step of the group with number `step`; returns whether `exchange` must follow.
+
+        `rows` are those that the group has just trained on: their number, or their mask `[rows]` on
+        the devices.
+        """
+        if isinstance(rows, int):
+            self._rows = [before + rows for before in self._rows]
+        else:
+            self._rows = [self._count(_as_float(before), rows) for before in self._rows]
+        self._steps = [steps + 1 for steps in self._steps]
+        is_due = bool(self._under_way) and self._under_way[0].due <= step
+        return is_due or bool(self._sent_after(step))
+
+    def exchange(
+        self, step: int, params: dict[str, jax.Array], averages: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns the group's parameters and averages to go on with after `step` steps.
+
+        Sends fragments whose turn it is, and takes those that are due.
+        """
+        for fragment in self._sent_after(step):
+            self._start(fragment, step, params, averages)
+        while self._under_way and self._under_way[0].due <= step:
+            params, averages = self._finish(params, averages)
+        return params, averages
+
+    def close(
+        self, step: int, params: dict[str, jax.Array], averages: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns parameters and averages after an update of every fragment, those of all groups.
+
+        It ends a training: what is under way comes first, and then each group sends its last moves,
+        unless it has made none since.
+        """
+        while self._under_way:
+            params, averages = self._finish(params, averages)
+        for fragment in (p for p, steps in enumerate(self._steps) if steps):
+            self._start(fragment, step, params, averages)
+            params, averages = self._finish(params, averages)
+        return self._copy(self.params), self._copy(self.averages)
+
+    def replace(self, path: str, value: jax.Array) -> None:
+        """Replaces an outer parameter, or an average, in all groups alike."""
+        which = self.params if path in self.params else self.averages
+        which[path] = value
+
+    def own_arrays(self) -> dict[str, Any]:
+        """Returns what each group has for itself, by path: scalars and arrays on its devices."""
+        rows = {str(fragment): np.float32(x) for fragment, x in enumerate(self._rows)}
+        return state_arrays({"residual": self._residual, "rows": rows})
+
+    def shared_arrays(self) -> dict[str, Any]:
+        """Returns what all groups have alike, by path, once what is under way has come."""
+        while len(self._came) < len(self._under_way):
+            self._came.append(self._taken(self._under_way[len(self._came)].fragment))
+        under_way = np.array([*map(tuple, self._under_way)], np.int64).reshape(-1, 2)
+        return {
+            **state_arrays({"outer": dict(enumerate(self._opt_states))}),
+            **{f"params/{path}": x for path, x in self.params.items()},
+            **{f"averages/{path}": x for path, x in self.averages.items()},
+            **{f"came/{number}": message for number, message in enumerate(self._came)},
+            "under_way": under_way,
+            "steps": np.array(self._steps),
+        }
+
+    def restore(self, own: Mapping[str, np.ndarray], shared: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what `own_arrays` and `shared_arrays` returned, as host arrays."""
+        put = partial(_jax.replicate, mesh=self._group.mesh)
+
+        def like(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+            paths = state_arrays(tree)
+            return jax.tree.structure(tree).unflatten([put(arrays[path]) for path in paths])
+
+        self._residual = like({"residual": self._residual}, own)["residual"]
+        self._rows = [int(own[f"rows/{fragment}"]) for fragment in range(len(self._rows))]
+        self._steps = [int(steps) for steps in shared["steps"]]
+        outer = like({"outer": dict(enumerate(self._opt_states))}, shared)["outer"]
+        self._opt_states = [outer[fragment] for fragment in range(len(outer))]
+        self.params = {path: put(shared[f"params/{path}"]) for path in self.params}
+        self.averages = {path: put(shared[f"averages/{path}"]) for path in self.averages}
+        self._under_way = deque(_Sent(*map(int, pair)) for pair in shared["under_way"])
+        self._came = deque(shared[f"came/{n}"] for n in range(len(self._under_way)))
+
+    def leave(self) -> None:
+        """Ends the connections to the other groups."""
+        if self._links is not None:
+            self._links.close()
+
+    def _sent_after(self, step: int) -> list[int]:
+        return sent_after(step, every=self._sync.every, fragments=self._sync.fragments)
+
+    def _part(self, fragment: int) -> dict[str, jax.Array]:
+        return {path: self.params[path] for path in self._fragments[fragment]}
+
+    def _averages_of(self, fragment: int, averages: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return averages if fragment == self._sync.fragments - 1 else {}
+
+    def _start(
+        self,
+        fragment: int,
+        step: int,
+        params: dict[str, jax.Array],
+        averages: dict[str, jax.Array],
+    ) -> None:
+        """Begins to send a fragment."""
+        own = {path: params[path] for path in self._fragments[fragment]}
+        residual = {path: x for path, x in self._residual.items() if path in own}
+        message, residual = self._send(
+            fragment,
+            own,
+            self._part(fragment),
+            residual,
+            self._averages_of(fragment, averages),
+            _as_float(self._rows[fragment]),
+        )
+        self._residual |= residual
+        self._rows[fragment] = self._steps[fragment] = 0
+        self._under_way.append(_Sent(fragment, step + self._sync.delay))
+        if self._links is not None:
+            self._links.post(lambda: np.asarray(message.addressable_data(0)).tobytes())
+
+    def _finish(
+        self, params: dict[str, jax.Array], averages: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Updates the oldest fragment that is under way, with the messages of all groups."""
+        fragment = self._under_way[0].fragment
+        messages = self._came.popleft() if self._came else self._taken(fragment)
+        self._under_way.popleft()
+        if not self._group.is_one_process:
+            local = np.zeros((len(_jax.local_ranks(self._group.mesh)), *messages.shape), np.uint8)
+            if self._links is not None:
+                local[0] = messages
+            messages = self._put_rows(local)
+        else:
+            messages = _jax.replicate(messages, self._group.mesh)
+        own = {path: params[path] for path in self._fragments[fragment]}
+        mean = self._averages_of(fragment, averages)
+        new_own, new_outer, opt_state, new_averages, outer_averages = self._apply(
+            fragment, own, self._part(fragment), self._opt_states[fragment], mean, messages
+        )
+        self._opt_states[fragment] = opt_state
+        self.params, self.averages = self.params | new_outer, self.averages | outer_averages
+        return params | new_own, averages | new_averages
+
+    def _taken(self, fragment: int) -> np.ndarray:
+        """Returns the messages of all groups, `[groups, bytes]`; zeros where another takes them."""
+        size = self._message_bytes(fragment)
+        if self._links is None:
+            return np.zeros((self._group.num_groups, size), np.uint8)
+        messages: list[Message] = self._links.take()
+        for lead, message in zip(self._group.leads, messages, strict=True):
+            assert len(message) == size, f"Process {lead} sent {len(message)} of {size} bytes."
+        return np.stack([np.frombuffer(message, np.uint8) for message in messages])
+
+    def _shapes(self, fragment: int) -> tuple[list[Any], list[Any]]:
+        averages = self._averages_of(fragment, self.averages)
+        return [x.shape for x in self._part(fragment).values()], [
+            x.shape for x in averages.values()
+        ]
+
+    def _message_bytes(self, fragment: int) -> int:
+        moves, averages = self._shapes(fragment)
+        return message_bytes(moves, self._sync.compress) + message_bytes(averages, "none")
+
+    def _message(
+        self, fragment: int, own: Any, outer: Any, residual: Any, averages: Any, rows: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns the message of a fragment, and what compression leaves out of it."""
+        moves = {path: _float32(outer[path]) - _float32(own[path]) for path in outer}
+        moves = {path: move + residual[path] if residual else move for path, move in moves.items()}
+        message = packed(rows, list(moves.values()), self._sync.compress)
+        shapes = [move.shape for move in moves.values()]
+        if residual:
+            _, sent = unpacked(message, shapes, self._sync.compress)
+            residual = {
+                path: move - part for (path, move), part in zip(moves.items(), sent, strict=True)
+            }
+        others = packed(rows, list(map(_float32, averages.values())), "none")
+        return jnp.concatenate([message, others]), residual
+
+    def _updated(
+        self, fragment: int, own: Any, outer: Any, opt_state: Any, averages: Any, messages: Any
+    ) -> Any:
+        """Returns the group's and the outer parameters, the optimizer's state, and averages."""
+        if messages.ndim == 3:  # Of the ranks of a group, one has them and the others zeros.
+            messages = jnp.sum(messages, axis=0, dtype=jnp.uint8)
+        shapes, shapes_of_averages = self._shapes(fragment)
+        first = message_bytes(shapes, self._sync.compress)
+        found = [
+            (
+                *unpacked(x[:first], shapes, self._sync.compress),
+                unpacked(x[first:], shapes_of_averages, "none")[1],
+            )
+            for x in messages
+        ]
+        total = sum(rows for rows, _, _ in found)
+        shares = [rows / total for rows, _, _ in found]
+
+        def mean(which: int, like: Mapping[str, Any]) -> dict[str, Any]:
+            columns = zip(*(message[which] for message in found), strict=True)
+            return {
+                path: sum(share * x for share, x in zip(shares, column, strict=True)).astype(
+                    like[path].dtype
+                )
+                for path, column in zip(like, columns, strict=True)
+            }
+
+        updates, opt_state = self._optimizer.update(mean(1, outer), opt_state, outer)
+        new_outer: Any = optax.apply_updates(outer, updates)
+        new_averages = mean(2, averages)
+        part = _OWN_PART if self._sync.delay else 0.0
+
+        def blended(own: Any, new: Any) -> Any:
+            return new if part == 0.0 else part * own + (1 - part) * new
+
+        return (
+            # Distinct arrays: the step takes those of the group.
+            jax.tree.map(lambda x, y: jnp.copy(blended(x, y)), own, new_outer),
+            new_outer,
+            opt_state,
+            jax.tree.map(lambda x, y: jnp.copy(blended(x, y)), averages, new_averages),
+            new_averages,
+        )
+
+
+def _as_float(rows: Any) -> Any:
+    return np.float32(rows) if isinstance(rows, int) else rows
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _check_floating(params: Mapping[str, jax.Array]) -> None:
+    for path, x in params.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"LocalSteps averages parameters of real floating numbers, but {path} is "
+                f"{x.dtype}. Keep it out of the parameters that are trained."
+            )

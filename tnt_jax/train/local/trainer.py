@@ -1,0 +1,370 @@
+"""A trainer whose ranks train in groups, each by itself, between outer updates of all.
+
+Evaluation, prediction and everything that reads the state see the outer weights, on all ranks.
+`of_group` is what trains: the same programs as without groups, on the devices of one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tnt_jax import _jax
+from tnt_jax.adapters.base import Adapter, Variables
+from tnt_jax.data.feed import rank_slice_of
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.liveness.rendezvous import check_not_alone
+from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.train.compiled_steps import CompiledSteps
+from tnt_jax.train.contracts import Steps
+from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.local.groups import Group, LocalSteps, join_group
+from tnt_jax.train.local.outer import OuterUpdates
+from tnt_jax.train.state import TrainState
+from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.trainer import Trainer
+
+
+class GroupSteps(DataParallelSteps):
+    """Steps on the ranks of one group, one by one, for batches that all groups share."""
+
+    def __init__(self, runtime: Runtime, reduction: Reduction, rank_slice: RankSlice) -> None:
+        super().__init__(runtime, reduction)
+        self.rank_slice = rank_slice
+        # An outer update may follow any step.
+        self.fused = None
+
+
+class LocalTrainer(Trainer):
+    """Trains in groups, and shows the outer weights.
+
+    Args:
+        adapter: Model as pure functions.
+        runtime: Mesh of all ranks.
+        steps: Steps on it, for evaluation and prediction.
+        seed: As of `Trainer`.
+        sync: Groups and updates.
+        threshold_kb: As of `choose_reduction`, for sums within a group.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        runtime: Runtime,
+        steps: Steps,
+        *,
+        seed: int,
+        sync: LocalSteps,
+        threshold_kb: Any = None,
+    ) -> None:
+        self._group_trainer: GroupTrainer | None = None
+        super().__init__(adapter, runtime, steps, seed=seed)
+        self.sync, self._threshold_kb = sync, threshold_kb
+        self._trains_alone = jax.process_count() == 1
+
+    @property
+    def of_group(self) -> Trainer:
+        """The trainer of this process's group; all processes must ask for the first time together.
+
+        Where there is one group, it is this one: there is nobody to exchange updates with.
+        """
+        if self._group_trainer is None and not self._trains_alone:
+            group = join_group(self.sync.groups, self.runtime.mesh)
+            self._trains_alone = group.num_groups == 1
+            if not self._trains_alone:
+                self._group_trainer = GroupTrainer(self, group, threshold_kb=self._threshold_kb)
+        return self._group_trainer or self
+
+    @property
+    def state(self) -> TrainState | None:
+        """The state with the outer weights; step, optimizer and key are those of this group."""
+        group = self._group_trainer
+        return group.shown() if group is not None and group.has_begun else self.own_state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        """Replaces the arrays that are others than those that are shown."""
+        group = self._group_trainer
+        if group is not None and group.has_begun and state is not None and group.take(state):
+            return
+        self._leave()
+        self.own_state = state
+
+    @property
+    def own_state(self) -> TrainState | None:
+        """The state before groups begin with it."""
+        return super().state
+
+    @own_state.setter
+    def own_state(self, state: TrainState | None) -> None:
+        """Replaces it."""
+        self._state, self._coming = state, None
+
+    def set_state(self, state: TrainState) -> None:
+        """Puts a state of host or device arrays on every device; groups begin anew from it."""
+        self._leave()
+        super().set_state(state)
+
+    def alike_state(self) -> TrainState:
+        """Returns the state without what each group has for itself."""
+        return replace(self._built(), opt_state=None)
+
+    def _create_state(self, variables: Variables) -> None:
+        self._leave()
+        super()._create_state(variables)
+
+    def _leave(self) -> None:
+        if self._group_trainer is not None:
+            self._group_trainer.leave()
+
+
+class GroupTrainer(Trainer):
+    """Trains on the ranks of this process's group; `whole` is the trainer of all ranks."""
+
+    def __init__(self, whole: LocalTrainer, group: Group, *, threshold_kb: Any) -> None:
+        job = replace(whole.runtime, mesh=group.mesh)
+        reduction = choose_reduction(
+            job.platform, job.num_ranks, settings=job.settings, threshold_kb=threshold_kb
+        )
+        rank_slice = replace(rank_slice_of(whole.runtime), num_groups=group.num_groups)
+        super().__init__(
+            whole.adapter, job, GroupSteps(job, reduction, rank_slice), seed=whole._seed
+        )
+        self._whole, self._group = whole, group
+        self._outer: OuterUpdates | None = None
+        self._num_steps = 0
+        self._first_row = 0
+        self._shown: TrainState | None = None
+        self._shown_of: Any = None
+        # One device of each rank, by group.
+        by_group = whole.runtime.mesh.devices.reshape(group.num_groups, -1)
+        self._by_group = NamedSharding(
+            Mesh(by_group, ("group", _jax.DATA_AXIS)), PartitionSpec("group")
+        )
+        self._everywhere = NamedSharding(whole.runtime.mesh, PartitionSpec())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the group has weights of its own."""
+        return self._outer is not None
+
+    @property
+    def state(self) -> TrainState | None:
+        """The state of the group, which begins with that of all ranks."""
+        if self._state is None:
+            self._begin()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        """Replaces the state of the group."""
+        self._state = state
+
+    @property
+    def programs(self) -> CompiledSteps:
+        """The steps of training that `compile` has chosen for the trainer of all ranks."""
+        parts, optimizer = self._whole.programs.parts, self._whole._optimizer
+        compiled = self._compiled
+        if compiled is None or compiled.parts is not parts or optimizer is not self._optimizer:
+            assert optimizer is not None, "compile() comes first."
+            self._optimizer = optimizer
+            self._compiled = CompiledSteps(
+                self.runtime, self.steps, parts, optimizer, accumulation_steps=1, on_nan=None
+            )
+        return self._compiled
+
+    @property
+    def most_apart(self) -> int:
+        """Steps by which a group may be ahead of another one."""
+        return self._whole.sync.every + self._whole.sync.delay
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent to other groups."""
+        return 0 if self._outer is None else self._outer.sent_bytes
+
+    def leave(self) -> None:
+        """Forgets the weights of the group; training begins with those of all ranks again."""
+        if self._outer is not None:
+            self._outer.leave()
+        self._outer = self._state = self._shown = None
+
+    def shown(self) -> TrainState:
+        """Returns the state with the outer weights, on all ranks."""
+        outer, state = self._outer, self._state
+        assert outer is not None and state is not None, "The group has begun."
+        if self._shown_of is not state or self._shown is None:
+            held = _by_path(state)
+            weights = {path: outer.params.get(path, outer.averages.get(path)) for path in held}
+            variables = [x if weights[path] is None else weights[path] for path, x in held.items()]
+            params, model_state = jax.tree.structure((state.params, state.model_state)).unflatten(
+                variables
+            )
+            self._shown = jax.tree.map(
+                self._on_all,
+                replace(state, params=params, model_state=model_state, first_row=None),
+            )
+            self._shown_of = state
+        return self._shown
+
+    def take(self, new: TrainState) -> bool:
+        """Takes the arrays of a state that are not those shown; returns False if it is of others.
+
+        Weights become the outer ones, and those of the group.
+        """
+        outer, state, shown = self._outer, self._state, self.shown()
+        assert outer is not None and state is not None, "The group has begun."
+        new = replace(new, first_row=None)
+        if jax.tree.structure(new) != jax.tree.structure(shown):
+            return False
+        changed = {
+            path: _jax.replicate(x, self.runtime.mesh)
+            for (path, x), old in zip(
+                state_arrays(new).items(), state_arrays(shown).values(), strict=True
+            )
+            if x is not old
+        }
+        own = state_arrays(replace(state, first_row=None))
+        leaves = [changed.get(path, x) for path, x in own.items()]
+        taken = jax.tree.structure(shown).unflatten(leaves)
+        self._state = replace(taken, first_row=state.first_row)
+        for path, x in _by_path(self._state).items():
+            if path in changed and (path in outer.params or path in outer.averages):
+                outer.replace(path, x.copy())
+        self._num_steps = int(np.asarray(self._state.step))
+        return True
+
+    def whole_sums(self, sums: Any) -> Any:
+        """Returns the sums of an epoch over the rows of all groups; all processes must call it."""
+        host = jax.tree.map(np.asarray, sums)
+        if not self._group.is_lead:
+            host = jax.tree.map(np.zeros_like, host)
+        return jax.tree.map(
+            lambda x, total: np.asarray(total, x.dtype), host, collectives.all_reduce(host)
+        )
+
+    def end_training(self) -> None:
+        """Makes the weights of all groups the outer ones, after an update of all of them."""
+        outer, state = self._outer, self._state
+        if outer is None or state is None:
+            return
+        params, averages = outer.close(self._num_steps, *self._weights(state))
+        self._state = self._with_weights(state, params | averages)
+
+    def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns sums of an epoch and what else a checkpoint needs, with a row for each group."""
+        check_not_alone("A checkpoint of local steps")
+        state, outer = self.state, self._outer
+        assert state is not None and outer is not None, "The group has begun."
+        own = state_arrays({"state": replace(state, first_row=None)}) | {
+            f"outer/{path}": x for path, x in outer.own_arrays().items()
+        }
+        rows = {f"groups/own/{path}": self._row(x) for path, x in own.items()}
+        shared = {f"groups/all/{path}": x for path, x in outer.shared_arrays().items()}
+        return jax.tree.map(self._row, sums), rows | shared
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on from arrays that `saved` returned; the state of all ranks has been restored.
+
+        Raises:
+            ValueError: If they are those of another number of groups.
+        """
+        own = _below("groups/own/", arrays)
+        if not own:
+            return
+        num_groups = len(next(iter(own.values())))
+        if num_groups != self._group.num_groups:
+            raise ValueError(
+                f"The checkpoint is that of {num_groups} groups of LocalSteps, and there are "
+                f"{self._group.num_groups} now: each group goes on from weights of its own. Start "
+                "as many groups, or load the weights with load_weights into a new run."
+            )
+        own = self.own_rows(own)
+        state, outer = self.state, self._outer
+        assert state is not None and outer is not None, "The group has begun."
+        like = replace(state, first_row=None)
+        found = [own[f"state/{path}"] for path in state_arrays(like)]
+        found = _jax.replicate(found, self.runtime.mesh)
+        self._state = jax.tree.structure(like).unflatten(found)
+        outer.restore(_below("outer/", own), _below("groups/all/", arrays))
+        self._num_steps = int(own["state/step"])
+
+    def own_rows(self, tree: Any) -> Any:
+        """Returns the part of this group of host arrays with a row for each."""
+        return jax.tree.map(lambda x: x[self._group.index], tree)
+
+    def _begin(self) -> None:
+        state = self._whole.own_state
+        assert state is not None, "build() comes first."
+        self._state = _jax.replicate(state, self.runtime.mesh)
+        self._num_steps = int(np.asarray(state.step))
+        self._outer = OuterUpdates(self._group, self._whole.sync, *self._weights(self._state))
+        # What is shown from here on is that of the groups.
+        self._whole.own_state = replace(state, params=None, model_state=None, opt_state=None)
+
+    def _run(self, group: DeviceBatches, sums: Any) -> Any:
+        """Runs a step, and the outer updates that follow it; returns the sums after it."""
+        batch, num_rows = group.batch, jax.tree.leaves(group.batch.inputs)[0].shape[0]
+        # Where each process brings its rows, they are numbered with the padding.
+        part = num_rows if group.shards else -(-group.num_rows // self._group.num_groups)
+        self._number_rows(self._group.index * part)
+        sums = super()._run(group, sums)
+        self._num_steps += 1
+        state, outer = self._built(), self._outer
+        assert outer is not None, "The group has begun."
+        if outer.has_turn(self._num_steps, num_rows if batch.mask is None else batch.mask):
+            params, averages = outer.exchange(self._num_steps, *self._weights(state))
+            self.state = self._with_weights(state, params | averages)
+        return sums
+
+    def _number_rows(self, first_row: int) -> None:
+        """Sets the number of the group's first row in the global batch, for random numbers."""
+        state = self._built()
+        if state.first_row is None or first_row != self._first_row:
+            number = _jax.replicate(np.uint32(first_row), self.runtime.mesh)
+            self.state, self._first_row = replace(state, first_row=number), first_row
+
+    def _weights(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the parameters, and the floating arrays of the model state, by path."""
+        params = {f"params/{path}": x for path, x in state_arrays(state.params).items()}
+        held = state_arrays(state.model_state).items()
+        is_floating = {path: jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for path, x in held}
+        return params, {f"model_state/{path}": x for path, x in held if is_floating[path]}
+
+    def _with_weights(self, state: TrainState, weights: Mapping[str, Any]) -> TrainState:
+        held = _by_path(state)
+        leaves = [weights.get(path, x) for path, x in held.items()]
+        structure = jax.tree.structure((state.params, state.model_state))
+        params, model_state = structure.unflatten(leaves)
+        return replace(state, params=params, model_state=model_state)
+
+    def _on_all(self, x: jax.Array) -> jax.Array:
+        """Returns an array of the group as one of all ranks."""
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, self._everywhere, parts)
+
+    def _row(self, x: Any) -> jax.Array:
+        """Returns an array of which each group has a row."""
+        x = x if isinstance(x, jax.Array) else _jax.replicate(x, self.runtime.mesh)
+        rows: Sequence[Any] = [shard.data[None] for shard in x.addressable_shards]
+        shape = (self._group.num_groups, *x.shape)
+        return jax.make_array_from_single_device_arrays(shape, self._by_group, rows)
+
+
+def _by_path(state: TrainState) -> dict[str, Any]:
+    """Returns parameters and model state by path, as `state_arrays` of the state does."""
+    return {
+        f"{part}/{path}": x
+        for part in ("params", "model_state")
+        for path, x in state_arrays(getattr(state, part)).items()
+    }
+
+
+def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {path.removeprefix(prefix): x for path, x in arrays.items() if path.startswith(prefix)}
