@@ -308,12 +308,11 @@ class OuterUpdates:
 
         def mean(which: int, like: Mapping[str, Any]) -> dict[str, Any]:
             columns = zip(*(message[which] for message in found), strict=True)
-            return {
-                path: sum(share * x for share, x in zip(shares, column, strict=True)).astype(
-                    like[path].dtype
-                )
-                for path, column in zip(like, columns, strict=True)
-            }
+            sums = [
+                jnp.asarray(sum(share * x for share, x in zip(shares, column, strict=True)))
+                for column in columns
+            ]
+            return {path: x.astype(like[path].dtype) for path, x in zip(like, sums, strict=True)}
 
         updates, opt_state = self._optimizer.update(mean(1, outer), opt_state, outer)
         new_outer: Any = optax.apply_updates(outer, updates)

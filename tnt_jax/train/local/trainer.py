@@ -174,10 +174,10 @@ class GroupTrainer(Trainer):
         if compiled is None or compiled.parts is not parts or optimizer is not self._optimizer:
             assert optimizer is not None, "compile() comes first."
             self._optimizer = optimizer
-            self._compiled = CompiledSteps(
+            compiled = self._compiled = CompiledSteps(
                 self.runtime, self.steps, parts, optimizer, accumulation_steps=1, on_nan=None
             )
-        return self._compiled
+        return compiled
 
     @property
     def most_apart(self) -> int:
@@ -199,19 +199,18 @@ class GroupTrainer(Trainer):
         """Returns the state with the outer weights, on all ranks."""
         outer, state = self._outer, self._state
         assert outer is not None and state is not None, "The group has begun."
-        if self._shown_of is not state or self._shown is None:
+        shown = self._shown
+        if self._shown_of is not state or shown is None:
             held = _by_path(state)
             weights = {path: outer.params.get(path, outer.averages.get(path)) for path in held}
             variables = [x if weights[path] is None else weights[path] for path, x in held.items()]
             params, model_state = jax.tree.structure((state.params, state.model_state)).unflatten(
                 variables
             )
-            self._shown = jax.tree.map(
-                self._on_all,
-                replace(state, params=params, model_state=model_state, first_row=None),
-            )
+            shown = replace(state, params=params, model_state=model_state, first_row=None)
+            shown = self._shown = jax.tree.map(self._on_all, shown)
             self._shown_of = state
-        return self._shown
+        return shown
 
     def take(self, new: TrainState) -> bool:
         """Takes the arrays of a state that are not those shown; returns False if it is of others.
@@ -233,11 +232,11 @@ class GroupTrainer(Trainer):
         own = state_arrays(replace(state, first_row=None))
         leaves = [changed.get(path, x) for path, x in own.items()]
         taken = jax.tree.structure(shown).unflatten(leaves)
-        self._state = replace(taken, first_row=state.first_row)
-        for path, x in _by_path(self._state).items():
+        for path, x in _by_path(taken).items():
             if path in changed and (path in outer.params or path in outer.averages):
                 outer.replace(path, x.copy())
-        self._num_steps = int(np.asarray(self._state.step))
+        self._state = replace(taken, first_row=state.first_row)
+        self._num_steps = int(np.asarray(taken.step))
         return True
 
     def whole_sums(self, sums: Any) -> Any:
@@ -302,9 +301,10 @@ class GroupTrainer(Trainer):
     def _begin(self) -> None:
         state = self._whole.own_state
         assert state is not None, "build() comes first."
-        self._state = _jax.replicate(state, self.runtime.mesh)
+        own = _jax.replicate(state, self.runtime.mesh)
         self._num_steps = int(np.asarray(state.step))
-        self._outer = OuterUpdates(self._group, self._whole.sync, *self._weights(self._state))
+        self._outer = OuterUpdates(self._group, self._whole.sync, *self._weights(own))
+        self._state = own
         # What is shown from here on is that of the groups.
         self._whole.own_state = replace(state, params=None, model_state=None, opt_state=None)
 
