@@ -244,9 +244,10 @@ class GroupTrainer(Trainer):
         host = jax.tree.map(np.asarray, sums)
         if not self._group.is_lead:
             host = jax.tree.map(np.zeros_like, host)
-        return jax.tree.map(
+        totals = jax.tree.map(
             lambda x, total: np.asarray(total, x.dtype), host, collectives.all_reduce(host)
         )
+        return _jax.replicate(totals, self.runtime.mesh)
 
     def end_training(self) -> None:
         """Makes the weights of all groups the outer ones, after an update of all of them."""
