@@ -30,6 +30,7 @@ _FOLDERS = {"callbacks", "losses", "metrics", "optimizers", "schedules"}
 SECTIONS = {
     "keras_compat": "Models",
     "parameter_server": "Parameter servers",
+    "train.local": "Local steps over slow links",
     "train.loops": "Training loops",
     "distributed.sums.optax_gradients": "Gradients",
     "distributed.joining.runtime": "Ranks and processes",

@@ -56,6 +56,27 @@ def test_a_process_feeds_what_its_ranks_own(num_rows):
             assert process.mask.tolist() == np.concatenate(masks).tolist()
 
 
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_the_ranks_of_a_group_do_not_change_its_rows(num_groups):
+    for num_rows in range(1, 30):
+        dealt = []
+        for per_group in (1, 2, 4):
+            num_ranks = num_groups * per_group
+            groups = []
+            for first in range(0, num_ranks, per_group):
+                whole = local_rows(
+                    num_rows, RankSlice(num_ranks, first, per_group, num_groups=num_groups)
+                )
+                mask = np.ones(len(whole.indices)) if whole.mask is None else whole.mask
+                real = whole.indices[mask > 0].tolist()
+                assert not real or real[0] == whole.first_row
+                groups.append(real)
+            assert [row for group in groups for row in group] == list(range(num_rows))
+            dealt.append(groups)
+        assert dealt[0] == dealt[1] == dealt[2]
+        assert len({len(group) for group in dealt[0]}) == 1 or num_rows % num_groups
+
+
 def test_masks_are_present_on_all_processes_or_on_none():
     for num_ranks in range(1, 7):
         for num_rows in range(1, 30):

@@ -13,12 +13,16 @@ RATE, OWN_PART = 0.1, 0.5
 
 
 def run(num_processes, folder, recipes, *, num_devices=1, succeeds=True, **options):
-    """Returns what each process wrote, by recipe; 0 processes run without the launcher."""
+    """Returns what each process wrote, by recipe, or the errors of a run that must fail; 0
+    processes run without the launcher.
+    """
     for name in recipes:
         (folder / name).mkdir(parents=True, exist_ok=True)
     words = json.dumps(recipes), folder, num_devices
     result = launch(num_processes, SCRIPTS / "train_local.py", *words, **options)
     assert (result.returncode == 0) == succeeds, result.stdout + result.stderr
+    if not succeeds:
+        return result.stderr
     return {
         name: [dict(np.load(file)) for file in sorted((folder / name).glob("*.npz"))]
         for name in recipes

@@ -13,7 +13,7 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 from tensorflow.python.eager import context  # noqa: E402
 from tfdata_checks import Dataset, assert_union_is, counted, numpy_batches, pairs, sources  # noqa: E402
 
-from tnt_jax.data.layout import RankSlice  # noqa: E402
+from tnt_jax.data.layout import RankSlice, local_rows  # noqa: E402
 from tnt_jax.data.tf.tfdata import TfData, TfDataSource  # noqa: E402
 
 AUTOTUNE = tf.data.AUTOTUNE
@@ -259,6 +259,19 @@ def test_rows_that_are_flagged_as_bad_are_masked_and_counted(caplog):
     ]
     assert sum(source.num_skipped for source in parts) == 3
     assert "Skipped 1 records that cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("split", ["before", "after"])
+def test_groups_of_processes_have_equal_parts_of_each_batch(split):
+    dataset = Dataset.range(17).map(abs).batch(6)  # The last batch has 5 rows.
+    for process in range(4):
+        ranks = RankSlice(4, process, num_groups=2)
+        batches = TfDataSource(TfData(dataset, split=split), ranks).batches(0)
+        for first, batch in zip((0, 6, 12), batches, strict=True):
+            expected = local_rows(batch.num_rows, ranks)
+            real = slice(None) if expected.mask is None else expected.mask > 0
+            np.testing.assert_array_equal(batch.mask, expected.mask)
+            np.testing.assert_array_equal(batch.data[real], first + expected.indices[real])
 
 
 # ---- Epochs and positions ----

@@ -112,3 +112,5 @@ def test_a_run_that_resumes_within_a_round_gives_the_same_bits(tmp_path):
     for found, expected in zip(resumed, whole, strict=True):
         del found["by_epoch"], expected["by_epoch"]
         assert_same_bits(found, expected)
+    result = run(3, tmp_path, {"more groups": kept}, succeeds=False)
+    assert "is that of 2 groups of LocalSteps, and there are 3 now" in result

@@ -436,12 +436,13 @@ class BackupAndRestore(Callback):
         self.model.training_state.settle()
         reached = self.model.resumption.reached()
         states, arrays = collect(self.siblings)
-        sums = {f"sums/{index}": leaf for index, leaf in enumerate(reached.sums)}
+        leaves, of_groups = self.model.training_state.saved_groups(reached.sums)
+        sums = {f"sums/{index}": leaf for index, leaf in enumerate(leaves)}
         state = self.model.training_state.gathered() if self.gathers else self.model.state
         self.newest = self._checkpoints.save(
             state,
             position=reached.position,
-            extra=arrays | sums | reached.of_groups,
+            extra=arrays | sums | of_groups,
             notes={
                 "callbacks": states,
                 "data": reached.data,

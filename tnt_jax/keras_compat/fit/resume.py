@@ -302,7 +302,6 @@ class Reached(NamedTuple):
     position: Position
     data: DataPosition  # The same in rows, and what that depends on; JSON values.
     sums: list[Any]  # Leaves, on the devices.
-    of_groups: dict[str, Any]  # What each group of ranks has for itself, by path.
 
 
 class Resumption:
@@ -368,12 +367,10 @@ class Resumption:
         """Returns where training is; all of the steps that were started belong to it."""
         progress = self._progress
         assert self._stream is not None, "fit() comes first."
-        sums, of_groups = self._core.trainer.of_group.saved(progress.training_sums)
         return Reached(
             Position(progress.epoch, progress.batches_done),
             describe_position(self._stream, self._first_epoch, progress.rows_done),
-            jax.tree.leaves(sums),
-            of_groups,
+            jax.tree.leaves(progress.training_sums),
         )
 
     def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
@@ -439,9 +436,11 @@ class Resumption:
         if resumed is None:
             return Start(epoch, 0, 0, None)
         position, rows, leaves = resumed
+        if not leaves:
+            return Start(position.epoch, position.batch, rows, None)
+        trainer = self._core.trainer.of_group
         try:
-            trainer = self._core.trainer.of_group
-            sums = trainer.host_sums(trainer.own_rows(leaves), first) if leaves else None
+            sums = trainer.host_sums(trainer.own_rows(leaves), first)
         except ValueError as error:
             raise ValueError(
                 f"The metrics cannot change within an epoch, and the checkpoint is within epoch "

@@ -42,6 +42,10 @@ class ModelState:
         """Returns the whole training state, on each of the processes, which call it together."""
         return jax.tree.map(self._core.trainer.gather, self.state)
 
+    def saved_groups(self, sums: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns sums of an epoch, and what else each group of ranks has for itself, to save."""
+        return self._core.trainer.of_group.saved(sums)
+
     def restore_groups(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Gives groups of ranks what they had for themselves, after the state was restored."""
         self._core.trainer.of_group.restore(arrays)
