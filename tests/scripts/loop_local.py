@@ -21,7 +21,7 @@ import tnt_jax as tnt
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 LOSS = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
 folder, process = Path(sys.argv[1]), tnt.get_process_index()
-x, y, _ = make_data(46)
+x, y, _ = make_data(43)
 
 
 def flat(tree):
@@ -47,8 +47,8 @@ def custom_loop():
 
     params = outer.params
     for _ in range(2):
-        for start in range(0, len(x), 8):
-            rows = np.arange(start, min(start + 8, len(x)))
+        for start in range(0, len(x), 9):
+            rows = np.arange(start, min(start + 9, len(x)))
             own = np.array_split(rows, outer.num_groups)[outer.group]
             params = outer(step(params, x[own], y[own]), rows=len(own))
     params = outer.end(params)
@@ -101,13 +101,13 @@ def fits():
         history = model.fit(
             x,
             y,
-            batch_size=8,
+            batch_size=9,
             epochs=3,
             verbose=0,
             validation_data=(x, y),
             callbacks=[Look(), tnt.callbacks.EarlyStopping("val_loss", restore_best_weights=True)],
         )
-        logs = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+        logs = model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True)
         held = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
         found |= {
             f"{name} weights": held,
