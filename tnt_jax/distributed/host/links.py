@@ -15,8 +15,8 @@ import queue
 import secrets
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 
 import jax
 
@@ -27,7 +27,8 @@ from tnt_jax.distributed.liveness.rendezvous import read_key
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.job import Slot, check_signature, sign
 
-_numbers = Slot(count)
+# How many links there were, by the processes that made them.
+_numbers = Slot[Counter[tuple[int, ...]]](Counter)
 _KEY = "tnt_jax/links"
 _SIZE = struct.Struct("<Q")
 _SENDER = struct.Struct("<I")
@@ -136,7 +137,9 @@ def _exactly(link: socket.socket, size: int) -> bytearray:
 
 def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     """Returns a connection to each of the other members; those with lower numbers listen."""
-    process, folder = jax.process_index(), f"{_KEY}/{next(_numbers.get())}"
+    process, together = jax.process_index(), tuple(members)
+    _numbers.get()[together] += 1
+    folder = f"{_KEY}/{'-'.join(map(str, together))}/{_numbers.get()[together]}"
     address = own_address() or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     links = {}
