@@ -68,13 +68,19 @@ def train(recipe, folder):
         axis_name=recipe.get("axis_name"),
     )
     model = tnt.Model(net, seed=4, sync=sync_of(recipe))
+    falls = recipe.get("rate_falls", False)
     model.compile(
-        optax.sgd(0.1, momentum=recipe.get("momentum")),
+        tnt.optimizers.SGD(0.1) if falls else optax.sgd(0.1, momentum=recipe.get("momentum")),
         loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     weights = Weights()
     callbacks = [weights]
+    if falls:
+        callbacks += [
+            tnt.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)),
+            tnt.callbacks.ModelCheckpoint(folder / "kept.weights.h5", save_weights_only=True),
+        ]
     if "resume" in recipe:
         callbacks.append(
             tnt.callbacks.BackupAndRestore(

@@ -36,6 +36,7 @@ def pairs(tmp_path_factory):
         "every step": DATA | {"sync": EVERY_STEP},
         "every step, dropout": DATA | {"sync": EVERY_STEP, "dropout": 0.3},
         "every step, statistics": DATA | {"sync": EVERY_STEP, "batch_norm": True},
+        "every step, rate": DATA | {"sync": EVERY_STEP, "rate_falls": True},
         "plain, statistics": DATA | {"batch_norm": True},
         "plain": DATA | {"momentum": 0.9},
         "one group": DATA | {"momentum": 0.9, "sync": STREAMING | {"groups": [[0, 1]]}},
@@ -47,11 +48,21 @@ def pairs(tmp_path_factory):
     return run(2, tmp_path_factory.mktemp("pairs"), recipes)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_an_update_by_the_mean_after_every_step_equals_one_device(pairs, dropout, tmp_path):
-    alone = run(0, tmp_path, {"one": DATA | {"dropout": dropout}})["one"][0]
-    for found in pairs["every step, dropout" if dropout else "every step"]:
-        assert_close(found, alone)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Runs of one process without the launcher and without local steps."""
+    recipes = {
+        "every step": DATA,
+        "every step, dropout": DATA | {"dropout": 0.3},
+        "every step, rate": DATA | {"rate_falls": True},
+    }
+    return run(0, tmp_path_factory.mktemp("alone"), recipes)
+
+
+@pytest.mark.parametrize("name", ["every step", "every step, dropout", "every step, rate"])
+def test_an_update_by_the_mean_after_every_step_equals_one_device(pairs, alone, name):
+    for found in pairs[name]:
+        assert_close(found, alone[name][0])
 
 
 def test_statistics_become_the_mean_of_the_groups(pairs):
