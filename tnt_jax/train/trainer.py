@@ -378,7 +378,17 @@ class Trainer:
         return sums, {}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes the further arrays of a checkpoint, after its state."""
+        """Takes the further arrays of a checkpoint, after its state.
+
+        Raises:
+            ValueError: If they are those of other groups.
+        """
+        if any(path.startswith(OF_GROUPS) for path in arrays):
+            raise ValueError(
+                "The checkpoint is that of several groups of LocalSteps, and here all ranks train "
+                "together. Start as many groups with the same sync=, or load the weights with "
+                "load_weights into a new run."
+            )
 
     def own_rows(self, tree: Any) -> Any:
         """Returns what belongs to this group of host arrays that `saved` returned."""
@@ -483,6 +493,8 @@ class Trainer:
         }
 
 
+OF_GROUPS = "groups/"
+"""What paths begin with of the arrays that groups of ranks have for themselves."""
 _FIRST = np.uint32(0)  # Rows of the data before the batch.
 
 

@@ -124,4 +124,7 @@ def test_a_run_that_resumes_within_a_round_gives_the_same_bits(tmp_path):
         del found["by_epoch"], expected["by_epoch"]
         assert_same_bits(found, expected)
     result = run(3, tmp_path, {"more groups": kept}, succeeds=False)
-    assert "is that of 2 groups of LocalSteps, and there are 3 now" in result
+    assert "is that of 2 group(s) of LocalSteps, and there are 3 now" in result
+    one = kept | {"sync": recipe["sync"] | {"groups": [[0, 1]]}}
+    result = run(2, tmp_path, {"one group": one}, succeeds=False)
+    assert "tnt_ignore_changes" in result

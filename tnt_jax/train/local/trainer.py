@@ -28,7 +28,9 @@ from tnt_jax.train.local.outer import OuterUpdates
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
-from tnt_jax.train.trainer import Trainer
+from tnt_jax.train.trainer import OF_GROUPS, Trainer
+
+_OWN, _SHARED = f"{OF_GROUPS}own/", f"{OF_GROUPS}all/"
 
 
 class GroupSteps(DataParallelSteps):
@@ -265,8 +267,8 @@ class GroupTrainer(Trainer):
         own = state_arrays({"state": replace(state, first_row=None)}) | {
             f"outer/{path}": x for path, x in outer.own_arrays().items()
         }
-        rows = {f"groups/own/{path}": self._row(x) for path, x in own.items()}
-        shared = {f"groups/all/{path}": x for path, x in outer.shared_arrays().items()}
+        rows = {f"{_OWN}{path}": self._row(x) for path, x in own.items()}
+        shared = {f"{_SHARED}{path}": x for path, x in outer.shared_arrays().items()}
         return jax.tree.map(self._row, sums), rows | shared
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -275,13 +277,11 @@ class GroupTrainer(Trainer):
         Raises:
             ValueError: If they are those of another number of groups.
         """
-        own = _below("groups/own/", arrays)
-        if not own:
-            return
-        num_groups = len(next(iter(own.values())))
+        own = _below(_OWN, arrays)
+        num_groups = len(next(iter(own.values()))) if own else 1
         if num_groups != self._group.num_groups:
             raise ValueError(
-                f"The checkpoint is that of {num_groups} groups of LocalSteps, and there are "
+                f"The checkpoint is that of {num_groups} group(s) of LocalSteps, and there are "
                 f"{self._group.num_groups} now: each group goes on from weights of its own. Start "
                 "as many groups, or load the weights with load_weights into a new run."
             )
@@ -292,7 +292,7 @@ class GroupTrainer(Trainer):
         found = [own[f"state/{path}"] for path in state_arrays(like)]
         found = _jax.replicate(found, self.runtime.mesh)
         self._state = jax.tree.structure(like).unflatten(found)
-        outer.restore(_below("outer/", own), _below("groups/all/", arrays))
+        outer.restore(_below("outer/", own), _below(_SHARED, arrays))
         self._num_steps = int(own["state/step"])
 
     def own_rows(self, tree: Any) -> Any:
