@@ -13,8 +13,8 @@ from flax import nnx
 from training import assert_close, crossentropy
 
 import tnt_jax as tnt
-from tnt_jax.sharded import auto
-from tnt_jax.sharded.planning import peak_bytes
+from tnt_jax import _jax
+from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, LossTerm, Measured
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.micro_batches import why_in_one_pass
@@ -101,12 +101,14 @@ def few_rows(monkeypatch):
     """Lets steps compute at most so many rows at once, whatever the memory."""
 
     def let(most):
-        def choose(asked, ways, limit, *, note=""):
-            assert ways[0].num_rows is not None, note
-            ways[0].peak_bytes(most)
-            return auto.Choice(asked, ((auto.Attempt("few", 0, True, most),),), limit)
+        def choose(asked, ways, limit):
+            assert ways[0].num_rows is not None
+            assert ways[0].why_whole() is None
+            ways[0].program(most)
+            attempt = memory_choice.Attempt("few", 0, True, most)
+            return memory_choice.Choice(asked, ((attempt,),), limit)
 
-        monkeypatch.setattr(auto, "choose", choose)
+        monkeypatch.setattr(memory_choice, "choose", choose)
 
     return let
 
@@ -197,7 +199,7 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
     """The step is measured as it runs, and less memory means fewer rows at once."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(4096, WIDTH)).astype(np.float32), np.arange(4096) % 5
-    rows, histories = [], []
+    rows, histories, compiled = [], [], []
     for memory in (None, "3MiB", "1500KiB"):
         if memory:
             monkeypatch.setenv("TNT_DEVICE_MEMORY", memory)
@@ -210,15 +212,17 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
             )
         rows.append(model._core.at_once.training)
         histories.append(history.history)
+        compiled.append(model._core.memory_choice.num_compiled)
         limit = model._core.memory_choice.limit
         chosen = model._core.memory_choice.attempts[-1][-1].nbytes
         assert chosen <= limit
         # The batches that wait, of which each device has half, are counted; one is in the program.
         trainer = model._core.trainer
-        program = trainer.lower_train_step(Batch(x, y)).compile()
+        program = _jax.ProgramMemory.of(trainer.lower_train_step(Batch(x, y)).compile())
         waiting = (x.nbytes + y.astype("i4").nbytes) // 2
-        assert chosen - peak_bytes(program) >= 5 * waiting
+        assert chosen - program.peak_bytes >= 5 * waiting
         assert trainer.most_in_flight == 0
+    assert compiled[:2] == [1, 1]
     assert rows[0] is None
     assert 1 < rows[2] < rows[1] < 2048
     assert_close(histories[1], histories[0])
@@ -227,7 +231,7 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
     assert len(said) == 3
     assert "chose one pass, which needs" in said[0]
     assert f"passes of {rows[1]} rows, which needs" in said[1]
-    assert "too much: one pass needs" in said[1]
+    assert "too much: one pass needs about" in said[1]
 
 
 def test_passes_of_evaluation_and_prediction_need_less_memory(use_ranks, monkeypatch):
@@ -345,7 +349,7 @@ def test_a_choice_is_made_once_for_each_shape(use_ranks, few_rows, monkeypatch):
     use_ranks(2)
     model = make_model(Net())
     train(model, "auto")
-    monkeypatch.setattr(auto, "choose", None)
+    monkeypatch.setattr(memory_choice, "choose", None)
     train(model, "auto", epochs=3, initial_epoch=2)
 
 
@@ -394,5 +398,12 @@ def test_options_that_decide_the_rows_are_named(use_ranks, options, remedy):
 @pytest.mark.parametrize("micro", ["Auto", "8"])
 def test_other_words_are_refused(use_ranks, micro):
     use_ranks(1)
-    with pytest.raises(ValueError, match=r"tnt_micro_batch_size must be a number of rows, but"):
+    expected = f"tnt_micro_batch_size must be a number of rows or 'auto', but is {micro!r}"
+    with pytest.raises(ValueError, match=expected):
         train(make_model(Net()), micro)
+
+
+def test_validation_takes_no_passes_of_its_own(use_ranks):
+    use_ranks(1)
+    with pytest.raises(TypeError, match="tnt_validation_micro_batch_size must be a whole number"):
+        train(make_model(Net()), None, tnt_validation_micro_batch_size="auto")

@@ -13,7 +13,9 @@ from flax import linen as nn
 from processes import launch
 
 import tnt_jax as tnt
+from tnt_jax.distributed.sums.hlo_memory import in_units
 from tnt_jax.settings import TrialsDone
+from tnt_jax.train.contracts import Batch
 
 X, Y = np.ones((16, 64), np.float32), np.zeros(16, np.int32)
 
@@ -100,6 +102,45 @@ def test_one_device_communicates_nothing(use_ranks, monkeypatch, capsys):
     assert "Communication of a step: none" in text
     peak = float(re.search(r"Memory of a step: ([\d.]+) KiB a device", text)[1])
     assert peak * 1024 > local_bytes((state.params, state.opt_state)) + X.nbytes
+
+
+def test_a_summary_states_the_memory_of_a_step(use_ranks, capsys):
+    """It is what the compiler states for a step that runs, and follows from shapes alone."""
+    use_ranks(2)
+    model = compiled_model()
+    model.summary(X[:4], Y[:4], batch_size=4096)
+    said = capsys.readouterr().out.split("Memory of a step: ")[1]
+    model.summary(batch_size=4096)
+    assert capsys.readouterr().out.endswith(said)
+    assert int(model._core.trainer.require_state().step) == 0
+    x, y = np.ones((4096, 64), np.float32), np.zeros(4096, np.int32)
+    trainer = model._core.trainer
+    program = trainer.lower_train_step(Batch(x, y)).compile().memory_analysis()
+    results = program.output_size_in_bytes - program.alias_size_in_bytes
+    computed = program.temp_size_in_bytes + results
+    state = trainer.require_state()
+    expected = {
+        "for parameters": local_bytes(state.params),
+        "for optimizer state": local_bytes(state.opt_state),
+        "for activations and gradients": computed,
+    }
+    for what, nbytes in expected.items():
+        assert f"  {in_units(nbytes)} {what}\n" in said
+    assert said.startswith(f"{in_units(program.argument_size_in_bytes + computed)} a device")
+    # 2,048 rows on each device.
+    assert "Most take: f32[2048,256] 2.0 MiB (" in said
+    with pytest.raises(ValueError, match="has seen 0 kinds: pass x and y"):
+        compiled_model().summary(batch_size=64)
+
+
+def test_a_summary_of_whole_or_padded_batches(use_ranks, capsys):
+    use_ranks(2)
+    model = compiled_model()
+    model.summary(X, Y, batch_size=2049)  # 1,025 rows on each device.
+    assert "f32[1025,256]" in capsys.readouterr().out
+    model = compiled_model(reproducible=True)
+    model.summary(X, Y, batch_size=64)
+    assert "Memory of a step: " in capsys.readouterr().out
 
 
 @pytest.mark.multiprocess

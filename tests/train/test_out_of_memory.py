@@ -16,12 +16,30 @@ def test_what_found_no_memory_raises_an_error(phase, num_processes):
 
 
 @pytest.mark.multiprocess
-def test_a_step_that_finds_no_memory_is_computed_in_passes_of_fewer_rows():
-    """The compiler's analysis says that it fits; the process gets less after that."""
-    result = launch(0, SCRIPTS / "run_with_less_memory.py", timeout_s=240)
+def test_the_error_of_a_step_names_the_arrays_that_take_most():
+    result = launch(0, SCRIPTS / "run_with_less_memory.py", "without passes", timeout_s=240)
+    assert result.returncode == 1, result.stderr
+    said = result.stderr[result.stderr.index("Memory of a step: ") :]
+    assert "for parameters" in said
+    assert "for activations and gradients" in said
+    # Words of random numbers, and outputs of layers; the lines are those of the script.
+    lines = (SCRIPTS / "run_with_less_memory.py").read_text().splitlines()
+    layer, dropout = (
+        [text in line for line in lines].index(True) + 1 for text in ("nn.tanh", "nn.Drop")
+    )
+    assert "Most take: u32[1,32768,512] and u32[1,32768,512] 128.0 MiB (" in said
+    assert f"/while, run_with_less_memory.py:{dropout}); f32[32768,512] 64.0 MiB (" in said
+    assert f"run_with_less_memory.py:{layer})" in said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("num_processes", "all_rows"), [(0, 32768), (2, 16384)])
+def test_a_step_that_finds_no_memory_is_computed_in_passes_of_fewer_rows(num_processes, all_rows):
+    """The compiler's analysis says that it fits; one process gets less after that."""
+    result = launch(num_processes, SCRIPTS / "run_with_less_memory.py", timeout_s=400)
     assert result.returncode == 0, result.stderr
-    (whole, all_rows), (losses, rows) = json.loads(result.stdout)
-    assert all_rows is None
-    assert 1 < rows < 32768
+    (whole, at_once), (losses, rows) = json.loads(result.stdout.splitlines()[-1])
+    assert at_once is None
+    assert 1 < rows < all_rows
     np.testing.assert_allclose(losses, whole, rtol=1e-5)
-    assert "A device has no memory for 32768 rows at once" in result.stderr
+    assert f"A device has no memory for {all_rows} rows at once" in result.stderr

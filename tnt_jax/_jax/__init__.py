@@ -47,6 +47,7 @@ from tnt_jax._jax.mapped import (
     tracks_varying,
     was_summed,
 )
+from tnt_jax._jax.memory import ProgramMemory, TracedProgram
 from tnt_jax._jax.processes import (
     await_disconnection,
     backends_are_initialized,

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from tnt_jax import _jax
 from tnt_jax.distributed.sums.hlo import Traffic, read_traffic
+from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+from tnt_jax.log import logger
+from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.memory_choice import local_bytes
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.trainer import Trainer
 
-_UNITS = ("B", "KiB", "MiB", "GiB")
 # Bytes per second of a device's link, each direction.
 _LINKS = {"450 GB/s (NVLink of an H100)": 450e9, "50 GB/s (400 Gbit/s)": 50e9}
 
@@ -32,6 +37,46 @@ class PlannedArray(NamedTuple):
     local_bytes: int
 
 
+class StepMemory(NamedTuple):
+    """The bytes of a training step on each device, by the compiler's own analysis.
+
+    Attributes:
+        params: Bytes of the parameters.
+        opt_state: Bytes of the optimizer state.
+        others: Bytes of the batch, of the model state and of sums for the logs.
+        activations: Bytes of what is computed in between, activations and gradients.
+        largest: The arrays that take most, as text.
+    """
+
+    params: int
+    opt_state: int
+    others: int
+    activations: int
+    largest: Sequence[str]
+
+    @classmethod
+    def of(cls, program: _jax.ProgramMemory, state: TrainState) -> "StepMemory":
+        """Returns it for a program that trains a state, which may be descriptions."""
+        params, opt_state = local_bytes(state.params), local_bytes(state.opt_state)
+        others = program.operand_bytes - params - opt_state
+        largest = largest_arrays(program.compiled.as_text())
+        return cls(params, opt_state, others, program.computed_bytes, list(map(str, largest)))
+
+    def __str__(self) -> str:
+        peak = self.params + self.opt_state + self.others + self.activations
+        shares = {
+            "parameters": self.params,
+            "optimizer state": self.opt_state,
+            "batch and other state": self.others,
+            "activations and gradients": self.activations,
+        }
+        return "\n".join([
+            f"Memory of a step: {in_units(peak)} a device, by the compiler",
+            *(f"  {in_units(nbytes)} for {name}" for name, nbytes in shares.items()),
+            f"  Most take: {'; '.join(self.largest)}",
+        ])  # fmt: skip
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What a training step needs: arrays, memory of each device, and collectives.
@@ -43,7 +88,7 @@ class StepPlan:
     mesh: Mapping[str, int]
     params: Sequence[PlannedArray]
     state: Sequence[PlannedArray]
-    peak_bytes: int
+    memory: StepMemory
     traffic: Sequence[Traffic]
     notes: Sequence[str] = ()
 
@@ -64,8 +109,7 @@ class StepPlan:
             of_arrays = ((x.nbytes, x.local_bytes) for x in arrays)
             whole, local = (sum(sizes) for sizes in zip(*of_arrays, strict=True))
             lines.append(f"All {name}: {in_units(whole)}, {in_units(local)} a device")
-        lines.append(f"Memory of a step: {in_units(self.peak_bytes)} a device, by the compiler")
-        return "\n".join([*lines, *self._traffic_lines()])
+        return "\n".join([*lines, str(self.memory), *self._traffic_lines()])
 
     def _traffic_lines(self) -> list[str]:
         if not self.traffic:
@@ -104,17 +148,19 @@ def plan_step(
         dict(mesh.shape),
         [x._replace(path=path.removeprefix("params/")) for path, x in params.items()],
         [x for path, x in arrays.items() if path not in params],
-        peak_bytes(compiled),
+        StepMemory.of(_jax.ProgramMemory.of(compiled), state),
         read_traffic(compiled.as_text()),
         notes,
     )
 
 
-def peak_bytes(compiled: Any) -> int:
-    """Returns the memory of a compiled program on each device: arguments, results, and between."""
-    memory = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+def memory_note(trainer: Trainer, group: DeviceBatches) -> str:
+    """Returns what the step for a group of batches needs, for an error of missing memory."""
+    try:
+        return str(StepMemory.of(trainer.memory_of(group), trainer.described()))
+    except Exception as error:  # The error that is explained counts, not this one.
+        logger.debug("What the step needs cannot be told: %s", error)
+        return "The memory of the step is not known."
 
 
 def _planned(path: str, x: Any) -> PlannedArray:
@@ -132,16 +178,3 @@ def _planned(path: str, x: Any) -> PlannedArray:
 def _shape(x: PlannedArray) -> str:
     dims = [f"{size} {axis}".strip() for size, axis in zip(x.shape, x.axes, strict=True)]
     return f"[{', '.join(dims)}]"
-
-
-def in_units(nbytes: float) -> str:
-    """Returns bytes in a unit that suits them.
-
-    >>> in_units(3 * 2**20)
-    '3.0 MiB'
-    """
-    for unit in _UNITS[:-1]:
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} {_UNITS[-1]}"

@@ -80,15 +80,22 @@ class CompiledSteps:
 
     def lower(self, group: DeviceBatches, state: TrainState) -> Any:
         """Returns the lowered program of a group, or `Programs`; None if steps run one by one."""
+        return self._staged("lower", group, state)
+
+    def trace(self, group: DeviceBatches, state: TrainState) -> Any:
+        """Returns the traced program of a group; None if it is not one program."""
+        return self._staged("trace", group, state)
+
+    def _staged(self, stage: str, group: DeviceBatches, state: TrainState) -> Any:
         sums = self.zero_sums(group, state)
         sums = sums if self.watch is None else self.watch.with_counts(sums)
-        lower = getattr(self.training(group, state, sums), "lower", None)
-        return None if lower is None else lower(state, sums, group.batch)
+        make = getattr(self.training(group, state, sums), stage, None)
+        return None if make is None else make(state, sums, group.batch)
 
-    def lower_evaluation(self, group: DeviceBatches, state: TrainState) -> Any:
-        """Returns the lowered program that evaluates a group of batches; None if it is not one."""
-        lower, sums = getattr(self.evaluation(group), "lower", None), self.zero_sums(group, state)
-        return None if lower is None else lower(state.params, state.model_state, sums, group.batch)
+    def trace_evaluation(self, group: DeviceBatches, state: TrainState) -> Any:
+        """Returns the traced program that evaluates a group of batches; None if it is not one."""
+        trace, sums = getattr(self.evaluation(group), "trace", None), self.zero_sums(group, state)
+        return None if trace is None else trace(state.params, state.model_state, sums, group.batch)
 
     def zero_sums(self, group: DeviceBatches, state: TrainState) -> Any:
         """Returns the sums of an epoch before its first batch, on the devices."""

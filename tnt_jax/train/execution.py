@@ -48,6 +48,11 @@ class DeviceBatches(NamedTuple):
         return (slice(0, self.num_rows // self.num_steps),) if self.shards is None else self.shards
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Returns whether an error says that a device, or the host, has no memory for an array."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 class InFlight:
     """The programs that the devices may still run, so that the host is never far ahead of them.
 
@@ -207,6 +212,16 @@ class RowsInOrder:
             raise ValueError("The dataset is empty: at least one example is needed.")
         pieces = chain.from_iterable(self._pieces.values())
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *pieces)
+
+
+def described(group: DeviceBatches) -> DeviceBatches:
+    """Returns a group of batches as descriptions of its arrays."""
+
+    def describe(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))
+
+    return group._replace(batch=jax.tree.map(describe, group.batch))
 
 
 def described_batch(group: DeviceBatches) -> Any:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_put
+from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
@@ -29,6 +31,7 @@ from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, moved
+from tnt_jax.train.steps.global_step import row_sharding
 from tnt_jax.train.steps.step import make_predict_step
 
 
@@ -297,7 +300,8 @@ class Trainer:
             sums = compiled.zero_sums(group, self._built()) if sums is None else sums
             sums = sums if watch is None else watch.before(index, self._built(), sums)
             if self.fewer_rows is not None and group.num_rows not in self._ran:
-                self.state, sums = self._first_run(group, sums)
+                first_run = self._first_run if jax.process_count() == 1 else self._first_run_of_all
+                self.state, sums = first_run(group, sums)
             else:
                 sums = self._run(group, sums)
             running.add(sums["loss"][1])
@@ -330,7 +334,7 @@ class Trainer:
                 step = self.programs.training(group, state, sums)
                 done = jax.block_until_ready(step(state, sums, group.batch))
             except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
+                if not execution.lacks_memory(error):
                     raise
                 self.set_state(held)
                 if not self.fewer_rows():
@@ -338,6 +342,21 @@ class Trainer:
             else:
                 self._ran.add(group.num_rows)
                 return done
+
+    def _first_run_of_all(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:
+        """Does the same in several processes.
+
+        One that lacks memory within a step would leave the others waiting for it. So all ask for
+        what the program computes beforehand, and go on alike.
+        """
+        assert self.fewer_rows is not None
+        while True:
+            nbytes = self.memory_of(group).computed_bytes
+            lacks = not _find_memory(self.runtime.mesh.local_devices, nbytes)
+            if not collectives.any_process(lacks, where="the first step") or not self.fewer_rows():
+                break
+        self._ran.add(group.num_rows)
+        return self.programs.training(group, self._built(), sums)(self._built(), sums, group.batch)
 
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one runs or has run, before a save."""
@@ -436,6 +455,26 @@ class Trainer:
                 break
         return rows.joined()
 
+    def described_batch(self, batch: Batch, num_rows: int) -> DeviceBatches:
+        """Returns descriptions of a global batch of `num_rows` rows like those of `batch`."""
+        mesh, num_ranks = self.runtime.mesh, self.rank_slice.num_ranks
+        rows = micro_batch_size(num_rows, num_ranks) * num_ranks
+        sharding = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
+        if self.steps.without_padding is not None:
+            rows, sharding = num_rows, row_sharding(self.steps.mesh, num_rows)
+        elif rows > num_rows:
+            batch = batch._replace(mask=np.ones(1, np.float32))
+
+        def describe(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype, sharding=sharding)
+
+        return DeviceBatches(jax.tree.map(describe, batch), num_rows)
+
+    def memory_of(self, group: DeviceBatches) -> _jax.ProgramMemory:
+        """Returns the memory of the step for a group of batches, which may be descriptions."""
+        return _jax.ProgramMemory.of(self.lower(group).compile())
+
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
         placed = self.put(batch)
@@ -447,14 +486,18 @@ class Trainer:
         """Returns the same for the steps of a group of batches; None if they run one by one."""
         return self.programs.lower(self._taken(group), self.described())
 
-    def lower_evaluation(self, group: DeviceBatches) -> Any:
-        """Returns the lowered program that evaluates a group of batches; None if it is not one."""
-        return self.programs.lower_evaluation(self._taken(group), self.described())
+    def trace(self, group: DeviceBatches) -> Any:
+        """Returns the traced program of a group of batches; None if it is not one program."""
+        return self.programs.trace(self._taken(group), self.described())
 
-    def lower_prediction(self, group: DeviceBatches) -> Any:
-        """Returns the lowered program that predicts for a batch."""
+    def trace_evaluation(self, group: DeviceBatches) -> Any:
+        """Returns the traced program that evaluates a group of batches; None if it is not one."""
+        return self.programs.trace_evaluation(self._taken(group), self.described())
+
+    def trace_prediction(self, group: DeviceBatches) -> Any:
+        """Returns the traced program that predicts for a batch."""
         state, step = self.described(), self.predict_step
-        return step.lower(state.params, state.model_state, group.batch.inputs, _FIRST)  # pyright: ignore
+        return step.trace(state.params, state.model_state, group.batch.inputs, _FIRST)  # pyright: ignore
 
     @property
     def programs(self) -> CompiledSteps:
@@ -495,6 +538,20 @@ class Trainer:
 
 OF_GROUPS = "groups/"
 """What paths begin with of the arrays that groups of ranks have for themselves."""
+
+
+def _find_memory(devices: Sequence[Any], nbytes: int) -> bool:
+    """Returns whether each device has memory for an array of so many bytes, which is dropped."""
+    try:
+        shape = (-(-nbytes // 2**20), 2**20)
+        jax.block_until_ready([jnp.zeros(shape, np.uint8, device=device) for device in devices])
+    except jax.errors.JaxRuntimeError as error:
+        if not execution.lacks_memory(error):
+            raise
+        return False
+    return True
+
+
 _FIRST = np.uint32(0)  # Rows of the data before the batch.
 
 

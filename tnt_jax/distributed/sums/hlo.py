@@ -34,6 +34,8 @@ _KERNELS = (
 )
 
 
+# Operations that run other computations of the program.
+RUNS = ("while", "conditional", "call")
 # The call that stands for an all-reduce in programs of CPU processes; see `_jax.replace_sums`.
 _SHARED_SUM = re.compile(r'custom_call_target="tnt_jax_sum"')
 
@@ -111,7 +113,7 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
         raise ValueError(
             "Only a scheduled program shows what overlaps: pass the text of a compiled program."
         )
-    computations = _computations(text)
+    computations = split_computations(text)
     # An asynchronous collective may be wrapped into a computation that a generic start calls.
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
@@ -119,7 +121,9 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     ends: dict[str, int] = {}
     kernels = 0
     backward = []
-    for name, shape, operation, rest in filter(None, map(_parse, computations[computation])):
+    for name, shape, operation, rest in filter(
+        None, map(parse_instruction, computations[computation])
+    ):
         kind, groups = _kind(operation, rest, wrapped)
         if operation.endswith("-done"):
             if operand := re.search(r"%([\w.\-]+)\)", rest):
@@ -144,12 +148,12 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
 
 def read_traffic(text: str) -> list[Traffic]:
     """Returns the collectives of a compiled program's HLO, those in loops and branches included."""
-    computations = _computations(text)
+    computations = split_computations(text)
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     num_devices = _num_devices(text)
     found = []
     for name, times in _runs(computations):
-        for _, shape, operation, rest in filter(None, map(_parse, computations[name])):
+        for _, shape, operation, rest in filter(None, map(parse_instruction, computations[name])):
             kind, groups = _kind(operation, rest, wrapped)
             if kind is None or operation.endswith("-done"):
                 continue
@@ -167,7 +171,7 @@ def count_runs(text: str) -> dict[str, int]:
     The name of the program itself is ''. Loops whose length the compiler does not know count once.
     """
     runs: dict[str, int] = {}
-    for name, times in _runs(_computations(text)):
+    for name, times in _runs(split_computations(text)):
         runs[name] = runs.get(name, 0) + times
     return runs
 
@@ -176,14 +180,14 @@ def _runs(
     computations: dict[str, list[str]], name: str = "", times: int = 1
 ) -> Iterator[tuple[str, int]]:
     yield name, times
-    for _, _, operation, rest in filter(None, map(_parse, computations[name])):
-        if operation in ("while", "conditional", "call"):
+    for _, _, operation, rest in filter(None, map(parse_instruction, computations[name])):
+        if operation in RUNS:
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
-            for called in _called(operation, rest):
+            for called in called_computations(operation, rest):
                 yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
 
 
-def _called(operation: str, rest: str) -> list[str]:
+def called_computations(operation: str, rest: str) -> list[str]:
     """Returns the computations that a loop, a branch or a call runs."""
     if operation == "conditional":
         branches = re.search(r"branch_computations=\{(.*?)\}", rest)
@@ -206,7 +210,7 @@ def _num_tensor_bytes(shapes: str) -> int:
     return total
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def split_computations(text: str) -> dict[str, list[str]]:
     """Returns the lines of each computation by name; the program itself has the name ''."""
     found: dict[str, list[str]] = {}
     name = None
@@ -222,14 +226,15 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _parse(line: str) -> tuple[str, ...] | None:
+def parse_instruction(line: str) -> tuple[str, ...] | None:
+    """Returns name, shape, operation and the rest of an instruction; None of other lines."""
     found = _INSTRUCTION.match(line)
     return found.groups() if found else None
 
 
 def _wrapped(lines: list[str]) -> tuple[str, str] | None:
     """Returns the kind of the collective in a computation, and what follows it."""
-    for parsed in filter(None, map(_parse, lines)):
+    for parsed in filter(None, map(parse_instruction, lines)):
         if parsed[2] in _COLLECTIVES:
             return parsed[2], parsed[3]
     return None
@@ -253,7 +258,7 @@ def _kind(
 def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
     """Returns the bytes of a collective's results, or of a reduce-scatter's operands."""
     if not operation.endswith("-start") or operation == "all-reduce-start":
-        nbytes = _num_shape_bytes(shape)
+        nbytes = num_shape_bytes(shape)
         if kind != "reduce-scatter":
             return nbytes
         if size := _group_size(groups):
@@ -263,10 +268,10 @@ def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
         )
     # A start has operands, results, and perhaps numbers of its own.
     operands, results, *_ = _elements(shape)
-    return _num_shape_bytes(operands if kind == "reduce-scatter" else results)
+    return num_shape_bytes(operands if kind == "reduce-scatter" else results)
 
 
-def _num_shape_bytes(shape: str) -> int:
+def num_shape_bytes(shape: str) -> int:
     """Returns the bytes of a shape such as `(f32[8]{0}, bf16[8,4]{1,0})`."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(

@@ -19,8 +19,10 @@ from tnt_jax.keras_compat.configuration import plain
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.saving import keras_files
+from tnt_jax.keras_compat.state.building import kinds
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import StateVariable, state_variables
+from tnt_jax.sharded.planning import StepMemory
 from tnt_jax.train.contracts import Batch
 
 
@@ -86,11 +88,47 @@ class Inspection:
     _core: Core
     _shared: Shared
 
-    def summary(self) -> None:
-        """Prints a table of all arrays with shapes, counts and bytes, on the master."""
+    def summary(self, x: Any = None, y: Any = None, batch_size: int | None = None) -> None:
+        """Prints a table of all arrays with shapes, counts and bytes, on the master.
+
+        With data or a batch size, also the memory of a training step on each device, which is
+        compiled for it: parameters, optimizer state, activations, and the arrays that take most.
+
+        Args:
+            x: Data as for `fit`, of which only the shapes of rows count; by default that of the
+                last `fit`.
+            y: Targets, with arrays only.
+            batch_size: Rows of the global batch, whatever the data has; 32 by default.
+
+        Raises:
+            RuntimeError: With a batch size, of a model that is not compiled.
+            ValueError: With a batch size, of a model that has no data, or to which none was passed.
+        """
+        step = None
+        if x is not None or batch_size is not None:
+            step = self._memory_of_step(x, y, batch_size or 32)
         variables = self._built_variables()
         if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
-            print(summary_table(self._core.adapter.name, *variables), flush=True)
+            table = summary_table(self._core.adapter.name, *variables)
+            print(table if step is None else f"{table}\n{step}", flush=True)
+
+    def _memory_of_step(self, x: Any, y: Any, batch_size: int) -> StepMemory:
+        compilation, trainer = self._core.require_compiled(), self._core.trainer
+        known = compilation.known_kinds
+        if x is not None:
+            batch = self._first_batch(x, y, None)
+            known = {kinds((batch.inputs, batch.targets))}
+        if len(known) != 1:
+            raise ValueError(
+                "The memory of a step depends on the shapes of the data, of which the model has "
+                f"seen {len(known)} kinds: pass x and y."
+            )
+        [(structure, leaves)] = known
+        inputs, targets = structure.unflatten(
+            [np.broadcast_to(np.zeros((), dtype), (batch_size, *shape)) for shape, dtype in leaves]
+        )
+        group = trainer.described_batch(Batch(inputs, targets), batch_size)
+        return StepMemory.of(trainer.memory_of(group), trainer.require_state())
 
     @property
     def variables(self) -> Any:

@@ -104,6 +104,14 @@ class DataArguments:
     trains: bool = False  # Groups of ranks may have other rows than in evaluation.
     is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
 
+    def __post_init__(self) -> None:
+        """Raises a ValueError if the rows of a rank are another word than "auto"."""
+        if isinstance(self.micro_batch_size, str) and not self.fits_memory:
+            raise ValueError(
+                "tnt_micro_batch_size must be a number of rows or 'auto', but is "
+                f"{self.micro_batch_size!r}."
+            )
+
     @property
     def rows_per_rank(self) -> int | None:
         """Rows of one rank, if they decide the global batch."""
@@ -135,8 +143,9 @@ class FitArguments:
 
     def __post_init__(self) -> None:
         """Raises a TypeError if a number is something else."""
-        for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps"):
-            value = getattr(self, name)
+        names = ["epochs", "initial_epoch", "steps_per_epoch", "validation_steps"]
+        for name in (*names, "tnt_validation_micro_batch_size"):
+            value = getattr(self, name.removeprefix("tnt_"))
             if value is not None and not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name} must be a whole number, but is {value!r}.")
 

@@ -60,8 +60,8 @@ def evaluate_source(
     shared.preparation.check_rows(first, train=False)
     if fits_memory:
         group = preparation_of(trainer, to_batch, threaded=True)([first])
-        lower = partial(trainer.lower_evaluation, group)
-        shared.core.fit_memory("evaluate", to_batch(first), lower)
+        trace = partial(trainer.trace_evaluation, group)
+        shared.core.fit_memory("evaluate", to_batch(first), trace)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
     with _steps(shared, "test", stream, steps, to_batch(first), hooks, points) as (feed, phase):
@@ -87,7 +87,7 @@ def predict(
     if data.fits_memory:
         trainer = shared.core.trainer
         group = preparation_of(trainer, to_batch, threaded=True)([item])
-        shared.core.fit_memory("predict", first, partial(trainer.lower_prediction, group))
+        shared.core.fit_memory("predict", first, partial(trainer.trace_prediction, group))
     shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
     shared.progress.stop_predicting = False
     with (

@@ -43,8 +43,15 @@ from tnt_jax.keras_compat.fit.resume import Start, ending_on_request, save_and_e
 from tnt_jax.keras_compat.fit.start_check import compare_sources, compare_starts
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
+from tnt_jax.sharded.planning import memory_note
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches, choose_num_steps
+from tnt_jax.train.execution import (
+    IN_FLIGHT,
+    DeviceBatches,
+    choose_num_steps,
+    described,
+    lacks_memory,
+)
 from tnt_jax.train.trainer import Trainer, device_feed
 
 # What has been in this job already: a step of "training", and a warning of slow "input".
@@ -377,9 +384,19 @@ class _EpochSteps:
         self._is_stopped = False
         self._threaded = threaded
         self._has_started = "training" in _noted.get()
+        # What is known of the batches that were compiled last, for errors.
+        self._described: DeviceBatches | None = None
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
+        try:
+            self._run(batches, num_steps)
+        except jax.errors.JaxRuntimeError as error:
+            if lacks_memory(error) and self._described is not None:
+                error.add_note(memory_note(self._trainer, self._described))
+            raise
+
+    def _run(self, batches: Iterator[HostBatch], num_steps: int) -> None:
         first, self._hooks.num_steps = self.index, num_steps
         with device_feed(
             self._trainer,
@@ -414,7 +431,8 @@ class _EpochSteps:
             if item is None or self._is_stopped:
                 return
             self.index += item.num_steps
-            self._hooks.announce(item, self._known)
+            if self._hooks.announce(item, self._known):
+                self._described = described(item)
             yield item
             if not self._has_started:
                 self._has_started = True

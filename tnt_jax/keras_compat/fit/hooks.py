@@ -167,8 +167,11 @@ class PhaseHooks:
         with phases.in_phase("step", spent=spent):
             return self._read(sums)
 
-    def announce(self, group: DeviceBatches, known: set[Any]) -> None:
-        """Records whether the next step has to be compiled first, and its kind as known."""
+    def announce(self, group: DeviceBatches, known: set[Any]) -> bool:
+        """Records whether the next step has to be compiled first, and its kind as known.
+
+        Returns whether it has.
+        """
         kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
         if kind in known:
             self._progress.is_compiling = False
@@ -176,6 +179,7 @@ class PhaseHooks:
         else:
             known.add(kind)
             self._progress.is_compiling, self._program = True, _COMPILE
+        return self._progress.is_compiling
 
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""

@@ -107,18 +107,8 @@ class Preparation:
             return
         if num_steps > 1 and (stream.num_steps or 0) < num_steps:
             return
-        trainer.ahead.start(lambda: self._lower(stream, first, unpack, num_steps))
-
-    def _lower(
-        self,
-        stream: EpochStream,
-        first: HostBatch,
-        unpack: Callable[[HostBatch], Batch],
-        num_steps: int,
-    ) -> Any:
-        trainer = self._core.trainer
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
-        return trainer.lower(prepare([first] * num_steps))
+        trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
     def fit_memory(
         self,
@@ -136,13 +126,15 @@ class Preparation:
         trainer, compilation = self._core.trainer, self._core.require_compiled()
         num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)
 
-        def lower() -> Any:
+        prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
+
+        def trace() -> Any:
             # Steps may run one by one, although several were asked for.
-            several = self._lower(stream, first, unpack, num_steps) if num_steps > 1 else None
-            return several or self._lower(stream, first, unpack, 1)
+            several = trainer.trace(prepare([first] * num_steps)) if num_steps > 1 else None
+            return several or trainer.trace(prepare([first]))
 
         trainer.ahead.wait()
-        self._core.fit_memory("fit", unpack(first), lower)
+        self._core.fit_memory("fit", unpack(first), trace)
 
     def trace_rows(
         self,
@@ -266,7 +258,7 @@ class Preparation:
             return
         prepare = preparation_of(trainer, to_batch, threaded=not source.in_memory)
         trainer.evaluation_ahead.start(
-            lambda: trainer.lower_evaluation(prepare([first] * num_steps))
+            lambda: trainer.trace_evaluation(prepare([first] * num_steps)).lower()
         )
 
     def _fitted(self, compilation: Compilation, batch: Batch) -> Compiled | CompiledObjective:

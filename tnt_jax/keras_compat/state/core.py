@@ -5,10 +5,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax, reproducible, sharded
@@ -24,8 +25,9 @@ from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.log import logger
-from tnt_jax.sharded import ShardingOptions, auto, planning
+from tnt_jax.sharded import ShardingOptions, auto
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
+from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
@@ -83,7 +85,7 @@ class Core:
         self._use(options)
         self.compilation: Compilation | None = None
         # Why training has this mesh and these passes, where they are chosen.
-        self.memory_choice: auto.Choice | None = None
+        self.memory_choice: memory_choice.Choice | None = None
         self.fits_memory = False
         # Batches of `predict` for which a step was chosen by its memory, before `compile`.
         self._fitted: set[Any] = set()
@@ -176,12 +178,12 @@ class Core:
         for name, remedy in _WAYS_OUT.items():
             if getattr(self.options, name):
                 raise ValueError(
-                    f"{auto.MICRO_BATCH} chooses the rows that a device computes at once, which "
-                    f"{name} decides: {remedy}. Leave one of the two out."
+                    f"{memory_choice.MICRO_BATCH} chooses the rows that a device computes at once, "
+                    f"which {name} decides: {remedy}. Leave one of the two out."
                 )
         self.fits_memory = True
 
-    def fit_memory(self, call: str, batch: Batch, lower: Callable[[], Any]) -> None:
+    def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
 
         Called once it is known whether rows depend on one another. In evaluation and prediction
@@ -190,7 +192,7 @@ class Core:
         Args:
             call: `"fit"`, `"evaluate"` or `"predict"`.
             batch: This process's rows of a batch; the step's memory is that for such batches.
-            lower: Returns the lowered program of the trainer's own step.
+            trace: Returns the traced program of the trainer's own step.
 
         Raises:
             ValueError: On every process, if no step fits.
@@ -201,29 +203,35 @@ class Core:
             return
         self.trainer.most_in_flight = 0 if self.trainer.runtime.platform == "cpu" else None
         if call == "fit":
-            self._choose(auto.MICRO_BATCH, batch, self._forms(in_passes=True), lower)
+            self._choose(memory_choice.MICRO_BATCH, batch, self._forms(in_passes=True), trace)
         else:
-            self._choose_passes(call, batch, lower)
+            self._choose_passes(call, batch, trace)
         fitted.add((call, shapes))
 
-    def _choose_passes(self, call: str, batch: Batch, lower: Callable[[], Any]) -> None:
+    def _choose_passes(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses the rows at once of evaluation or prediction."""
         job, state = runtime.init(), self.trainer.require_state()
-        whole = auto.local_bytes(state)
-        given = auto.local_bytes((state.params, state.model_state))
+        whole = memory_choice.local_bytes(state)
+        given = memory_choice.local_bytes((state.params, state.model_state))
 
-        def peak_bytes(rows_at_once: int | None) -> int:
+        def program(rows_at_once: int | None) -> _jax.TracedProgram:
             self.at_once.evaluation = rows_at_once
             self.trainer.renew_evaluation()
-            return planning.peak_bytes(lower().compile()) + whole - given
+            return _jax.TracedProgram(trace())
 
         dependence = self.dependence_of_outputs or (
             self.compilation and self.compilation.dependence
         )
         num_rows = num_local_rows(batch) // self.trainer.rank_slice.local_ranks
-        way = auto.Way("", whole, 0, peak_bytes, None if dependence else num_rows)
-        limit = auto.memory_limit(job.mesh.local_devices, job.settings.device_memory)
-        logger.info("%s.", auto.choose(f"{call}({auto.MICRO_BATCH})", [way], limit))
+        way = memory_choice.Way(
+            "", whole, 0, program, whole - given, num_rows, lambda: dependence or None
+        )
+        limit = memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        choice = memory_choice.choose(f"{call}({memory_choice.MICRO_BATCH})", [way], limit)
+        if choice.rows_at_once != self.at_once.evaluation:
+            self.at_once.evaluation = choice.rows_at_once
+            self.trainer.renew_evaluation()
+        logger.info("%s.", choice)
 
     def _forms(self, *, in_passes: bool) -> list[_Form]:
         """Returns the ways to compute a step, the fastest first."""
@@ -256,66 +264,74 @@ class Core:
         asked: str,
         batch: Batch,
         forms: Sequence[_Form],
-        lower: Callable[[], Any] | None = None,
+        trace: Callable[[], Any] | None = None,
     ) -> None:
         """Chooses the first form of a step that fits the memory of a device, and takes it."""
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
-        limit = auto.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        limit = memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory)
         state, placed = trainer.require_state(), trainer.put(batch)
         functions, transformation = self.functions, compilation.transformation
         assert functions is not None and transformation is not None
         is_whole = isinstance(trainer.steps, WholeBatches)
-        problem, num_rows, ahead = None, None, 0
-        if lower is not None:
-            # Batches that wait for their steps.
-            ahead = (IN_FLIGHT + BATCHES_AHEAD - 1) * auto.local_bytes(placed)
+        of_batch = memory_choice.local_bytes(placed)
+        num_rows, waiting = None, 0
+        if trace is not None:
+            waiting = (IN_FLIGHT + BATCHES_AHEAD - 1) * of_batch
             num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
-            problem = compilation.dependence or why_in_one_pass(
-                self.step_parts(), state, batch, num_rows, trainer.runtime.mesh
+
+        shapes, rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), (state, batch)
+        )
+
+        @cache
+        def why_whole() -> str | None:
+            return compilation.dependence or why_in_one_pass(
+                self.step_parts(), shapes, rows, num_rows or 1, trainer.runtime.mesh
             )
 
-        def way_of(form: _Form) -> auto.Way:
+        def way_of(form: _Form) -> memory_choice.Way:
             here = form.options.on_mesh(job, form.sharding)
             steps = form.options.steps(here, form.sharding, self.adapter.axis_names, whole=is_whole)
             step_options = (compilation.accumulation_steps, compilation.on_nan)
 
-            def peak_bytes(rows_at_once: int | None) -> int:
-                if not form.name and lower is not None:
+            def program(rows_at_once: int | None) -> _jax.TracedProgram:
+                if not form.name and trace is not None:
                     # The program that is compiled here is the one that will run.
                     self._take(form, rows_at_once)
-                    return planning.peak_bytes(lower().compile()) + ahead
+                    return _jax.TracedProgram(trace())
                 parts = functions.step_parts(form.options.apply(self._plain_apply), rows_at_once)
                 step = auto.TrainingStep(parts, transformation, *step_options)
-                return step.peak_bytes(steps, here.mesh, state, placed) + ahead
+                return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
 
             places = steps.place(state)
-            floor, grads = auto.local_bytes(places) + ahead, auto.local_bytes(places.params)
-            return auto.Way(form.name, floor, grads, peak_bytes, None if problem else num_rows)
+            floor = memory_choice.local_bytes(places) + of_batch + waiting
+            grads = memory_choice.local_bytes(places.params)
+            return memory_choice.Way(form.name, floor, grads, program, waiting, num_rows, why_whole)
 
-        note = f"{problem}, so that all rows of a rank are computed at once. " if problem else ""
         try:
-            choice = auto.choose(asked, list(map(way_of, forms)), limit, note=note)
+            choice = memory_choice.choose(asked, list(map(way_of, forms)), limit)
         except ValueError:
             self.at_once.training = self.at_once.evaluation = None
             self._compile_steps()
             raise
-        logger.info("%s.%s", choice, f" {note.strip()}" if note else "")
+        logger.info("%s.", choice)
         self.memory_choice = choice
         form = forms[choice.way]
-        if form.name or lower is None:
+        if form.name or trace is None:
             self._take(form, choice.rows_at_once)
             here = form.options.on_mesh(job, form.sharding)
             self._move(here, self._steps(here, whole=is_whole))
-        # Where one of several processes lacks memory, the others wait for it within the step.
-        if num_rows is not None and problem is None and jax.process_count() == 1:
-            trainer.fewer_rows = partial(self._compute_fewer_rows, num_rows)
+        elif choice.rows_at_once != self.at_once.training:
+            self._take(form, choice.rows_at_once)
+        if num_rows is not None:
+            trainer.fewer_rows = lambda: why_whole() is None and self._compute_fewer_rows(num_rows)
 
     def _compute_fewer_rows(self, num_rows: int) -> bool:
         """Halves the rows of a pass, of `num_rows` of a rank; returns whether they were several."""
         most = self.at_once.training or num_rows
         if most == 1:
             return False
-        fewer = auto.equal_rows(num_rows, most // 2)
+        fewer = memory_choice.equal_rows(num_rows, most // 2)
         self.at_once.training = self.at_once.evaluation = fewer
         logger.warning(
             "A device has no memory for %d rows at once, although the compiler stated that they "

@@ -73,14 +73,19 @@ def num_passes(num_rows: int, rows_at_once: int | None) -> int:
     return 1 if rows_at_once is None else math.ceil(num_rows / rows_at_once)
 
 
-def sums_of_passes(compute: Callable[[Any], Any], micro_batches: Any) -> Any:
+def sums_of_passes(
+    compute: Callable[[Any], tuple[Any, Any]], micro_batches: Any
+) -> tuple[Any, Any]:
     """Returns the sums of what is computed from each micro-batch, inside `shard_map`.
 
     Sums of numbers in half precision are made in float32.
 
     Args:
-        compute: From a micro-batch to a pytree of arrays.
+        compute: From a micro-batch to a pytree of arrays to sum, and another to keep.
         micro_batches: Pytree of arrays `[micro-batches, ...]`.
+
+    Returns:
+        The sums, and what is kept, `[micro-batches, ...]`.
     """
 
     def wide(x: jax.Array) -> jax.Array:
@@ -88,15 +93,15 @@ def sums_of_passes(compute: Callable[[Any], Any], micro_batches: Any) -> Any:
         return x.astype(jnp.float32) if is_half else x
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
-    shapes = jax.eval_shape(compute, first)
+    shapes, _ = jax.eval_shape(compute, first)
     zeros = jax.tree.map(lambda x: wide(jnp.zeros(x.shape, x.dtype)), shapes)
 
-    def add(totals: Any, micro_batch: Any) -> tuple[Any, None]:
-        values = _jax.make_varying(compute(micro_batch))
-        return jax.tree.map(lambda total, x: total + wide(x), totals, values), None
+    def add(totals: Any, micro_batch: Any) -> tuple[Any, Any]:
+        values, kept = _jax.make_varying(compute(micro_batch))
+        return jax.tree.map(lambda total, x: total + wide(x), totals, values), kept
 
-    totals, _ = jax.lax.scan(add, _jax.make_varying(zeros), micro_batches)
-    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), totals, shapes)
+    totals, kept = jax.lax.scan(add, _jax.make_varying(zeros), micro_batches)
+    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), totals, shapes), kept
 
 
 def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:

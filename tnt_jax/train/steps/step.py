@@ -202,13 +202,13 @@ def differentiate(
         whole = parts.measure(state.params, state.model_state, batch, key=key, train=True)
         counts, model_state = counts_of(whole), whole.model_state
 
-        def numbers_and_grads(micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
+        def numbers_and_grads(micro_batch: tuple[Batch, Any]) -> tuple[Any, None]:
             batch, words = micro_batch
             (_, (numbers, _)), grads, _ = one_pass(batch, rows.key(key, words), counts)
-            return numbers, grads
+            return (numbers, grads), None
 
         micro_batches = (rows.cut_batch(batch), rows.keys(key))
-        numbers, grads = sums_of_passes(numbers_and_grads, micro_batches)
+        (numbers, grads), _ = sums_of_passes(numbers_and_grads, micro_batches)
         order = list(range(len(jax.tree.leaves(grads))))
     # Later traces are those of last batches, which may well be small.
     if parts not in _traced.get():

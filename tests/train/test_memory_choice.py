@@ -1,0 +1,145 @@
+"""The rows of a pass are the most that fit, with few programs compiled."""
+
+import jax
+import pytest
+
+from tnt_jax import _jax
+from tnt_jax.train import memory_choice
+
+
+class Device:
+    def __init__(self, stats):
+        self._stats = stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+def test_the_limit_is_the_setting_or_what_the_devices_state_or_a_share_of_the_host(use_ranks):
+    use_ranks(1)
+    gpus = [Device({"bytes_limit": 60}), Device({"bytes_limit": 50})]
+    assert memory_choice.memory_limit(gpus, 7) == 7
+    assert memory_choice.memory_limit(gpus, None) == 50
+    one = memory_choice.memory_limit([Device(None)], None)
+    assert 2**28 < one == memory_choice.memory_limit(jax.devices()[:1], None)
+    assert memory_choice.memory_limit([Device(None)] * 2, None) == one // 2
+
+
+HLO = """HloModule step, is_scheduled=true
+ENTRY %main (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8] parameter(0), metadata={op_name="batch"}
+}
+"""
+
+
+class Compiled:
+    def as_text(self):
+        return HLO
+
+
+class Ways:
+    """One way, whose passes need so many bytes, and the programs that were compiled for it."""
+
+    def __init__(self, bytes_of, estimate, **options):
+        self.bytes_of, self.estimate, self.compiled = bytes_of, estimate, []
+        self.ways = [memory_choice.Way("", 50, 50, self.program, 0, 100, **options)]
+
+    def program(self, rows):
+        ways = self
+
+        class Program:
+            def estimate_bytes(self):
+                return ways.estimate - 50
+
+            def compile(self):
+                ways.compiled.append(rows)
+                return _jax.ProgramMemory(50, ways.bytes_of(rows) - 50, Compiled())
+
+        return Program()
+
+
+def of_pass(rows):
+    return 1000 if rows is None else 101 + 9 * rows
+
+
+@pytest.mark.parametrize("error", [0.8, 1, 1.2])
+@pytest.mark.parametrize(
+    ("limit", "rows", "most_programs"),
+    [
+        pytest.param(1300, None, 1, id="all rows fit"),
+        pytest.param(700, 64, 2, id="two passes"),
+        pytest.param(333, 24, 2, id="several passes"),
+        pytest.param(110, 1, 2, id="a row at a time"),
+    ],
+)
+def test_the_rows_of_a_pass_are_the_most_that_fit(use_ranks, limit, rows, most_programs, error):
+    use_ranks(1)
+    ways = Ways(of_pass, int(1000 * error))
+    choice = memory_choice.choose("asked", ways.ways, limit)
+    assert choice.attempts[-1][-1].nbytes <= limit
+    assert len(ways.compiled) <= most_programs
+    assert len(set(ways.compiled)) == len(ways.compiled)
+    best = [memory_choice.equal_rows(100, x) for x in range(1, 100) if of_pass(x) <= limit]
+    assert choice.rows_at_once == (None if rows is None else max(best))
+
+
+def test_one_program_is_compiled_if_the_estimate_is_right(use_ranks):
+    use_ranks(1)
+    for limit, rows in ((1000, None), (700, 50)):
+        ways = Ways(of_pass, 1000)
+        assert memory_choice.choose("asked", ways.ways, limit).rows_at_once == rows
+        assert ways.compiled == [rows]
+
+
+def test_an_estimate_that_is_too_small_does_not_decide(use_ranks):
+    use_ranks(1)
+    ways = Ways(of_pass, 100)
+    assert memory_choice.choose("asked", ways.ways, 700).rows_at_once == 50
+    assert ways.compiled == [None, 50]
+
+
+def test_a_larger_pass_is_looked_for_where_much_space_is_left(use_ranks):
+    """All rows need more than the line of passes tells, or less than was estimated."""
+    use_ranks(1)
+    ways = Ways(lambda rows: 1000 if rows is None else 101 + 2 * rows, 1000)
+    assert memory_choice.choose("asked", ways.ways, 500).rows_at_once == 50
+    assert ways.compiled == [34, None, 50]
+    ways = Ways(of_pass, 3000)
+    assert memory_choice.choose("asked", ways.ways, 1100).rows_at_once is None
+    assert ways.compiled == [34, None]
+
+
+def test_a_larger_pass_that_does_not_fit_is_not_taken(use_ranks):
+    use_ranks(1)
+    ways = Ways(lambda rows: 900 if rows in (None, 50) else 101 + 2 * rows, 1000)
+    choice = memory_choice.choose("asked", ways.ways, 500)
+    assert choice.rows_at_once == 34
+    assert ways.compiled == [34, None, 50]
+
+
+def test_a_way_that_cannot_fit_is_not_compiled_often(use_ranks):
+    use_ranks(1)
+    ways = Ways(lambda rows: 1000 + (rows or 100), 1100)
+    with pytest.raises(ValueError, match=r"; 8 passes of 13 rows needs 1013 B") as error:
+        memory_choice.choose(memory_choice.MICRO_BATCH, ways.ways, 500)
+    assert len(ways.compiled) <= 3
+    assert "Most of the last step is taken by f32[8] 32 B (batch)" in str(error.value)
+
+
+def test_what_must_be_computed_at_once_is_compiled_so(use_ranks):
+    use_ranks(1)
+    ways = Ways(of_pass, 1000, why_whole=lambda: "Rows are compared")
+    with pytest.raises(ValueError, match="Rows are compared, so that all rows of a rank"):
+        memory_choice.choose("asked", ways.ways, 700)
+    assert ways.compiled == [None]
+
+
+def test_a_choice_says_what_it_had():
+    attempts = (
+        (memory_choice.Attempt("data 4", 3 * 2**30, False),),
+        (memory_choice.Attempt("fsdp 4", 2**29),),
+    )
+    assert str(memory_choice.Choice('mesh="auto"', attempts, 2**30)) == (
+        'mesh="auto" chose fsdp 4, which needs 512.0 MiB of 1.0 GiB a device; too much: data 4 needs '
+        "about 3.0 GiB"
+    )

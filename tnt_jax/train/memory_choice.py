@@ -1,0 +1,270 @@
+"""The choice of a way to compute a step that fits the memory of a device.
+
+Ways are compiled in turn, the fastest first, until the memory that the compiler states for one is
+within the limit: in each all rows of a rank at once, or as many as fit. What all rows need is first
+estimated from the traced program.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from tnt_jax import _jax
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+
+# The option that asks for a choice of passes.
+MICRO_BATCH = 'tnt_micro_batch_size="auto"'
+# Below this share of the limit it is worth a compilation to look for a larger pass.
+_MUCH_SPACE = 0.85
+
+
+class Program(Protocol):
+    """A program that was traced."""
+
+    def estimate_bytes(self) -> int:
+        """Returns about what it holds on each device besides its operands, without compiling it."""
+        ...
+
+    def compile(self) -> _jax.ProgramMemory:
+        """Returns its memory on each device, by the compiler's own analysis."""
+        ...
+
+
+class Way(NamedTuple):
+    """A way to compute a step.
+
+    Attributes:
+        name: What it is called; empty for the step as it is.
+        floor: Bytes on each device that do not depend on how the step is computed: training state
+            and batches.
+        grads: Bytes of the gradients on each device, which several passes add up.
+        program: From the most rows of a pass, or None for all, to the program.
+        beside: Bytes of `floor` that are no operands of the program.
+        num_rows: Rows of a rank, if several passes are asked for; else None.
+        why_whole: Returns why all rows must be computed at once; None if they need not.
+    """
+
+    name: str
+    floor: int
+    grads: int
+    program: Callable[[int | None], Program]
+    beside: int = 0
+    num_rows: int | None = None
+    why_whole: Callable[[], str | None] = lambda: None
+
+
+class Attempt(NamedTuple):
+    """A step that was looked at.
+
+    Attributes:
+        name: That of its way, and its passes.
+        nbytes: Bytes of a step on each device; of the training state if that is too much already.
+        is_compiled: Whether they are those of a compiled step; else of the state or an estimate.
+        rows_at_once: Most rows of a pass; None for all.
+        problem: Why the model cannot be computed so; `nbytes` is infinite then.
+        largest: Of a step that does not fit, the arrays that take most.
+    """
+
+    name: str
+    nbytes: float
+    is_compiled: bool = True
+    rows_at_once: int | None = None
+    problem: str = ""
+    largest: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.name} is impossible: {self.problem}"
+        return f"{self.name} needs {'' if self.is_compiled else 'about '}{in_units(self.nbytes)}"
+
+
+class Choice(NamedTuple):
+    """What was chosen, and why.
+
+    Attributes:
+        asked: The option that asked for it.
+        attempts: Steps that were looked at, way by way; the last one fits.
+        limit: Bytes of a device.
+        note: Why all rows had to be computed at once; empty if they had not.
+    """
+
+    asked: str
+    attempts: tuple[tuple[Attempt, ...], ...]
+    limit: int
+    note: str = ""
+
+    @property
+    def way(self) -> int:
+        """Index of the way that was chosen."""
+        return len(self.attempts) - 1
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of programs that were compiled for the choice."""
+        return sum(attempt.is_compiled for way in self.attempts for attempt in way)
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """Most rows of a rank that are computed in one pass; None for all."""
+        return self.attempts[-1][-1].rows_at_once
+
+    def __str__(self) -> str:
+        *others, last = self.attempts
+        needed, limit = in_units(last[-1].nbytes), in_units(self.limit)
+        chosen = f"{self.asked} chose {last[-1].name}, which needs {needed} of {limit} a device"
+        tried = _ends([*others, last[:-1]])
+        return f"{chosen}; too much: {tried}{self.note}" if tried else chosen
+
+
+def _ends(ways: Sequence[tuple[Attempt, ...]]) -> str:
+    """Returns the first and the last attempt at each way, as text."""
+    return "; ".join(str(attempt) for way in ways for attempt in dict.fromkeys(way[:1] + way[-1:]))
+
+
+def choose(asked: str, ways: Sequence[Way], limit: int) -> Choice:
+    """Returns the first way whose step fits; all processes must call it, and choose alike.
+
+    Args:
+        asked: The option that asks for it.
+        ways: Ways to compute a step, the fastest first.
+        limit: Bytes of a device.
+
+    Raises:
+        ValueError: On every process, if no step fits.
+    """
+    attempts: list[tuple[Attempt, ...]] = []
+    for way in ways:
+        try:
+            attempts.append(tuple(_attempts(way, limit)))
+        except ValueError as error:
+            if not attempts:
+                raise
+            problem = str(error).partition(". ")[0]
+            attempts.append((Attempt(way.name, math.inf, False, problem=problem),))
+        if attempts[-1][-1].nbytes <= limit:
+            break
+    asks = len(attempts) > 1 or attempts[0][-1].nbytes > limit
+    problem = ways[0].why_whole() if asks and ways[0].num_rows is not None else None
+    note = f". {problem}, so that all rows of a rank are computed at once" if problem else ""
+    if attempts[-1][-1].nbytes <= limit:
+        return Choice(asked, tuple(attempts), limit, note)
+    largest = [x.largest for way in attempts for x in way if x.largest]
+    most = f". Most of the last step is taken by {'; '.join(largest[-1])}" if largest else ""
+    raise ValueError(
+        f"{asked} found no way to compute a step that fits the {in_units(limit)} of a device: "
+        f"{_ends(attempts)}{note}{most}. Use more devices, a smaller global batch, "
+        "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
+        "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
+    )
+
+
+def _attempts(way: Way, limit: int) -> list[Attempt]:
+    """Returns the steps of a way that were compiled; the last one fits if any does.
+
+    The memory of a pass grows with its rows. The next number of rows is where the line through the
+    last passes, or one and what does not depend on rows, meets the limit. At first, all rows are
+    known by an estimate alone: if that is too much, fewer are compiled.
+    """
+    floor = _agreed(way.floor)
+    if floor > limit:
+        name = f"{way.name or 'one pass'} (state and batches alone)"
+        return [Attempt(name, floor, is_compiled=False)]
+    num_rows, zero = way.num_rows or 1, (0, floor + _agreed(way.grads))
+    tried: list[Attempt] = []
+    passes: list[tuple[int, float]] = []
+
+    def look(rows: int) -> bool:
+        """Compiles passes of some rows; returns whether they fit."""
+        most = None if rows == num_rows else rows
+        memory = (whole if most is None else way.program(most)).compile()
+        nbytes = _agreed(memory.peak_bytes + way.beside)
+        largest = (
+            tuple(map(str, largest_arrays(memory.compiled.as_text()))) if nbytes > limit else ()
+        )
+        tried.append(Attempt(_name(way, most), nbytes, rows_at_once=most, largest=largest))
+        if most is not None:
+            passes.append((rows, nbytes))
+        return nbytes <= limit
+
+    def most_rows(upper: int) -> int:
+        """Returns the rows of a pass that should fit, `upper` at most."""
+        line = passes[-2:] if len(passes) > 1 else [zero, *(passes or [(num_rows, needed)])]
+        return equal_rows(num_rows, min(max(_rows_at(limit, *line), 1), upper))
+
+    whole = way.program(None)
+    needed: float = _agreed(floor + whole.estimate_bytes())
+    is_whole = num_rows == 1 or zero[1] >= limit
+    upper = num_rows
+    if needed <= limit or is_whole or way.why_whole():
+        if look(num_rows) or is_whole or way.why_whole():
+            return tried
+        upper, needed = num_rows - 1, tried[-1].nbytes
+    else:
+        tried.append(Attempt(_name(way, None), needed, is_compiled=False))
+    while not look(rows := most_rows(upper)):
+        if rows == 1 or (len(passes) > 1 and _rows_at(limit, *passes[-2:]) < 1):
+            return tried
+        upper = rows - 1
+    best = tried[-1]
+    for _ in range(2):
+        if best.nbytes > _MUCH_SPACE * limit or (more := most_rows(upper)) <= rows:
+            break
+        if look(more):
+            best, rows = tried[-1], more
+        else:
+            upper = more - 1
+    return [*(x for x in tried if x is not best), best]
+
+
+def _rows_at(limit: int, point: tuple[int, float], other: tuple[int, float]) -> int:
+    """Returns the rows at which the line through two points `(rows, bytes)` meets a limit."""
+    (rows, nbytes), (other_rows, other_nbytes) = point, other
+    per_row = (other_nbytes - nbytes) / (other_rows - rows)
+    return math.floor(rows + (limit - nbytes) / per_row) if per_row > 0 else 0
+
+
+def equal_rows(num_rows: int, most: int) -> int:
+    """Returns the rows of equal passes of at most `most` rows.
+
+    >>> equal_rows(10, 4)
+    4
+    >>> equal_rows(9, 8)
+    5
+    """
+    return math.ceil(num_rows / math.ceil(num_rows / most))
+
+
+def _name(way: Way, rows_at_once: int | None) -> str:
+    if way.num_rows is None:
+        return way.name or "the step"
+    count = 1 if rows_at_once is None else math.ceil(way.num_rows / rows_at_once)
+    passes = "one pass" if count == 1 else f"{count} passes of {rows_at_once} rows"
+    return f"{way.name}, {passes}" if way.name else passes
+
+
+def _agreed(nbytes: int) -> int:
+    # Processes might have other compilers; what they choose must not differ.
+    return int(collectives.all_reduce(nbytes, "max"))
+
+
+def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
+    """Returns the bytes that a step may use on a device, the same on every process.
+
+    They are those of the setting (`TNT_DEVICE_MEMORY`), those that the device states, or an equal
+    share of the host's memory for each device of this process; of several processes and devices the
+    least.
+    """
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    stated = [(device.memory_stats() or {}).get("bytes_limit", host) for device in devices]
+    return int(collectives.all_reduce(min(stated) if setting is None else setting, "min"))
+
+
+def local_bytes(tree: Any) -> int:
+    """Returns the bytes on each device of arrays, or their descriptions, with shardings."""
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
