@@ -260,6 +260,26 @@ def key_of_part(words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=_ROWS)
 
 
+def draws_by_row(x: Any) -> bool:
+    """Returns whether a value is one key of `key_for`."""
+    return getattr(x, "dtype", None) in _known_draws and x.ndim == 0
+
+
+def key_of_fewer_rows(words: jax.Array, like: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the key with words of `keys_of_parts` that draws for fewer rows what `like` draws.
+
+    A DrawError says if it cannot be told which arrays are drawn per row.
+    """
+    dims = _known_draws[like.dtype].items()
+    known = frozenset(((name, _grown(shape, dim, num_rows)), dim) for (name, shape), dim in dims)
+    if len({drawn for drawn, _ in known}) < len(dims):
+        raise DrawError(
+            f"Random numbers cannot be drawn by row: with {num_rows} row(s) at once, arrays that "
+            f"are drawn per row and for all rows have the same shape. {_ADVICE}"
+        )
+    return jax.random.wrap_key_data(words, impl=_impl(known))
+
+
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
     """Makes all arrays varying if one is: in `shard_map` operands must agree."""
     if any(_jax.is_varying(x) for x in arrays):

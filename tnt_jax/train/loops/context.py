@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,65 @@ class SummedMetric(Protocol):
         ...
 
 
+class Passes(NamedTuple):
+    """The passes that a rank's rows are computed in.
+
+    Attributes:
+        num_passes: Their number.
+        real_rows: Real rows of the global batch.
+        penalties: Those of the loss that a pass was traced with.
+    """
+
+    num_passes: int
+    real_rows: jax.Array | float
+    penalties: list[jax.Array]
+
+
+class LossOfPass:
+    """What the rows of one of several passes add to a loss of the global batch.
+
+    Sums and multiples are that again; anything else would need the loss itself.
+    """
+
+    __array_ufunc__ = None  # Numbers of NumPy leave multiplication to this class.
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+
+    def __add__(self, other: Any) -> "LossOfPass":
+        if isinstance(other, LossOfPass):
+            return LossOfPass(self.value + other.value)
+        if isinstance(other, int) and other == 0:  # The start of Python's sum().
+            return self
+        raise ValueError(
+            "Something was added to a loss of the global batch that is none: "
+            "tnt_jax.scale_regularization_loss(penalty) makes it of a penalty."
+        )
+
+    def __mul__(self, factor: Any) -> "LossOfPass":
+        return LossOfPass(self.value * _factor(factor))
+
+    def __truediv__(self, divisor: Any) -> "LossOfPass":
+        return LossOfPass(self.value / _factor(divisor))
+
+    def __neg__(self) -> "LossOfPass":
+        return self * -1
+
+    def __sub__(self, other: Any) -> "LossOfPass":
+        return self + -other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _factor(x: Any) -> jax.Array:
+    if isinstance(x, LossOfPass) or _jax.is_varying(jnp.asarray(x)):
+        raise ValueError(
+            "Where rows are computed in several passes, a loss of the global batch is multiplied "
+            "by numbers only, which do not depend on the rows."
+        )
+    return jnp.asarray(x)
+
+
 @dataclass
 class StepContext:
     """The step that is traced.
@@ -46,6 +105,8 @@ class StepContext:
         parts: This rank's parts of the losses that were made so far, by the identity of the loss;
             each with the loss, which must live as long.
         records: Metrics that were updated, and what this rank's rows add to each.
+        rows_at_once: Most rows whose gradients are computed at once; None for all.
+        of_all: Within one of several passes, what is known of all of them; else None.
     """
 
     name: str
@@ -57,6 +118,8 @@ class StepContext:
     tells_varying: bool = True
     parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
     records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
+    rows_at_once: int | None = None
+    of_all: "Passes | None" = None
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +188,15 @@ def require_step(function: str) -> StepContext:
             "batch. Call it in a function that is decorated with tnt_jax.distributed_step."
         )
     return context
+
+
+def needs_arguments(name: str) -> str:
+    """Returns the error for a loss function that takes rows of all passes from around it."""
+    return (
+        f"{name} computes its rows in several passes, but its loss function uses rows of the "
+        "batch, or a key, that are no arguments of it. Pass the batch, or its arrays, and the key "
+        "of the step: tnt_jax.value_and_grad(loss_fn)(params, batch, key)."
+    )
 
 
 def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLike | None:

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.data.feed import BATCHES_AHEAD
 from tnt_jax.distributed import timeline
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.job import Slot
+from tnt_jax.log import logger
 from tnt_jax.train.execution import InFlight
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
+from tnt_jax.train.memory_choice import Way, choose, local_bytes, memory_limit
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice
@@ -32,9 +36,16 @@ class Engine:
     """The programs of a user's step, which may take a key and return a state, on the ranks."""
 
     def __init__(
-        self, function: Callable, name: str, runtime: Runtime, *, takes_key: bool, trains: bool
+        self,
+        function: Callable,
+        name: str,
+        runtime: Runtime,
+        *,
+        takes_key: bool,
+        trains: bool,
+        rows_at_once: int | Literal["auto"] | None = None,
     ) -> None:
-        self.runtime = runtime
+        self.runtime, self._rows_at_once = runtime, rows_at_once
         reduction = choose_reduction(runtime.platform, runtime.num_ranks, settings=runtime.settings)
         self._program = Program(
             function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
@@ -43,7 +54,8 @@ class Engine:
         self._compiled: dict[bool, Callable] = {}
         self._metrics = _Metrics([], [], self._placement)
         self._take: RealRows | None = None
-        self._running = InFlight()
+        fits_memory = rows_at_once == "auto" and runtime.platform == "cpu"
+        self._running = InFlight(most=0 if fits_memory else None)
         self._words: tuple[Any, Any] = (None, None)
         # Number of the batch that is expected next, and the same on the devices.
         self._next: tuple[int | None, Any] = (None, None)
@@ -63,7 +75,7 @@ class Engine:
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
         phase: phases.Phase = "steps" if stacked else "step"
         with phases.in_phase(phase if stacked in self._compiled else "compile"):
-            program = self._compiled.get(stacked) or self._compile(state, batch, words)
+            program = self._compiled.get(stacked) or self._compile(state, batch, words, number)
             carried = self._metrics.totals(), number
             arrays = batch.arrays
             if self._take is not None:
@@ -117,27 +129,69 @@ class Engine:
         recorder.note_batch(batch.arrays, batch.real_rows, dim=dim)
         return state
 
-    def _compile(self, state: Any, batch: DistributedBatch, words: Any) -> Callable:
+    def _compile(self, state: Any, batch: DistributedBatch, words: Any, number: Any) -> Callable:
         stacked = batch.num_steps is not None
         one = jax.tree.map(_first, batch.arrays) if stacked else batch.arrays
-        metrics, sums, operation = self._program.prepared(self.runtime.mesh, state, one, words)
+        mesh, in_passes = self.runtime.mesh, self._rows_at_once is not None
+        metrics, sums, operation = self._program.prepared(
+            mesh, state, one, words, in_passes=in_passes
+        )
         self._metrics = _Metrics(metrics, sums, self._placement)
-        donated = 0 if self._program.trains else ()
-        if operation is None:
-            mapped = self._program.mapped(self.runtime.mesh, stacked=stacked)
-            self._compiled[stacked] = compiled(mapped, self.runtime.mesh, donate_argnums=donated)
+        if in_passes:
+            arguments = state, (self._metrics.totals(), number), batch.arrays, words
+            self._check_passes(operation, state, one, words)
+            program = self._in_passes(num_local_rows(one) // mesh.size, arguments, stacked=stacked)
+        elif operation is None:
+            program = self._jitted(None, stacked=stacked)
         else:
             mesh = self._with_whole_batches(operation)
             mapped = self._program.mapped(mesh, stacked=stacked)
-            self._compiled[stacked] = divided(
+            program = divided(
                 mapped,
                 mesh,
                 at=2,
                 dim=int(stacked),
-                donate_argnums=donated,
+                donate_argnums=0 if self._program.trains else (),
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
-        return self._compiled[stacked]
+        self._compiled[stacked] = program
+        return program
+
+    def _jitted(self, rows_at_once: int | None, *, stacked: bool) -> Callable:
+        """Returns the program that computes the gradients of so many rows at once."""
+        program, mesh = replace(self._program, rows_at_once=rows_at_once), self.runtime.mesh
+        mapped = program.mapped(mesh, stacked=stacked)
+        return compiled(mapped, mesh, donate_argnums=0 if program.trains else ())
+
+    def _check_passes(self, operation: str | None, state: Any, batch: Any, words: Any) -> None:
+        """Raises a ValueError if several passes would give other results, whatever is chosen."""
+        mesh = self.runtime.mesh
+        if operation is not None:
+            raise ValueError(
+                f"{self._program.name} cannot compute its rows in several passes: it compares rows "
+                f"of a batch, by {operation}. Leave rows_at_once out of tnt_jax.distributed_step."
+            )
+        if (num_rows := num_local_rows(batch) // mesh.size) > 1:
+            two_passes = replace(self._program, rows_at_once=num_rows - 1)
+            two_passes.prepared(mesh, state, batch, words)
+
+    def _in_passes(self, num_rows: int, arguments: tuple[Any, ...], *, stacked: bool) -> Callable:
+        """Returns the program with the rows at once that were asked for, or that fit the memory."""
+        if isinstance(self._rows_at_once, int):
+            return self._jitted(self._rows_at_once, stacked=stacked)
+        jitted: Any = cache(partial(self._jitted, stacked=stacked))
+
+        def program(rows_at_once: int | None) -> _jax.TracedProgram:
+            return _jax.TracedProgram(jitted(rows_at_once).trace(*arguments))
+
+        state, _, arrays, _ = arguments
+        waiting = BATCHES_AHEAD * local_bytes(arrays)
+        floor = local_bytes((state, arrays)) + waiting
+        way = Way("", floor, 0, program, waiting, num_rows)
+        limit = memory_limit(self.runtime.mesh.local_devices, self.runtime.settings.device_memory)
+        choice = choose(f'{self._program.name}(rows_at_once="auto")', [way], limit)
+        logger.info("%s.", choice)
+        return jitted(choice.rows_at_once)
 
     def _with_whole_batches(self, operation: str) -> Mesh:
         """Returns the mesh of steps that compare rows."""

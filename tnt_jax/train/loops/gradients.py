@@ -1,18 +1,32 @@
 """Gradients of the global batch's loss, inside a distributed step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
+from tnt_jax.adapters.any_flax import padding_left_out
 from tnt_jax.adapters.loops import with_varying_loops
 from tnt_jax.adapters.nnx import OpenModule, is_nnx_module
 from tnt_jax.distributed.sums.gradients import sum_gradients, trace_grads
-from tnt_jax.train.loops.context import StepContext, SummedMetric, require_step
+from tnt_jax.distributed.sums.random_rows import draws_by_row, key_of_fewer_rows
+from tnt_jax.train.loops.context import (
+    LossOfPass,
+    Passes,
+    StepContext,
+    SummedMetric,
+    needs_arguments,
+    require_step,
+    tracing,
+)
+from tnt_jax.train.steps.epoch_sums import num_real_rows
 from tnt_jax.train.steps.kept_inputs import keep_inputs
+from tnt_jax.train.steps.micro_batches import MicroRows, num_passes, sums_of_passes
+from tnt_jax.train.steps.row_dependence import Free, dependences, is_by_row
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
@@ -47,6 +61,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     @wraps(loss_fn)
     def differentiated(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         step = require_step("value_and_grad")
+        if num_passes(step.num_rows, step.rows_at_once) > 1:
+            return _InPasses(loss_fn, has_aux, step, (args, kwargs)).differentiated(params)
 
         def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
             with step.recording() as records:
@@ -60,10 +76,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             return (loss, (loss, others)) if part is None else (part, (None, others))
 
         metrics: list[SummedMetric] = []
-        module = OpenModule(params, step.key) if is_nnx_module(params) else None
-        function = _with_no_variables(loss_fn) if module is None else module.pure(loss_fn)
-        function = with_varying_loops(function)
-        params = params if module is None else module.params
+        module, function, params = _opened(loss_fn, params, step.key)
         (value, (aux, increments, variables)), grads = _differentiate(objective, params, step)
         if module is not None:
             module.close(variables)
@@ -72,6 +85,18 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
         return ((value, aux) if has_aux else value), grads
 
     return differentiated
+
+
+def _opened(
+    loss_fn: Callable, params: Any, key: jax.Array | None
+) -> tuple[OpenModule | None, Callable, Any]:
+    """Returns an NNX module that is opened, or None; a function of parameters, and these.
+
+    The function returns the result of `loss_fn`, and the other variables of the module or None.
+    """
+    module = OpenModule(params, key) if is_nnx_module(params) else None
+    function = _with_no_variables(loss_fn) if module is None else module.pure(loss_fn)
+    return module, with_varying_loops(function), params if module is None else module.params
 
 
 def grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
@@ -138,3 +163,161 @@ def _checked(loss: Any) -> Any:
             "tnt_jax.scale_regularization_loss(penalty) for penalties."
         )
     return loss
+
+
+class _Outcome(NamedTuple):
+    """What a loss function gives for the rows of a pass, besides the loss.
+
+    Attributes:
+        values: Leaves of what it returns besides the loss; of losses their parts.
+        increments: What the rows add to each metric.
+        variables: Other variables of an NNX module, after the call.
+        penalties: Those of the loss.
+    """
+
+    values: list[jax.Array]
+    increments: list[Any]
+    variables: Any
+    penalties: list[jax.Array]
+
+
+class _InPasses:
+    """A loss function whose gradient is summed over several passes over a rank's rows.
+
+    In each, the arguments that are arrays of the batch have its rows alone, and keys draw for them
+    what they draw in one pass.
+    """
+
+    def __init__(self, loss_fn: Callable, has_aux: bool, step: StepContext, arguments: Any) -> None:
+        self._loss_fn, self._has_aux, self._step = loss_fn, has_aux, step
+        self._rows = rows = MicroRows(step.num_rows, num_passes(step.num_rows, step.rows_at_once))
+        self._passes = Passes(rows.num_parts, num_real_rows(step.batch), [])
+        self._leaves, self._arguments = jax.tree.flatten(arguments)
+        batch = rows.cut_batch(step.batch)
+        pairs = zip(step.batch, batch, strict=True)
+        parts = {
+            id(x): part
+            for whole, cut in pairs
+            for x, part in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=False)
+        }
+        own = [rows.keys(x) if draws_by_row(x) else parts.get(id(x)) for x in self._leaves]
+        # What the passes take: arguments, or None for those that all share; rows; words of the key.
+        self._micro = own, batch, rows.keys(step.key)
+        # What tracing the function tells.
+        self._metrics: list[SummedMetric] = []
+        self._is_loss: list[bool] = []
+        self._aux: Any = None
+
+    def differentiated(self, params: Any) -> tuple[Any, Any]:
+        """Returns the result and the gradients; see `value_and_grad`."""
+        step = self._step
+        module, _, variables = _opened(self._loss_fn, params, step.key)
+        variables = _jax.make_varying(variables)
+        forward = partial(self._forward, params)
+        self._check(forward, variables)
+
+        def compute(micro: Any) -> tuple[Any, Any]:
+            (value, outcome), grads, _ = trace_grads(
+                jax.value_and_grad(lambda variables: forward(variables, micro), has_aux=True),
+                variables,
+                rewrite=partial(keep_inputs, step=step.step) if step.platform == "cpu" else None,
+            )
+            losses, own = self._divided(outcome.values)
+            return (value, losses, outcome.increments, grads), (own, outcome.variables)
+
+        (value, losses, increments, grads), (own, after) = sums_of_passes(compute, self._micro)
+        order = range(len(jax.tree.leaves(grads)))
+        summed = sum_gradients(grads, step.reduction, order=order, first=(value, losses))
+        if module is not None:
+            module.close(jax.tree.map(lambda x: x[0], after))
+        for metric, added in zip(self._metrics, increments, strict=True):
+            step.record(metric, added)
+        value, losses = summed.first
+        if not self._has_aux:
+            return value, summed.grads
+        rows = iter(x.reshape(-1, *x.shape[2:])[: step.num_rows] for x in own)
+        totals = iter(losses)
+        aux = [next(totals if is_loss else rows) for is_loss in self._is_loss]
+        return (value, self._aux.unflatten(aux)), summed.grads
+
+    def _divided(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns those values besides the loss that are losses, and the others."""
+        pairs = list(zip(values, self._is_loss, strict=True))
+        return [x for x, is_loss in pairs if is_loss], [x for x, is_loss in pairs if not is_loss]
+
+    def _forward(self, params: Any, variables: Any, micro: Any) -> tuple[jax.Array, _Outcome]:
+        """Calls the loss function with the rows of a pass."""
+        parts, batch, words = micro
+        num_rows = self._rows.part_rows
+
+        def own(leaf: Any, part: Any) -> Any:
+            if part is None:
+                return leaf
+            return key_of_fewer_rows(part, leaf, num_rows) if draws_by_row(leaf) else part
+
+        key = self._step.key
+        key = None if key is None else key_of_fewer_rows(words, key, num_rows)
+        step = replace(
+            self._step, batch=batch, key=key, parts={}, records=[], rows_at_once=None,
+            of_all=self._passes,
+        )  # fmt: skip
+        _, function, _ = _opened(self._loss_fn, params, key)
+        args, kwargs = self._arguments.unflatten(map(own, self._leaves, parts))
+        with tracing(step), padding_left_out(batch.mask):
+            result, after = function(variables, *args, **kwargs)
+        loss, aux = _pair(result) if self._has_aux else (result, None)
+        if not isinstance(loss, LossOfPass):
+            _checked(loss)
+            raise ValueError(f"The loss does not depend on the batch: it is {loss}.")
+        values, self._aux = jax.tree.flatten(aux)
+        self._is_loss = [isinstance(x, LossOfPass) for x in values]
+        self._metrics = [metric for metric, _ in step.records]
+        penalties, self._passes.penalties[:] = list(self._passes.penalties), []
+        return loss.value, _Outcome(
+            [x.value if isinstance(x, LossOfPass) else jnp.asarray(x) for x in values],
+            [added for _, added in step.records],
+            after,
+            penalties,
+        )
+
+    def _check(self, forward: Callable, variables: Any) -> None:
+        """Raises a ValueError if several passes would give other results than one."""
+        first = jax.tree.map(lambda x: x[0], self._micro)
+        traced, shapes = jax.make_jaxpr(forward, return_shape=True)(variables, first)
+        name = self._step.name
+        if any(_jax.is_varying(x) or _is_key(x) for x in traced.consts):
+            raise ValueError(needs_arguments(name))
+        if any(map(_jax.is_collective, traced.jaxpr.eqns)):
+            raise ValueError(_whole(name, "its model communicates with other ranks, as a "
+                                    "synchronized BatchNorm does"))  # fmt: skip
+        is_rows = [not draws_by_row(x) for x, part in zip(self._leaves, first[0], strict=True)
+                   if part is not None]  # fmt: skip
+        holds_rows = [False] * len(jax.tree.leaves(variables)) + is_rows
+        holds_rows += [True] * len(jax.tree.leaves(first[1]))
+        holds_rows += [False] * (len(traced.jaxpr.invars) - len(holds_rows))
+        found, _ = dependences(traced.jaxpr, holds_rows, self._rows.part_rows)
+        _, outcome = jax.tree.structure(shapes).unflatten(found)
+        if not all(isinstance(x, Free) for x in jax.tree.leaves(outcome.variables)):
+            raise ValueError(
+                _whole(name, "its model keeps statistics of a batch, as BatchNorm does")
+            )
+        if not all(isinstance(x, Free) for x in outcome.penalties):
+            raise ValueError(_whole(name, "a penalty of its loss depends on the rows"))
+        _, own = self._divided(list(zip(shapes[1].values, outcome.values, strict=True)))
+        for x, dependence in own:
+            if x.shape[:1] != (self._rows.part_rows,) or not is_by_row(dependence):
+                raise ValueError(_whole(
+                    name, f"its loss function returns {x.dtype}{list(x.shape)}, which has no value "
+                    "for each row, such as statistics of BatchNorm",
+                ))  # fmt: skip
+
+
+def _whole(name: str, reason: str) -> str:
+    return (
+        f"{name} cannot compute its rows in several passes: {reason}. Leave rows_at_once out of "
+        "tnt_jax.distributed_step."
+    )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

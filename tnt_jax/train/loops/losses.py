@@ -1,5 +1,6 @@
 """Losses of the global batch, inside a distributed step."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ from jax.typing import ArrayLike
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.train.contracts import LossTerm
-from tnt_jax.train.loops.context import StepContext, require_step
-from tnt_jax.train.steps.epoch_sums import divide
+from tnt_jax.train.loops.context import LossOfPass, StepContext, needs_arguments, require_step
+from tnt_jax.train.steps.epoch_sums import divide, quotient
 from tnt_jax.train.steps.row_dependence import marked
 from tnt_jax.train.steps.row_weights import weighted, where_rows
 
@@ -46,7 +47,10 @@ def compute_average_loss(per_row: Any, sample_weight: ArrayLike | None = None) -
     # Half precision is too coarse for sums.
     dtype = jnp.promote_types(values.dtype, jnp.float32)
     total = jnp.sum(values if weight is None else values * weight, dtype=dtype)
-    count: Any = float(values.size)
+    if step.of_all is not None:
+        count = step.of_all.real_rows * math.prod(values.shape[1:])
+        return _total(quotient(LossTerm(total, count), count), step)
+    count = float(values.size)
     if mask is not None:
         count = jnp.sum(where_rows(mask, jnp.ones(values.shape, jnp.float32), 0))
     return _total(divide(LossTerm(total, count)), step)
@@ -75,14 +79,20 @@ def scale_regularization_loss(penalty: ArrayLike) -> jax.Array:
             f"scale_regularization_loss takes a scalar, but got an array of shape {penalty.shape}. "
             "Sum the penalty first; the loss of rows belongs to compute_average_loss."
         )
-    return _total(penalty / jax.lax.axis_size(_jax.DATA_AXIS), step)
+    num_shares = jax.lax.axis_size(_jax.DATA_AXIS)
+    if step.of_all is not None:
+        step.of_all.penalties.append(penalty)
+        num_shares *= step.of_all.num_passes
+    return _total(penalty / num_shares, step)
 
 
-def _total(part: jax.Array, step: StepContext) -> jax.Array:
+def _total(part: jax.Array, step: StepContext) -> Any:
     """Returns the sum of the ranks' parts of a loss, and notes the part.
 
     Where the sum is differentiated, its parts may travel with the gradients.
     """
+    if step.of_all is not None:
+        return LossOfPass(_jax.make_varying(part))
     if step.tells_varying and not _jax.is_varying(part):
         # Of parameters that are the same everywhere: outside of a loss function.
         return part * jax.lax.axis_size(_jax.DATA_AXIS)
@@ -94,6 +104,8 @@ def _total(part: jax.Array, step: StepContext) -> jax.Array:
 def _require_rows(values: jax.Array, step: StepContext) -> None:
     if values.ndim and values.shape[0] == step.num_rows:
         return
+    if step.of_all is not None:
+        raise ValueError(needs_arguments(step.name))
     found = f"an array of shape {values.shape}" if values.ndim else "a scalar"
     raise ValueError(
         "compute_average_loss takes one loss, or several, for each row of the batch, but got "

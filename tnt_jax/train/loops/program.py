@@ -1,7 +1,7 @@
 """The program of a distributed step: what one rank runs, inside `shard_map`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +110,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A user's step for a rank; it `trains` if it returns a state."""
+    """A user's step for a rank; it `trains` if it returns a state.
+
+    Gradients of so many `rows_at_once` are computed in one pass; None for all.
+    """
 
     function: Callable
     name: str
@@ -118,6 +121,7 @@ class Program:
     reduction: Reduction
     takes_key: bool
     trains: bool
+    rows_at_once: int | None = None
     draws: dict[Any, Draws] = field(default_factory=dict, compare=False)
 
     def mapped(self, mesh: Any, *, stacked: bool) -> Callable:
@@ -130,8 +134,12 @@ class Program:
         function = self._several if stacked else self._one
         return _jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_REPLICATED)
 
-    def prepared(self, mesh: Mesh, state: Any, batch: Batch, words: Any) -> Prepared:
+    def prepared(
+        self, mesh: Mesh, state: Any, batch: Batch, words: Any, *, in_passes: bool = False
+    ) -> Prepared:
         """Returns what tracing the program tells, after all checks that types allow.
+
+        Whether it compares rows is told if there are several ranks, or it may run `in_passes`.
 
         On one rank nothing differs, so that types tell nothing: the step is traced for two. State
         and batch (one, not stacked) are on the devices. A TypeError says that it sums again what is
@@ -171,7 +179,7 @@ class Program:
                 "compute_average_loss are global: leave the psum or pmean out."
             )
         metrics = [metric for metric, _ in records]
-        is_shared = mesh.size > 1
+        is_shared = mesh.size > 1 or in_passes
         operation = comparison_of_rows(mapped, operands, traced, several) if is_shared else None
         return Prepared(metrics, shapes[2], operation)
 
@@ -201,7 +209,9 @@ class Program:
             def results(key: jax.Array, batch: Batch) -> Any:
                 # A step may change NNX modules, those of its own trace alone.
                 own = jax.tree.map(lambda x: x, state)
-                return jax.tree.leaves(self._run(own, number, batch, key)[1:])
+                return jax.tree.leaves(all_rows._run(own, number, batch, key)[1:])
+
+            all_rows = replace(self, rows_at_once=None)
 
             key = key_for(
                 results, batch_key(words, number, num_local_rows(batch)), batch, self.draws
@@ -219,6 +229,7 @@ class Program:
             number,
             key=key,
             tells_varying=jax.lax.axis_size(_jax.DATA_AXIS) > 1,
+            rows_at_once=self.rows_at_once,
         )
         arguments = (state, batch, context.key) if self.takes_key else (state, batch)
         # Loops of a training step may carry the state, which must not differ between ranks.

@@ -38,6 +38,11 @@ def reduce(x: Any, op: Op = "sum") -> Any:
         TypeError: If a value is the same on every rank already.
     """
     step = require_step("reduce")
+    if step.of_all is not None:
+        raise ValueError(
+            "tnt_jax.reduce was called in a loss function whose rows are computed in several "
+            "passes. Return the values of the rows with has_aux=True, and reduce them outside."
+        )
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(_OPS)}, but is {op!r}.")
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(x)

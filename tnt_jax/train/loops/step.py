@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from functools import update_wrapper
-from typing import Any
+from functools import partial, update_wrapper
+from typing import Any, Literal, overload
 
 import jax
 
@@ -15,9 +15,19 @@ from tnt_jax.train.loops.engine import Engine
 class DistributedStep:
     """A training step over all ranks; `tnt_jax.distributed_step` makes it."""
 
-    def __init__(self, step: Callable) -> None:
+    def __init__(
+        self, step: Callable, *, rows_at_once: int | Literal["auto"] | None = None
+    ) -> None:
+        if rows_at_once not in (None, "auto") and not (
+            isinstance(rows_at_once, int) and rows_at_once >= 1
+        ):
+            raise ValueError(
+                f"rows_at_once must be a number of rows, 'auto' or None, but is {rows_at_once!r}."
+            )
         update_wrapper(self, step)
-        self._engine = _EngineOfJob(step, takes_key=_takes_key(step), trains=True)
+        self._engine = _EngineOfJob(
+            step, takes_key=_takes_key(step), trains=True, rows_at_once=rows_at_once
+        )
 
     def __call__(
         self, state: Any, batch: DistributedBatch, key: jax.Array | None = None
@@ -84,7 +94,21 @@ class DistributedEvalStep:
         return self._engine.get().run(state, batches, key, stacked=True)[1]
 
 
-def distributed_step(step: Callable) -> DistributedStep:
+@overload
+def distributed_step(
+    step: Callable, *, rows_at_once: int | Literal["auto"] | None = None
+) -> DistributedStep: ...
+
+
+@overload
+def distributed_step(
+    step: None = None, *, rows_at_once: int | Literal["auto"] | None = None
+) -> Callable[[Callable], DistributedStep]: ...
+
+
+def distributed_step(
+    step: Callable | None = None, *, rows_at_once: int | Literal["auto"] | None = None
+) -> DistributedStep | Callable[[Callable], DistributedStep]:
     """Turns a training step that is written for one device into one program over all ranks.
 
     ```python
@@ -106,14 +130,22 @@ def distributed_step(step: Callable) -> DistributedStep:
 
     Args:
         step: The function `step(state, batch, key) -> (state, metrics)`; `key` may be left out.
+        rows_at_once: Most rows of a rank whose gradients are computed in one pass, as in
+            `@tnt.distributed_step(rows_at_once=64)`; None for all, `"auto"` for as many as fit the
+            memory. The result is that of one pass. The loss function takes the batch, or its
+            arrays, and the key as arguments: `tnt.value_and_grad(loss_fn)(params, batch, key)`.
 
     Returns:
         A callable of the same arguments and results, with a method `scan` for stacked batches.
+        Without a step, a decorator.
 
     Raises:
         TypeError: If the function takes other arguments.
+        ValueError: If `rows_at_once` is something else.
     """
-    return DistributedStep(step)
+    if step is None:
+        return partial(DistributedStep, rows_at_once=rows_at_once)
+    return DistributedStep(step, rows_at_once=rows_at_once)
 
 
 def distributed_eval_step(step: Callable) -> DistributedEvalStep:
@@ -135,7 +167,7 @@ def distributed_eval_step(step: Callable) -> DistributedEvalStep:
 class _EngineOfJob:
     """The engine of a step in the job that runs: steps may be defined before it is joined."""
 
-    def __init__(self, step: Callable, **options: bool) -> None:
+    def __init__(self, step: Callable, **options: Any) -> None:
         self._step = step
         self._options = options
         self._engine: Engine | None = None
