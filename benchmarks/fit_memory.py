@@ -1,12 +1,17 @@
 """What `tnt_micro_batch_size="auto"` chooses for budgets of memory, and what it costs.
 
     python benchmarks/fit_memory.py --output benchmarks/results/fit_memory.json
+    python benchmarks/fit_memory.py --modelled --output benchmarks/results/fit_memory_modelled.json
 
 Each network trains in a process of its own with a global batch that needs much memory: all rows at
 once, then with a budget of 3/4, 1/2 and 1/4 of what that needs, on one CPU device. "Predicted" is
 what the compiler states for the step that was chosen, with batches that wait; "measured" the
 largest resident memory of the process while it trains, beyond what it had before the first step,
 and the training state. All forms of a network must end with the same loss.
+
+With `--modelled`, the same choice is made for an H100 that need not be there, for larger networks:
+steps are compiled ahead of time, and nothing runs. It needs the environment of
+`benchmarks/overlap.py`, with JAX and its plugins of 0.12.0.1.
 """
 
 import argparse
@@ -22,7 +27,11 @@ from typing import Any
 
 from machine import add_platform, choose_devices, environment
 
-NETWORKS = {"mlp": 8192, "nnx": 8192, "cnn": 512, "decoder": 128, "keras": 8192}
+NETWORKS = {
+    "mlp": 8192, "nnx": 8192, "cnn": 512, "resnet20": 256, "transformer": 512, "decoder": 128,
+    "vit": 256, "unet": 32, "moe": 4096, "keras": 8192, "bert": 64,
+}  # fmt: skip
+MODELLED = {"mlp": 65536, "vit": 4096, "unet": 512, "transformer": 4096, "decoder 1.1b": 64}
 BUDGETS = {"all memory": None, "3/4": 0.75, "1/2": 0.5, "1/4": 0.25}
 RESULT = "result: "
 
@@ -39,9 +48,32 @@ def make_network(name: str, rows: int) -> tuple[Any, Any, Any]:
     if name == "cnn":
         x = rng.normal(size=(rows, 28, 28, 1)).astype(np.float32)
         return models.CNN(), x, rng.integers(0, 10, rows)
-    if name == "decoder":
-        tokens = rng.integers(0, 256, (rows, 64), np.int32)
-        return models.Decoder(**models.DECODER_SIZES["tiny"]), tokens, np.roll(tokens, -1, 1)
+    if name == "resnet20":
+        x = rng.normal(size=(rows, 32, 32, 3)).astype(np.float32)
+        return models.CifarResNet(), x, y_of(rng, rows)
+    if name in ("vit", "unet", "moe"):
+        from fit_memory_networks import MoE, UNet, ViT
+
+        module = {"vit": ViT, "unet": UNet, "moe": MoE}[name]()
+        if name == "moe":
+            return module, rng.normal(size=(rows, 64)).astype(np.float32), y_of(rng, rows)
+        x = rng.normal(size=(rows, 32, 32, 3)).astype(np.float32)
+        pixels = rng.integers(0, 10, (rows, 32, 32))
+        return module, x, pixels if name == "unet" else y_of(rng, rows)
+    if name == "transformer":
+        tokens = rng.integers(1, 256, (rows, 32), np.int32)
+        module = models.Transformer(**models.PARAM_SETS["tiny"], vocab_size=256)
+        return module, (tokens, tokens), np.roll(tokens, -1, 1)
+    if name == "bert":
+        from fit_memory_networks import bert
+
+        tokens = rng.integers(1, 1000, (rows, 64), np.int32)
+        return bert(), tokens, rng.integers(0, 2, rows)
+    if name.startswith("decoder"):
+        size = name.partition(" ")[2] or "tiny"
+        tokens = rng.integers(0, 256, (rows, 64 if size == "tiny" else 2048), np.int32)
+        module = models.Decoder(**models.DECODER_SIZES[size], implementation="xla")
+        return module, tokens, np.roll(tokens, -1, 1)
     x = rng.normal(size=(rows, 64)).astype(np.float32)
     if name == "keras":
         import keras
@@ -110,10 +142,15 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
 
     model.build(x[:1])
     began = time.perf_counter()
-    model.fit(
-        x, y, batch_size=rows, epochs=steps, verbose=0, callbacks=[Measure()], shuffle=False,
-        tnt_micro_batch_size="auto",
-    )  # fmt: skip
+    try:
+        model.fit(
+            x, y, batch_size=rows, epochs=steps, verbose=0, callbacks=[Measure()], shuffle=False,
+            tnt_micro_batch_size="auto",
+        )  # fmt: skip
+    except ValueError as error:
+        if "found no way" not in str(error):
+            raise
+        return {"chosen": "nothing fits", "error": str(error)}
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
     [*_, attempt] = model._core.memory_choice.attempts[-1]
     return {
@@ -121,12 +158,123 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
         "rows_at_once": attempt.rows_at_once,
         "predicted": attempt.nbytes,
         "measured": status("VmHWM") - notes["before"] + state,
-        "programs": sum(map(len, model._core.memory_choice.attempts)),
+        "programs": model._core.memory_choice.num_compiled,
         "choosing_s": notes["choosing_s"],
         "longest_compilation_s": max(compiled),
         "step_ms": [1000 * value for value in times[1:]],
         "loss": notes["loss"],
     }
+
+
+def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]:
+    """Chooses for an H100 with a share of what all rows at once need, or with 80 GB."""
+    import jax
+    import numpy as np
+    import optax
+    import overlap  # Sets the environment of JAX, so that it must come first.
+    from jax.experimental import topologies
+
+    import tnt_jax as tnt
+    from tnt_jax import _jax
+    from tnt_jax.adapters.base import Variables
+    from tnt_jax.adapters.linen import LinenAdapter
+    from tnt_jax.distributed.joining.runtime import Runtime
+    from tnt_jax.distributed.sums.reduction import Reduction
+    from tnt_jax.settings import Settings
+    from tnt_jax.sharded.auto import TrainingStep
+    from tnt_jax.sharded.blocks.remat import rematerialized_apply
+    from tnt_jax.train import memory_choice
+    from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+    from tnt_jax.train.state import create_state
+    from tnt_jax.train.steps.data_parallel import DataParallelSteps
+
+    tnt.init(devices=[0])
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=overlap.TOPOLOGIES[8], target_config=overlap.H100
+    )
+    mesh = _jax.make_data_mesh(topology.devices[:1])
+    steps = DataParallelSteps(Runtime(mesh, Settings()), Reduction("xla"))
+    module, x, y = make_network(name, 2)
+    adapter, optimizer = LinenAdapter(module), optax.adam(1e-4)
+
+    def start() -> Any:
+        variables = Variables(*adapter.init(x, seed=0))
+        return create_state(*variables, optimizer, seed=0)
+
+    def loss_terms(outputs: Any, batch: Batch) -> list[LossTerm]:
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch.targets)
+        return [LossTerm(losses.sum(), float(losses.size))]
+
+    state = steps.place(jax.eval_shape(start))
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), np.result_type(a, np.int32)
+                                       if a.dtype.kind == "i" else a.dtype), Batch(x, y)
+    )  # fmt: skip
+    seconds: list[float] = []
+
+    def way_of(kind: str, apply: Any) -> memory_choice.Way:
+        def program(rows_at_once: int | None) -> Any:
+            parts = StepParts(apply, loss_terms, lambda outputs, batch: (), rows_at_once)
+            return _jax.TracedProgram(
+                TrainingStep(parts, optimizer, 1, None).trace(steps, mesh, state, batch)
+            )
+
+        floor, grads = (memory_choice.local_bytes(tree) for tree in (state, state.params))
+        return memory_choice.Way(kind, floor, grads, program, 0, rows)
+
+    ways = [way_of("", adapter.apply)]
+    began = time.perf_counter()
+    whole = ways[0].program(None).compile().peak_bytes
+    seconds.append(time.perf_counter() - began)
+    ways.append(way_of("remat='full'", rematerialized_apply(adapter.apply, "full")))
+    limit = int(80e9 if share is None else share * whole)
+    began = time.perf_counter()
+    choice = memory_choice.choose("modelled", ways, limit)
+    seconds.append(time.perf_counter() - began)
+    last = choice.attempts[-1][-1]
+    return {
+        "chosen": last.name, "predicted": last.nbytes, "limit": limit, "whole": whole,
+        "programs": choice.num_compiled, "choosing_s": seconds[1], "one_program_s": seconds[0],
+    }  # fmt: skip
+
+
+def main_modelled(args: argparse.Namespace) -> None:
+    """Chooses for all networks and budgets, each in a process of its own, and prints a table."""
+    print("| network | budget | chosen | needs MiB | of MiB | used | programs | times one |")
+    print("|" + " --- |" * 8)
+    results: dict[str, dict[str, Any]] = {}
+    for name in [
+        name for name in MODELLED if args.networks == list(NETWORKS) or name in args.networks
+    ]:
+        for budget, share in BUDGETS.items():
+            command = [
+                sys.executable,
+                __file__,
+                "--modelled",
+                "--worker",
+                name,
+                "--share",
+                str(share or 0),
+            ]
+            found = run(command, {**os.environ, "TNT_LOG_LEVEL": "WARNING"})
+            results.setdefault(name, {})[budget] = found
+            cells = [
+                name, budget, found["chosen"], f"{found['predicted'] / 2**20:.0f}",
+                f"{found['limit'] / 2**20:.0f}", f"{found['predicted'] / found['limit']:.0%}",
+                found["programs"], f"{found['choosing_s'] / found['one_program_s']:.2f}",
+            ]  # fmt: skip
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    if args.output:
+        args.output.write_text(json.dumps({**environment(), "results": results}, indent=1) + "\n")
+
+
+def run(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """Returns what a worker has found."""
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if not lines:
+        raise RuntimeError(done.stdout + done.stderr)
+    return json.loads(lines[-1].removeprefix(RESULT))
 
 
 def measure(name: str, rows: int, budget: int | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -136,17 +284,14 @@ def measure(name: str, rows: int, budget: int | None, args: argparse.Namespace) 
         variables["TNT_DEVICE_MEMORY"] = f"{budget}B"
     options = ["--worker", name, "--steps", str(args.steps)]
     options += ["--platform", args.platform] if args.platform else []
-    done = subprocess.run(
-        [sys.executable, __file__, *options], env=variables, capture_output=True, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if not lines:
-        raise RuntimeError(done.stdout + done.stderr)
-    return json.loads(lines[-1].removeprefix(RESULT))
+    options += ["--rows", str(rows)]
+    return run([sys.executable, __file__, *options], variables)
 
 
 def row(name: str, budget: str, found: dict[str, Any], whole: dict[str, Any]) -> str:
     """Returns a line of the table."""
+    if "error" in found:
+        return f"| {name} | {budget} | {found['chosen']} |" + " |" * 6
     median, least, most = (f(found["step_ms"]) for f in (statistics.median, min, max))
     slower = median / statistics.median(whole["step_ms"])
     cells = [
@@ -162,14 +307,27 @@ def main() -> None:
     """Measures all networks with all budgets, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_platform(parser)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--scale", type=float, default=1, help="part of the rows, to try it")
+    parser.add_argument(
+        "--modelled", action="store_true", help="for an H100, which need not be here"
+    )
+    parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=6, help="steps, the first not timed")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
-    parser.add_argument("--worker", choices=NETWORKS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        found = train(args.worker, NETWORKS[args.worker], args.steps, args.platform)
+        found = (
+            choose_modelled(args.worker, MODELLED[args.worker], args.share or None)
+            if args.modelled
+            else train(args.worker, args.rows, args.steps, args.platform)
+        )
         print(RESULT + json.dumps(found), flush=True)
+        return
+    if args.modelled:
+        main_modelled(args)
         return
     print("| network | budget | chosen | predicted MiB | measured MiB | programs | choosing s "
           "(times all memory) | step ms | times one pass |")  # fmt: skip
@@ -180,10 +338,11 @@ def main() -> None:
         for budget, share in BUDGETS.items():
             whole = results[name].get("all memory")
             limit = None if share is None or whole is None else int(share * whole["predicted"])
-            found = measure(name, NETWORKS[name], limit, args)
+            found = measure(name, max(int(NETWORKS[name] * args.scale), 8), limit, args)
             results[name][budget] = found
             print(row(name, budget, found, whole or found), flush=True)
-            assert whole is None or abs(found["loss"] - whole["loss"]) < 1e-4, "other numbers"
+            is_other = whole is None or "error" in found
+            assert is_other or abs(found["loss"] - whole["loss"]) < 1e-4, "other numbers"
     if args.output:
         found = {**environment(), "results": results}
         args.output.write_text(json.dumps(found, indent=1) + "\n")
