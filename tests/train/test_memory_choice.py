@@ -51,6 +51,9 @@ class Ways:
             def estimate_bytes(self):
                 return ways.estimate - 50
 
+            def operations(self):
+                return 100
+
             def compile(self):
                 ways.compiled.append(rows)
                 return _jax.ProgramMemory(50, ways.bytes_of(rows) - 50, Compiled())
@@ -132,6 +135,23 @@ def test_what_must_be_computed_at_once_is_compiled_so(use_ranks):
     with pytest.raises(ValueError, match="Rows are compared, so that all rows of a rank"):
         memory_choice.choose("asked", ways.ways, 700)
     assert ways.compiled == [None]
+
+
+def test_a_choice_says_how_much_more_it_computes():
+    """A product of matrices, twice in a loop, beside a convolution: what a reader counts."""
+
+    def products(x, w, image, kernel):
+        x, _ = jax.lax.scan(lambda x, _: (x @ w, None), x, length=2)
+        return x, jax.lax.conv(image, kernel, (1, 1), "SAME")
+
+    shapes = ((3, 4), (4, 4), (2, 5, 8, 8), (7, 5, 3, 3))
+    traced = jax.jit(products).trace(*(jax.ShapeDtypeStruct(x, "f4") for x in shapes))
+    expected = 2 * 3 * 4 * 4 + (2 * 7 * 8 * 8) * 5 * 3 * 3
+    assert _jax.TracedProgram(traced).operations() == expected
+    first = memory_choice.Attempt("one pass", 900, False, operations=300)
+    last = memory_choice.Attempt("remat='full', one pass", 400, operations=400)
+    said = str(memory_choice.Choice("asked", ((first,), (last,)), 500))
+    assert "needs 400 B of 500 B a device and computes 1.33 times as much as the first" in said
 
 
 def test_a_choice_says_what_it_had():

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from tnt_jax._jax.programs import CALLS, Literal, jaxprs_in_params
+from tnt_jax._jax.programs import CALLS, Literal, jaxprs_in_params, operations_of_products
 
 # Operations that the compiler computes where their results are used, and again for each use.
 _CHEAP = frozenset(
@@ -33,6 +33,10 @@ class TracedProgram:
     def estimate_bytes(self) -> int:
         """Returns about what it holds on each device besides operands, without compiling it."""
         return live_bytes(self._traced.jaxpr.jaxpr)
+
+    def operations(self) -> int:
+        """Returns how many numbers it multiplies in products, on each device of a `shard_map`."""
+        return operations_of_products(self._traced.jaxpr.jaxpr)
 
     def compile(self) -> "ProgramMemory":
         """Returns its memory on each device, by the compiler's own analysis."""

@@ -1,6 +1,7 @@
 """What traced programs compute."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -354,6 +355,26 @@ def bytes_of_products(jaxpr: Any) -> int:
             total += sum(x.aval.size * x.aval.dtype.itemsize for x in equation.outvars)
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += times * sum(map(bytes_of_products, jaxprs_in_params(equation.params)))
+    return total
+
+
+def operations_of_products(jaxpr: Any) -> int:
+    """Returns how many numbers are multiplied in all products of matrices and convolutions.
+
+    What a loop computes counts as often as it runs, if the program says how often.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            kernel = equation.invars[1].aval
+            outputs = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+            total += equation.outvars[0].aval.size * kernel.size // outputs
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(map(operations_of_products, jaxprs_in_params(equation.params)))
     return total
 
 

@@ -30,6 +30,10 @@ class Program(Protocol):
         """Returns about what it holds on each device besides its operands, without compiling it."""
         ...
 
+    def operations(self) -> int:
+        """Returns how many numbers it multiplies."""
+        ...
+
     def compile(self) -> _jax.ProgramMemory:
         """Returns its memory on each device, by the compiler's own analysis."""
         ...
@@ -68,6 +72,7 @@ class Attempt(NamedTuple):
         rows_at_once: Most rows of a pass; None for all.
         problem: Why the model cannot be computed so; `nbytes` is infinite then.
         largest: Of a step that does not fit, the arrays that take most.
+        operations: How many numbers the step multiplies; 0 if it was not traced.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Attempt(NamedTuple):
     rows_at_once: int | None = None
     problem: str = ""
     largest: tuple[str, ...] = ()
+    operations: int = 0
 
     def __str__(self) -> str:
         if self.problem:
@@ -117,6 +123,9 @@ class Choice(NamedTuple):
         *others, last = self.attempts
         needed, limit = in_units(last[-1].nbytes), in_units(self.limit)
         chosen = f"{self.asked} chose {last[-1].name}, which needs {needed} of {limit} a device"
+        first = self.attempts[0][0].operations
+        if first and last[-1].operations > 1.01 * first:
+            chosen += f" and computes {last[-1].operations / first:.2f} times as much as the first"
         tried = _ends([*others, last[:-1]])
         return f"{chosen}; too much: {tried}{self.note}" if tried else chosen
 
@@ -181,12 +190,14 @@ def _attempts(way: Way, limit: int) -> list[Attempt]:
     def look(rows: int) -> bool:
         """Compiles passes of some rows; returns whether they fit."""
         most = None if rows == num_rows else rows
-        memory = (whole if most is None else way.program(most)).compile()
+        program = whole if most is None else way.program(most)
+        memory = program.compile()
         nbytes = _agreed(memory.peak_bytes + way.beside)
         largest = (
             tuple(map(str, largest_arrays(memory.compiled.as_text()))) if nbytes > limit else ()
         )
-        tried.append(Attempt(_name(way, most), nbytes, rows_at_once=most, largest=largest))
+        operations = program.operations()
+        tried.append(Attempt(_name(way, most), nbytes, True, most, "", largest, operations))
         if most is not None:
             passes.append((rows, nbytes))
         return nbytes <= limit
@@ -205,7 +216,8 @@ def _attempts(way: Way, limit: int) -> list[Attempt]:
             return tried
         upper, needed = num_rows - 1, tried[-1].nbytes
     else:
-        tried.append(Attempt(_name(way, None), needed, is_compiled=False))
+        unknown = Attempt(_name(way, None), needed, False, operations=whole.operations())
+        tried.append(unknown)
     while not look(rows := most_rows(upper)):
         if rows == 1 or (len(passes) > 1 and _rows_at(limit, *passes[-2:]) < 1):
             return tried
