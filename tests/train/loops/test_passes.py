@@ -9,17 +9,12 @@ from flax import linen as nn
 from flax import nnx
 from own_loops import make_state
 from reference_trainer import Net, make_data
+from training import assert_close
 
 import tnt_jax as tnt
 from tnt_jax.train import memory_choice
 
 NUM_EXAMPLES, SIZE = 31, 12
-
-
-def close(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
-    )
 
 
 def make_step(net, accuracy, **options):
@@ -82,8 +77,8 @@ def in_one_pass():
 def test_passes_give_what_one_pass_gives(use_ranks, in_one_pass, num_ranks, rows):
     use_ranks(num_ranks)
     params, seen, accuracy = train(rows_at_once=rows)
-    close(params, in_one_pass[0])
-    close(
+    assert_close(params, in_one_pass[0])
+    assert_close(
         [x for x in seen if isinstance(x, dict)], [x for x in in_one_pass[1] if isinstance(x, dict)]
     )
     assert accuracy == pytest.approx(in_one_pass[2])
@@ -125,7 +120,7 @@ def test_as_many_rows_as_fit_the_memory_are_computed_at_once(use_ranks, monkeypa
     assert rows[0] is None
     assert 1 < rows[2] < rows[1] < 2048
     assert all(choice.attempts[-1][-1].nbytes <= choice.limit for choice in chosen)
-    close(results[1:], results[:1] * 2)
+    assert_close(results[1:], results[:1] * 2)
 
 
 class Module(nnx.Module):
@@ -167,7 +162,7 @@ def test_the_module_of_a_pass_draws_for_its_rows(use_ranks):
     use_ranks(1)
     expected = train_nnx()
     use_ranks(2)
-    close(train_nnx(rows_at_once=2), expected)
+    assert_close(train_nnx(rows_at_once=2), expected)
 
 
 def losses_of(params, batch):
