@@ -2,7 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from tnt_jax._jax.programs import CALLS, Literal, jaxprs_in_params, operations_of_products
+from tnt_jax._jax.programs import (
+    CALLS,
+    Literal,
+    jaxprs_in_params,
+    operations_of_products,
+    without_dead_code,
+)
 
 # Operations that the compiler computes where their results are used, and again for each use.
 _CHEAP = frozenset(
@@ -35,8 +41,11 @@ class TracedProgram:
         return live_bytes(self._traced.jaxpr.jaxpr)
 
     def operations(self) -> int:
-        """Returns how many numbers it multiplies in products, on each device of a `shard_map`."""
-        return operations_of_products(self._traced.jaxpr.jaxpr)
+        """Returns how many numbers it multiplies in products, on each device of a `shard_map`.
+
+        What no result needs is left out, as by the compiler: passes trace all rows once more.
+        """
+        return operations_of_products(without_dead_code(self._traced.jaxpr.jaxpr))
 
     def compile(self) -> "ProgramMemory":
         """Returns its memory on each device, by the compiler's own analysis."""
