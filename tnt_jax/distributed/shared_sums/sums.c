@@ -36,6 +36,7 @@ enum {
   CHECK_MS = 100,          /* Between two looks at whether the others still live. */
 };
 
+static const char NO_MEMORY[] = "no memory is left for sums between processes";
 static const char LEFT[] = "this process has left its job";
 static const char UNLIKE[] = "another process sums values of another size or type: every process "
                              "must run the same programs in the same order";
@@ -60,6 +61,12 @@ typedef struct {           /* First page of the memory. */
   word unlike;             /* Whether processes have summed what does not belong together. */
 } Head;
 
+typedef struct {           /* What is summed, and where the result goes. */
+  const char* value;
+  char* result;
+  size_t nbytes;
+} Array;
+
 typedef struct Sum {
   struct Sum* next;
   const XLA_FFI_Api* api;
@@ -71,7 +78,7 @@ typedef struct Sum {
   uint64_t kind;           /* A digest of the type and the shapes of the arrays. */
   uint32_t wanted;         /* What the others must have posted. */
   const char* failure;
-  void **args, **rets;     /* XLA_FFI_Buffer*, alive until the future is fulfilled. */
+  Array arrays[];          /* Copied: XLA may write those of another device over its own list. */
 } Sum;
 
 static struct {
@@ -195,16 +202,15 @@ mailboxes. */
 static void move_piece(const Sum* sum, size_t piece, int how) {
   size_t begin = 0;  /* Of the array among all. */
   for (int index = 0; index < sum->num_arrays; index++) {
-    const XLA_FFI_Buffer* buffer = sum->args[index];
-    size_t nbytes = sum->itemsize;
-    for (int64_t d = 0; d < buffer->rank; d++) nbytes *= (size_t)buffer->dims[d];
+    const Array* array = sum->arrays + index;
+    size_t nbytes = array->nbytes;
     size_t low = begin > sum->done ? begin : sum->done;
     size_t high = begin + nbytes < sum->done + piece ? begin + nbytes : sum->done + piece;
     if (low < high) {
-      char* result = (char*)((XLA_FFI_Buffer*)sum->rets[index])->data + (low - begin);
+      char* result = array->result + (low - begin);
       size_t offset = low - sum->done, length = high - low;
       if (how == TO_MAILBOX)
-        memcpy(mailbox(sum, sum->rank) + offset, (char*)buffer->data + (low - begin), length);
+        memcpy(mailbox(sum, sum->rank) + offset, array->value + (low - begin), length);
       else if (how == ADD_UP)
         add_mailboxes(sum, result, offset, length);
       else if (how == FROM_FIRST)
@@ -250,7 +256,7 @@ static int advance(Sum* sum) {
           size_t length = piece - begin < segment ? piece - begin : segment;
           char* values = malloc(length);
           if (values == NULL) {
-            sum->failure = "no memory is left for a sum between processes";
+            sum->failure = NO_MEMORY;
             return 1;
           }
           add_mailboxes(sum, values, begin, length);
@@ -396,6 +402,69 @@ static uint64_t mixed(uint64_t digest, uint64_t number) {
   return (digest ^ number) * 1099511628211u;
 }
 
+/* Returns the sum that a call asks for, without its rank and slot, or NULL. */
+static Sum* sum_of(const XLA_FFI_CallFrame* frame) {
+  int num_arrays = (int)frame->args.size;
+  Sum* sum = calloc(1, sizeof *sum + (size_t)num_arrays * sizeof *sum->arrays);
+  if (sum == NULL) return NULL;
+  sum->api = frame->api;
+  sum->rank = -1;
+  sum->num_arrays = num_arrays;
+  sum->shares = number_of(frame, "shares") == 1;
+  sum->dtype = ((XLA_FFI_Buffer*)frame->args.args[0])->dtype;
+  sum->itemsize = sum->dtype == XLA_FFI_DataType_F64 || sum->dtype == XLA_FFI_DataType_S64 ||
+                  sum->dtype == XLA_FFI_DataType_U64 ? 8 : 4;
+  sum->kind = mixed(mixed(14695981039346656037u, (uint64_t)sum->dtype), (uint64_t)sum->shares);
+  for (int index = 0; index < num_arrays; index++) {
+    const XLA_FFI_Buffer* buffer = frame->args.args[index];
+    Array* array = sum->arrays + index;
+    array->value = buffer->data;
+    array->result = ((XLA_FFI_Buffer*)frame->rets.rets[index])->data;
+    array->nbytes = sum->itemsize;
+    sum->kind = mixed(sum->kind, (uint64_t)buffer->rank);
+    for (int64_t d = 0; d < buffer->rank; d++) {
+      array->nbytes *= (size_t)buffer->dims[d];
+      sum->kind = mixed(sum->kind, (uint64_t)buffer->dims[d]);
+    }
+    sum->nbytes += array->nbytes;
+  }
+  return sum;
+}
+
+/* Looks for the values of others for a few microseconds; returns whether the sum is over. */
+static int advance_for_a_while(Sum* sum) {
+  uint64_t begin = now_ns();
+  for (int look = 0;; look++) {
+    if (advance(sum)) return 1;
+    if (look < 64) {
+      relax();
+    } else {
+      if (now_ns() - begin > 1000u * (uint64_t)here.spin_us) return 0;
+      sched_yield();
+    }
+  }
+}
+
+/* Leaves a sum to the thread, and tells XLA that its results come later. */
+static XLA_FFI_Error* later(Sum* sum, XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Future_Create_Args future = {.struct_size = sizeof future};
+  pthread_mutex_lock(&here.lock);
+  XLA_FFI_Error* failed =
+      here.stop ? error_of(sum->api, LEFT) : sum->api->XLA_FFI_Future_Create(&future);
+  if (failed == NULL) {
+    here.num_waiting++;
+    sum->future = frame->future = future.future;
+    sum->next = here.coming;
+    here.coming = sum;
+  }
+  pthread_mutex_unlock(&here.lock);
+  if (failed != NULL)
+    free(sum);
+  else
+    ring(here.process);
+  return failed;
+}
+
 XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Api* api = frame->api;
   if (frame->extension_start != NULL &&
@@ -414,63 +483,24 @@ XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   XLA_FFI_DeviceOrdinal_Get_Args device = {.struct_size = sizeof device, .ctx = frame->ctx};
   XLA_FFI_Error* failed = api->XLA_FFI_DeviceOrdinal_Get(&device);
   if (failed != NULL) return failed;
+  Sum* sum = sum_of(frame);
+  if (sum == NULL) return error_of(api, NO_MEMORY);
   int64_t index = number_of(frame, "slot");
-  Sum sum = {.api = api, .num_arrays = (int)frame->args.size, .rank = -1,
-             .args = frame->args.args, .rets = frame->rets.rets,
-             .shares = number_of(frame, "shares") == 1};
   for (int rank = 0; rank < here.num_ranks; rank++)
-    if (here.device_of[rank] == device.device_ordinal) sum.rank = rank;
-  if (sum.rank < 0 || index < 0 || index >= MOST_SLOTS)
-    return error_of(api, "a sum has a device or a number that this job does not know");
-  sum.slot = map_slot(index);
-  if (sum.slot == NULL) return error_of(api, "no memory is left for sums between processes");
-  sum.dtype = ((XLA_FFI_Buffer*)sum.args[0])->dtype;
-  sum.itemsize = sum.dtype == XLA_FFI_DataType_F64 || sum.dtype == XLA_FFI_DataType_S64 ||
-                 sum.dtype == XLA_FFI_DataType_U64 ? 8 : 4;
-  sum.kind = mixed(mixed(14695981039346656037u, (uint64_t)sum.dtype), (uint64_t)sum.shares);
-  for (int array = 0; array < sum.num_arrays; array++) {
-    const XLA_FFI_Buffer* buffer = sum.args[array];
-    size_t nbytes = sum.itemsize;
-    sum.kind = mixed(sum.kind, (uint64_t)buffer->rank);
-    for (int64_t d = 0; d < buffer->rank; d++) {
-      nbytes *= (size_t)buffer->dims[d];
-      sum.kind = mixed(sum.kind, (uint64_t)buffer->dims[d]);
-    }
-    sum.nbytes += nbytes;
-  }
-  if (atomic_exchange(&mark_of(&sum, sum.rank)->busy, 1))
-    return error_of(api, "a program makes the same sum twice at a time");
-
-  uint64_t begin = now_ns();
-  for (int look = 0;; look++) {
-    if (advance(&sum)) return sum.failure != NULL ? error_of(api, sum.failure) : NULL;
-    if (look < 64) {
-      relax();
-    } else {
-      if (now_ns() - begin > 1000u * (uint64_t)here.spin_us) break;
-      sched_yield();
-    }
-  }
-  XLA_FFI_Future_Create_Args future = {.struct_size = sizeof future};
-  Sum* pending = malloc(sizeof sum);
-  if (pending == NULL) return error_of(api, "no memory is left for a sum between processes");
-  *pending = sum;
-  pthread_mutex_lock(&here.lock);
-  int is_closed = here.stop;
-  failed = is_closed ? error_of(api, LEFT) : api->XLA_FFI_Future_Create(&future);
-  if (failed == NULL) {
-    here.num_waiting++;
-    pending->future = frame->future = future.future;
-    pending->next = here.coming;
-    here.coming = pending;
-  }
-  pthread_mutex_unlock(&here.lock);
-  if (failed != NULL) {
-    free(pending);
-    return failed;
-  }
-  ring(here.process);
-  return NULL;
+    if (here.device_of[rank] == device.device_ordinal) sum->rank = rank;
+  const char* failure = NULL;
+  if (sum->rank < 0 || index < 0 || index >= MOST_SLOTS)
+    failure = "a sum has a device or a number that this job does not know";
+  else if ((sum->slot = map_slot(index)) == NULL)
+    failure = NO_MEMORY;
+  else if (atomic_exchange(&mark_of(sum, sum->rank)->busy, 1))
+    failure = "a program makes the same sum twice at a time";
+  else if (advance_for_a_while(sum))
+    failure = sum->failure;
+  else
+    return later(sum, frame);
+  free(sum);
+  return failure != NULL ? error_of(api, failure) : NULL;
 }
 
 /* Joins the sums of a job in the memory `fd`, which process 0 has made. `devices` are XLA's numbers
