@@ -172,7 +172,7 @@ class Core:
         """
         if self.options.sync is not None:
             raise ValueError(
-                f"{auto.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory of a "
+                f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory of a "
                 "group's step is not measured. Pass a number of rows."
             )
         for name, remedy in _WAYS_OUT.items():
@@ -355,7 +355,7 @@ class Core:
         if num_rows == 1:
             problem = "A rank has one row"
         if problem is None:
-            self.at_once.training = auto.equal_rows(num_rows, num_rows // 2)
+            self.at_once.training = memory_choice.equal_rows(num_rows, num_rows // 2)
             self._compile_steps()
         return problem
 
