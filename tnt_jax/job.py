@@ -34,13 +34,20 @@ class Slot(Generic[_T]):
         make: Makes the value of a job; it may ask for other slots.
         close: Is given the value when the job ends, before the values that were made earlier are
             closed; for threads, connections and hooks.
+        lasts: Whether the value stays when the process leaves its devices and the other processes
+            to go on with others, in an elastic job.
     """
 
     def __init__(
-        self, make: Callable[[], _T], *, close: Callable[[_T], None] | None = None
+        self,
+        make: Callable[[], _T],
+        *,
+        close: Callable[[_T], None] | None = None,
+        lasts: bool = False,
     ) -> None:
         self._make = make
         self._close = close
+        self.lasts = lasts
 
     def get(self) -> _T:
         """Returns the value."""
@@ -81,7 +88,7 @@ def once_per_job(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-secret = Slot[bytes](bytes)
+secret = Slot[bytes](bytes, lasts=True)
 """What only the processes of the job know; empty if they were started without one."""
 
 
@@ -116,13 +123,26 @@ def end_job() -> None:
     Raises:
         Exception: What the last of them raised that could not be closed.
     """
+    _end(lambda slot: True)
+
+
+def end_generation() -> None:
+    """Closes and drops, like `end_job`, the values that do not last beyond the devices in use."""
+    _end(lambda slot: not slot.lasts)
+
+
+def _end(drops: Callable[[Slot[Any]], bool]) -> None:
     global _job
+    kept = _Job()
     try:
         with ExitStack() as closing:
             for slot, value in _job.values.items():
-                closing.callback(slot.close, value)
+                if drops(slot):
+                    closing.callback(slot.close, value)
+                else:
+                    kept.values[slot] = value
     finally:
-        _job = _Job()
+        _job = kept
 
 
 _job = _Job()

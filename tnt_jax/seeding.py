@@ -10,7 +10,7 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 # Of the last `set_seed` in this job, which may come before `init`.
-_seed = Slot[int | None](lambda: None)
+_seed = Slot[int | None](lambda: None, lasts=True)
 
 
 def set_seed(seed: int) -> None:

@@ -97,6 +97,9 @@ class Settings:
             (`TNT_SHARED_MEMORY`).
         job_secret: What only the processes of the job know (`TNT_JOB_SECRET`), with which they sign
             what they tell one another; empty if they were started without one.
+        elastic_fd: Descriptor over which a process of an elastic job talks to the launcher
+            (`TNT_ELASTIC_FD`); None in other jobs.
+        joins: Whether it was started in the place of one that was lost (`TNT_ELASTIC_JOINS`).
         goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
             in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
     """
@@ -130,6 +133,8 @@ class Settings:
     device_memory: int | None = None
     shared_memory: bool = True
     job_secret: str = field(default="", repr=False)
+    elastic_fd: int | None = None
+    joins: bool = False
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -184,6 +189,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
         shared_memory="TNT_SHARED_MEMORY" not in env or _boolean(env, "TNT_SHARED_MEMORY"),
         job_secret=_secret(env, "TNT_JOB_SECRET"),
+        elastic_fd=_integer(env, "TNT_ELASTIC_FD", at_least=0),
+        joins=_boolean(env, "TNT_ELASTIC_JOINS"),
         launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
     )
     _check_job(settings)

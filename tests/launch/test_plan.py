@@ -92,6 +92,7 @@ def test_cpu_process_in_full():
         "terminals": (),
         "columns": 80,
         "processors": (),
+        "is_elastic": False,
     }
 
 

@@ -52,10 +52,15 @@ from tnt_jax._jax.processes import (
     await_disconnection,
     backends_are_initialized,
     before_abort,
+    call_service_by,
     coordination_client,
     coordinator_listens,
+    delay_aborts,
     is_distributed,
+    leave_job,
+    outlive_service,
     skip_cleanup,
+    stop_threads_that_fail,
     value_of_key,
 )
 from tnt_jax._jax.profile import Recording, profile

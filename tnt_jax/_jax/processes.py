@@ -6,13 +6,16 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
 from tnt_jax._jax.fallbacks import or_plain
-from tnt_jax.job import check_signature, sign
+from tnt_jax.job import Slot, check_signature, sign
 
 # What a process calls before it aborts may take so long before the system ends it.
 _LONGEST_LAST_CALL_S = 10
@@ -34,6 +37,22 @@ def is_distributed() -> bool:
     return jax.distributed.is_initialized()
 
 
+def _at_once(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+# How calls of the coordination service are made.
+_caller = Slot[Callable[[Callable[[], Any]], Any]](lambda: _at_once, lasts=True)
+
+
+def call_service_by(caller: Callable[[Callable[[], Any]], Any]) -> None:
+    """Has the calls of the coordination service of this job made by a function.
+
+    A call waits for ever if the service was in a process that is lost.
+    """
+    _caller.set(caller)
+
+
 class SignedStore:
     """The client of the coordination service, whose values carry the signature of the job.
 
@@ -45,24 +64,27 @@ class SignedStore:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        method = getattr(self._client, name)
+        return lambda *args, **options: _caller.get()(partial(method, *args, **options))
 
     def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
         """Sets a key."""
-        signature = sign(f"The key {key}", text.encode()).hex()
-        self._client.key_value_set(key, f"{signature}{text}", allow_overwrite=allow_overwrite)
+        value = f"{sign(f'The key {key}', text.encode()).hex()}{text}"
+        store = partial(self._client.key_value_set, key, value, allow_overwrite=allow_overwrite)
+        _caller.get()(store)
 
     def key_value_try_get(self, key: str) -> str:
         """Returns the value of a key, which must be there."""
-        return self._checked(key, self._client.key_value_try_get(key))
+        return self._checked(key, _caller.get()(partial(self._client.key_value_try_get, key)))
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         """Returns the value of a key once it is there."""
-        return self._checked(key, self._client.blocking_key_value_get(key, timeout_ms))
+        get = partial(self._client.blocking_key_value_get, key, timeout_ms)
+        return self._checked(key, _caller.get()(get))
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
         """Returns the keys below a folder, with their values."""
-        entries = self._client.key_value_dir_get(folder)
+        entries = _caller.get()(partial(self._client.key_value_dir_get, folder))
         return [(key, self._checked(key, value)) for key, value in entries]
 
     def _checked(self, key: str, value: str) -> str:
@@ -162,6 +184,101 @@ def coordinator_listens() -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+class _Recoverable:
+    """Stands for jaxlib where JAX connects to the coordination service.
+
+    By default a client that loses the service aborts the process, within a message of the log. With
+    a callback, the conversion of the error fails (std::bad_cast) outside of it, and
+    `stop_threads_that_fail` can stop the thread of the client alone.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def get_distributed_runtime_client(self, *args: Any, **options: Any) -> Any:
+        """Returns a client whose loss of the service need not end the process."""
+        options["missed_heartbeat_callback"] = _ignore
+        return self._plain.get_distributed_runtime_client(*args, **options)
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+@or_plain(lambda: None, lost="An elastic job ends when a process is lost.")
+def outlive_service() -> None:
+    """Lets this process outlive the coordination services that it connects to from here on."""
+    # Private. Checked with JAX 0.12.0. jax.distributed.initialize takes no callback.
+    from jax._src import distributed
+
+    module: Any = distributed
+    if not isinstance(module._jax, _Recoverable):
+        module._jax = _Recoverable(module._jax)
+
+
+@or_plain(lambda: None, lost="An elastic job ends when a process is lost.")
+def leave_job() -> None:
+    """Closes the devices and forgets the coordination service, so that another can be joined.
+
+    It waits for nobody: others may be lost. The service and the client stay in memory, as their end
+    could wait for the others, or end them. All arrays and compiled programs become useless.
+    """
+    # Private. Checked with JAX 0.12.0. jax.distributed.shutdown waits for the service, which may
+    # have been in a process that is lost.
+    from jax._src import distributed
+    from jax.extend.backend import clear_backends
+
+    clear_backends()
+    state = distributed.global_state
+    for left in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+    state.client = state.service = state.preemption_sync_manager = None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+
+
+def stop_threads_that_fail() -> Callable[[], None]:
+    """Has threads of C++ wait for ever that would end this process by an uncaught error.
+
+    Not the main thread. Returns what undoes that, which must be kept: C holds no reference.
+    """
+    # The handler of jaxlib's library of C++; std::set_terminate, by its name in the library.
+    library = ctypes.CDLL("libstdc++.so.6")
+    set_terminate = library._ZSt13set_terminatePFvvE
+    set_terminate.restype = ctypes.c_void_p
+    set_terminate.argtypes = [ctypes.c_void_p]
+
+    @ctypes.CFUNCTYPE(None)
+    def handle() -> None:
+        while threading.current_thread() is not threading.main_thread():
+            time.sleep(_LONGEST_LAST_CALL_S)
+        ctypes.CFUNCTYPE(None)(before)()
+
+    before = set_terminate(ctypes.cast(handle, ctypes.c_void_p))
+    kept = [handle]
+
+    def undo() -> None:
+        set_terminate(before)
+        kept.clear()
+
+    return undo
+
+
+def delay_aborts() -> None:
+    """Lets an abort wait for some seconds, in which the interpreter ends.
+
+    Clients of services that this process has left abort when those end, and Python can no longer be
+    called then.
+    """
+    process = ctypes.CDLL(None)
+    process.signal.restype = ctypes.c_void_p
+    process.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    # As a handler, sleep is called with the number of the signal, which is 6.
+    process.signal(signal.SIGABRT, ctypes.cast(process.sleep, ctypes.c_void_p))
 
 
 def before_abort(function: Callable[[], None]) -> Callable[[], None]:

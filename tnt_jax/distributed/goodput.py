@@ -200,7 +200,7 @@ def _close(books: _Books) -> None:
         jax.monitoring.unregister_event_duration_listener(_note_duration)
 
 
-_books = Slot(_Books, close=_close)
+_books = Slot(_Books, close=_close, lasts=True)
 
 
 def goodput() -> dict[str, float]:
@@ -218,6 +218,11 @@ def goodput() -> dict[str, float]:
 def open_account(*, path: str | None, launched_at: float | None, is_master: bool) -> None:
     """Begins the account of the job, which the master keeps in a file, if one is given."""
     books = _books.get()
+    if books.is_open:
+        # In an elastic job another process may have become the master.
+        if path and is_master and books.file is None:
+            books.file = AccountFile(Path(path))
+        return
     books.is_open = True
     books.file = AccountFile(Path(path)) if path and is_master else None
     earlier = None if books.file is None else books.file.earlier

@@ -99,7 +99,7 @@ def _end(timeline: Timeline | None) -> None:
         jax.monitoring.unregister_event_time_span_listener(_note_span)
 
 
-_timeline = Slot[Timeline | None](lambda: None, close=_end)
+_timeline = Slot[Timeline | None](lambda: None, close=_end, lasts=True)
 
 
 def start(path: str, process: int) -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import termios
 import tty
@@ -13,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from tnt_jax.launch.processtree import descendants, die_with_parent, is_handled, send_signal
+from tnt_jax.launch.remote.connection import Lines
 
 TAIL_BYTES = 1 << 16
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end nobody: they are kept for a process that does not handle them yet."""
+LINK = "TNT_ELASTIC_FD"
+"""Variable with the descriptor over which a process of an elastic job talks to the launcher."""
 _REQUESTS = (signal.SIGTERM, *NOTICES)
 _VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 # Gloo, the library for CPU collectives, prints a line for each group of processes.
@@ -73,6 +77,7 @@ class Child:
         pid: Its process id, which is also its process group's.
         streams: File descriptor of each open output pipe, by name ("stdout", "stderr").
         code: Exit code as a shell states it (128 + signal number), or None while it runs.
+        link: The end of a socket over which a process of an elastic job talks to the launcher.
     """
 
     def __init__(self, process: Mapping[str, Any]) -> None:
@@ -86,14 +91,22 @@ class Child:
             name: _open_stream(process["columns"] if name in process["terminals"] else None)
             for name in ("stdout", "stderr")
         }
+        self.link, link_end = socket.socketpair() if process["is_elastic"] else (None, None)
         try:
-            self._popen = _start(process, {name: write_fd for name, (_, write_fd) in pairs.items()})
+            self._popen = _start(
+                process, {name: write_fd for name, (_, write_fd) in pairs.items()}, link_end
+            )
         finally:
             for _, write_fd in pairs.values():
                 os.close(write_fd)
+            if link_end is not None:
+                link_end.close()
+        if self.link is not None:
+            self.link.setblocking(False)
         self.pid = self._popen.pid
         self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
         self.code: int | None = None
+        self._said = Lines()
         self._kept: int | None = None
 
     def read(self, name: str) -> bytes | None:
@@ -123,6 +136,17 @@ class Child:
         if self._log is not None:
             self._log.write(data)
         return data
+
+    def hear(self) -> list[bytes] | None:
+        """Returns the lines that the process has sent over its link; None at its end."""
+        assert self.link is not None
+        try:
+            data = self.link.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._said.feed(data) if data else None
 
     def close(self, name: str) -> None:
         """Closes one stream."""
@@ -183,8 +207,12 @@ def _open_log(path: str | None) -> IO[bytes] | None:
     return open(path, "wb", buffering=0)
 
 
-def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess.Popen[bytes]:
+def _start(
+    process: Mapping[str, Any], streams: Mapping[str, int], link: socket.socket | None
+) -> subprocess.Popen[bytes]:
     environ = {**os.environ, **process["environment"]}
+    if link is not None:
+        environ[LINK] = str(link.fileno())
     for name, value in process["exports"]:
         environ[name] = expand(value, environ)
     return subprocess.Popen(
@@ -195,7 +223,8 @@ def _start(process: Mapping[str, Any], streams: Mapping[str, int]) -> subprocess
         stdout=streams["stdout"],
         stderr=streams["stderr"],
         start_new_session=True,
-        # Safe here: the supervisor has no other thread yet.
+        pass_fds=() if link is None else (link.fileno(),),
+        # Safe here: the supervisor has no other thread yet, or one that only sends heartbeats.
         preexec_fn=functools.partial(_before_exec, process["processors"]),
     )
 

@@ -98,12 +98,12 @@ def _refuse_what_only_all_can(job: Job, options: Options) -> None:
             f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "
             "script without srun or mpirun."
         )
-    if options.max_restarts or options.min_hosts:
+    if options.max_restarts or options.min_hosts or options.elastic:
         raise ValueError(
-            f"--max-restarts and --min-hosts need a launcher that starts all processes, but this "
-            f"one is one of {job.num_processes} that {job.source} has started. Run tnt-jax once, "
-            "in the batch script without srun or mpirun, or have the cluster start the job again: "
-            "#SBATCH --requeue and scontrol requeue, or backoffLimit in Kubernetes."
+            "--max-restarts, --min-hosts and --elastic need a launcher that starts all processes, "
+            f"but this one is one of {job.num_processes} that {job.source} has started. Run "
+            "tnt-jax once, in the batch script without srun or mpirun, or have the cluster start "
+            "the job again: #SBATCH --requeue and scontrol requeue, or backoffLimit in Kubernetes."
         )
 
 

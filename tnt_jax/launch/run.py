@@ -43,6 +43,9 @@ from tnt_jax.launch.remote.session import HostError, Session, Write
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 _END_TIMEOUT_S = 10.0
+# Seconds after which a silent process of an elastic job is lost, unless TNT_HEARTBEAT_TIMEOUT_S is
+# set: threads of a busy machine wait for some.
+_SILENCE_S = 15
 _SECRET_BYTES = 32
 _logger = logging.getLogger("tnt_jax.launch")
 
@@ -142,10 +145,29 @@ def run_attempt(
         if attempt.restart_count and session.has_passed_on:
             return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
-        code = session.run(processes, write=write, timeout_s=timeout_s)
+        code = session.run(
+            processes,
+            write=write,
+            timeout_s=timeout_s,
+            at_least=_fewest_processes(options, len(processes)),
+            silence_s=int(environ.get("TNT_HEARTBEAT_TIMEOUT_S") or _SILENCE_S),
+        )
         ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"
         because = session.because or f"{ended} with exit code {code}."
         return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))
+
+
+def _fewest_processes(options: Options, planned: int) -> int | None:
+    """Returns with how many processes an elastic job goes on; None if the job is none."""
+    if not options.elastic:
+        return None
+    fewest = options.min_processes or 1
+    if fewest > planned:
+        raise ValueError(
+            f"--min-processes ({fewest}) must not be above the number of processes, which is "
+            f"{planned}."
+        )
+    return fewest
 
 
 def _say_where(attempt: Attempt) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tnt_jax.launch.child import NOTICES, Child
@@ -102,7 +103,9 @@ class Supervisor:
         self._outbox.put(GREETING)
         self._children: dict[int, Child] = {}
         self._connected = True
-        self._started = self._finished = False
+        self._started = self._finished = self._beats = False
+        # Whether further processes may be started when all have ended.
+        self._stays = False
         # A signal that came before the processes were started.
         self._early: int | None = None
         self._again_at = 0.0
@@ -115,6 +118,10 @@ class Supervisor:
             "start": self._start,
             "signal": self._forward_signal,
             "stop": lambda message: self._stop(message["grace_s"]),
+            "member": self._pass_on,
+            "kill": self._kill,
+            "show": self._show_all,
+            "release": self._release,
             "beat": lambda message: None,
         }
 
@@ -143,7 +150,8 @@ class Supervisor:
             ):
                 key.data()
             self._keep_time()
-            if self._started and not self._running() and self._say_goodbye():
+            is_over = self._started and not self._stays and not self._running()
+            if is_over and self._say_goodbye():
                 return
         kill_descendants(os.getpid())
 
@@ -213,6 +221,7 @@ class Supervisor:
 
     def _start(self, message: Mapping[str, Any]) -> None:
         self._started = True
+        self._stays = message["stays"]
         self._silence_s = message["silence_s"]
         for process in message["processes"]:
             try:
@@ -224,11 +233,37 @@ class Supervisor:
             self._children[child.pid] = child
             for name, descriptor in child.streams.items():
                 self._outputs.register(descriptor, selectors.EVENT_READ, (child, name))
+            if child.link is not None:
+                hear = partial(self._hear_member, child)
+                self._selector.register(child.link, selectors.EVENT_READ, hear)
             self._send("started", rank=child.rank, pid=child.pid)
         if self._early is not None:
             self._forward_signal({"signum": self._early})
-        # After the last fork, because it makes a thread.
-        self._outbox.beat_for_ever()
+        # After the first forks, because it makes a thread.
+        if not self._beats:
+            self._beats = True
+            self._outbox.beat_for_ever()
+
+    def _pass_on(self, message: Mapping[str, Any]) -> None:
+        """Passes on a message of the launcher to a process of an elastic job."""
+        for child in self._running():
+            if child.rank == message["rank"] and child.link is not None:
+                # It has ended, or does not read: the launcher sees both.
+                with contextlib.suppress(OSError):
+                    child.link.send(message["message"].encode())
+
+    def _kill(self, message: Mapping[str, Any]) -> None:
+        for child in self._running():
+            if child.rank == message["rank"]:
+                send_signal([child.pid, *descendants(child.pid)], signal.SIGKILL)
+
+    def _show_all(self, message: Mapping[str, Any]) -> None:
+        for child in self._running():
+            if child.rank == message["rank"]:
+                child.shown = frozenset(("stdout", "stderr"))
+
+    def _release(self, message: Mapping[str, Any]) -> None:
+        self._stays = False
 
     def _forward_signal(self, message: Mapping[str, Any]) -> None:
         signum = message["signum"]
@@ -239,6 +274,7 @@ class Supervisor:
 
     def _stop(self, grace_s: float) -> None:
         """Asks all processes to end and sets the time at which they are killed."""
+        self._stays = False
         if self._kill_at is None:
             for child in self._running():
                 child.signal(signal.SIGTERM)
@@ -254,6 +290,18 @@ class Supervisor:
             self._stop(_ABANDONED_GRACE_S)
 
     # From the processes.
+
+    def _hear_member(self, child: Child, *, is_last: bool = False) -> None:
+        """Passes on what a process of an elastic job says to the launcher."""
+        if child.link is None:
+            return
+        found = child.hear()
+        for line in found or ():
+            self._send("member", rank=child.rank, message=line.decode())
+        if found is None or is_last:
+            self._selector.unregister(child.link)
+            child.link.close()
+            child.link = None
 
     def _relay_all(self) -> None:
         for key, _ in self._outputs.select(0):
@@ -287,6 +335,7 @@ class Supervisor:
 
     def _end(self, child: Child, status: int) -> None:
         child.ended(status)
+        self._hear_member(child, is_last=True)
         for name in list(child.streams):
             for _ in range(_LAST_PIECES):
                 if not self._relay(child, name):

@@ -44,7 +44,7 @@ from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
-from tnt_jax.train.steps.step import accumulate, with_step
+from tnt_jax.train.steps.step import accumulate, donated, with_step
 
 
 class ReproducibleSteps:
@@ -161,7 +161,7 @@ def make_train_step(
         )
 
     return _TrainStep(
-        BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=(0,))
+        BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=donated())
     )
 
 

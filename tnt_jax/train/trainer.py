@@ -21,6 +21,7 @@ from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_put
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed.elastic.link import link, raise_if_ended
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
@@ -110,6 +111,13 @@ class Trainer:
         self._use(runtime, steps)
         if self.owner is None:
             self.state = moved(state, places)
+
+    def reopen(self, runtime: Runtime, steps: Steps, state: TrainState) -> None:
+        """Goes on from a host copy of the state, on other devices; `compile` follows."""
+        self._use(runtime, steps)
+        self._compiled = None
+        self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
+        self.set_state(state)
 
     @property
     def state(self) -> TrainState | None:
@@ -292,7 +300,10 @@ class Trainer:
         """
         running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         index, watch = first_index, self.programs.watch
+        is_elastic = link() is not None
         for group in batches:
+            if is_elastic:
+                raise_if_ended()
             hooks.on_batch_begin(index)
             # Read here, because a callback may have changed the steps.
             group, compiled = self._taken(group), self.programs
@@ -318,7 +329,10 @@ class Trainer:
         """Runs the program of a group of batches; returns the sums after it."""
         # Read here, because a callback may have replaced the state.
         step = self.programs.training(group, self._built(), sums)
-        self.state, sums = step(self._built(), sums, group.batch)
+        done = step(self._built(), sums, group.batch)
+        if link() is not None:
+            jax.block_until_ready(done)  # The state stays that of a complete step.
+        self.state, sums = done
         return sums
 
     def _first_run(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 
@@ -21,6 +22,7 @@ from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.cluster.devices import cpu_kind, machine_id
 from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
 from tnt_jax.cluster.ray import train_secret
+from tnt_jax.distributed.elastic.link import link, unless_ended
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table
 from tnt_jax.job import secret
@@ -56,6 +58,10 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 _GRACE_S = 30
 # A process may read and prepare its data for long before it needs the others.
 _FIRST_MEETING_S = 3600
+# The same for a later generation of an elastic job.
+_NEXT_MEETING_S = 60
+# In an elastic job the launcher notices who is silent.
+_WEEK_S = 7 * 24 * 3600
 # The longest time in which a process asks often whether the coordinator listens. After it, the
 # second that JAX's client waits between two questions is short.
 _ASKING_S, _SHORTEST_TICK_S, _LATER = 10.0, 0.005, 1 / 8
@@ -65,7 +71,12 @@ def join_job() -> Settings:
     """Joins the job named by the environment, if any, opens no device, and returns the settings."""
     settings = read_settings()
     _make_threads_for_virtual_devices()
-    job = detect_job(os.environ)
+    own_link = link()
+    if own_link is not None:
+        _jax.call_service_by(unless_ended)
+        exits.outlive_services()
+    joins_later = own_link is not None and not own_link.has_joined
+    job = None if joins_later else detect_job(os.environ)
     is_worker = job is not None and job.source == RAY_TRAIN
     secret.set(train_secret() if is_worker else settings.job_secret.encode())
     turns = None
@@ -118,17 +129,23 @@ def _join(job: Job, settings: Settings) -> str | None:
     with _ending_after(timeout_s, lambda: _missing_processes(job, timeout_s)):
         if job.process_id > 0:
             await_listener(job.coordinator_address)
-        jax.distributed.initialize(
+        connect = partial(
+            jax.distributed.initialize,
             coordinator_address=job.coordinator_address,
             num_processes=job.num_processes,
             process_id=job.process_id,
             local_device_ids=job.local_device_ids,
             cluster_detection_method="deactivate",
             initialization_timeout=timeout_s + _GRACE_S,
-            heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
+            heartbeat_timeout_seconds=settings.heartbeat_timeout_s if link() is None else _WEEK_S,
             # Each process disconnects for itself; `exits` lets the coordinator be the last.
             shutdown_timeout_seconds=0,
         )
+        if link() is None:
+            connect()
+        else:
+            _jax.outlive_service()
+            unless_ended(connect)
     os.environ["TNT_JOINED"] = f"{member} {os.getpid()}"
     return _take_part(job, settings)
 
@@ -157,7 +174,8 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
     here = machine_id("net")
     hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
     _check_host_names(set(hosts))
-    membership.watch()
+    if link() is None:
+        membership.watch()
     if job.source == RAY_TRAIN:
         membership.leave_after(threading.current_thread(), "the end of its training function")
     num_here = sum(machine == here for machine, _, _ in hosts)
@@ -170,6 +188,9 @@ def _first_meeting_s(job: Job, settings: Settings) -> int:
     # The launcher has seen that the hosts reach one another, and sees processes that fail; the
     # others may be reading their data.
     is_launched = "TNT_JOB_ID" in os.environ
+    own = link()
+    if own is not None and own.generation.number:
+        return _NEXT_MEETING_S  # All of them have said that they are ready.
     default_s = _FIRST_MEETING_S if is_launched else default_init_timeout_s(job.num_processes)
     return settings.init_timeout_s or default_s
 

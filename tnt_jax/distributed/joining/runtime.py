@@ -7,7 +7,7 @@ calls it lazily, so a script that never mentions it works.
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,15 @@ from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed.elastic import connections
+from tnt_jax.distributed.elastic.link import Generation, link
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table
+from tnt_jax.distributed.liveness.causes import Cause
 from tnt_jax.distributed.liveness.watch import Patience, start_watching
 from tnt_jax.distributed.shared_sums import joining as shared_sums
-from tnt_jax.job import Slot, end_job
+from tnt_jax.job import Slot, end_generation, end_job
 from tnt_jax.log import configure_logging, logger
 from tnt_jax.settings import Settings
 
@@ -61,6 +64,8 @@ class Runtime:
 
 
 _runtime = Slot[Runtime | None](lambda: None)
+# The devices that `init` was given.
+_chosen = Slot[Sequence[int] | None](lambda: None, lasts=True)
 
 
 def init(devices: Sequence[int] | None = None) -> Runtime:
@@ -95,24 +100,30 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
 
 
 def _start(devices: Sequence[int] | None) -> Runtime:
+    before = set() if link() is None else connections.listening_ports()
     settings = join_job()
     process, num_processes = jax.process_index(), jax.process_count()
-    configure_logging(settings, rank=process, is_master=process == 0)
+    is_master = process == 0 and not is_to_join()
+    configure_logging(settings, rank=process, is_master=is_master)
     runtime = Runtime(_jax.make_data_mesh(_choose_devices(devices)), settings)
     _runtime.set(runtime)
-    configure_logging(settings, rank=runtime.local_ranks[0], is_master=process == 0)
-    if settings.timeline is not None:
+    _chosen.set(devices)
+    configure_logging(settings, rank=runtime.local_ranks[0], is_master=is_master)
+    if settings.timeline is not None and timeline.current() is None:
         timeline.start(settings.timeline, process)
     goodput.open_account(
-        path=settings.goodput, launched_at=settings.launched_at, is_master=process == 0
+        path=settings.goodput, launched_at=settings.launched_at, is_master=is_master
     )
     if num_processes > 1:
         patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
-        start_watching(patience, exits.end_job, shared_sums.is_waiting)
+        end = exits.end_job if link() is None else _report_stuck
+        start_watching(patience, end, shared_sums.is_waiting)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
         if num_processes > 1:
             shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
+    if link() is not None:
+        _end_sums_with_generation(before)
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
         runtime.num_ranks,
@@ -122,6 +133,48 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     )
     log_start_phase("devices open")
     return runtime
+
+
+def _end_sums_with_generation(listening_before: Set[int]) -> None:
+    """Has all that waits for other processes fail once their generation has ended."""
+    own = link()
+    assert own is not None
+    ports = connections.listening_ports() - listening_before
+    others: set[int] = set()
+    if jax.process_count() > 1:
+        text, process = ",".join(map(str, ports)), jax.process_index()
+        told = table.exchange("ports", text, process, jax.process_count(), timeout_s=300)
+        others = {int(port) for item in told for port in item.split(",") if port}
+
+    def end() -> None:
+        shared_sums.interrupt()
+        connections.cut(ports, others)
+
+    own.when_ended(end)
+
+
+def _report_stuck(cause: Cause, service_answers: bool) -> None:
+    """Tells the launcher of an elastic job of a process that makes no progress."""
+    own = link()
+    if own is not None and service_answers:
+        own.tell_stuck(cause.process, cause.text.splitlines()[0])
+
+
+def rejoin(generation: Generation) -> Runtime:
+    """Leaves the devices and the processes of one generation of an elastic job for the next.
+
+    What was on the devices is lost.
+    """
+    exits.forget_generation()
+    end_generation()
+    _jax.leave_job()
+    os.environ |= {
+        "TNT_COORDINATOR_ADDRESS": generation.address,
+        "TNT_NUM_PROCESSES": str(generation.size),
+        "TNT_PROCESS_ID": str(generation.index),
+        "JAX_COORDINATOR_BIND_ADDRESS": generation.address,
+    }
+    return init(_chosen.get())
 
 
 def shutdown() -> None:
@@ -141,12 +194,28 @@ def shutdown() -> None:
 
 def get_rank() -> int:
     """Returns the rank of this process's first device, from 0 to `get_size() - 1`."""
-    return init().local_ranks[0]
+    own, line = init(), link()
+    if line is None or line.has_joined:
+        return own.local_ranks[0]
+    return line.rank * own.num_ranks
 
 
 def get_size() -> int:
     """Returns the number of ranks: devices on the data axis, over all processes."""
-    return init().num_ranks
+    own, line = init(), link()
+    return own.num_ranks * (1 if line is None or line.has_joined else line.planned)
+
+
+def first_rank_of(process: int) -> int:
+    """Returns the first rank of which a process has the device."""
+    devices = list(init().mesh.devices.flat)
+    return next(rank for rank, device in enumerate(devices) if device.process_index == process)
+
+
+def is_to_join() -> bool:
+    """Returns whether this process has still to join an elastic job."""
+    own = link()
+    return own is not None and not own.has_joined
 
 
 def get_master_rank() -> int:
@@ -156,7 +225,7 @@ def get_master_rank() -> int:
 
 def is_master_rank() -> bool:
     """Returns whether this process is the master: the one that prints, logs and writes files."""
-    return get_process_index() == 0
+    return get_process_index() == 0 and not is_to_join()
 
 
 def get_process_index() -> int:

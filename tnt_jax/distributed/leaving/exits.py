@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.leaving.last_words import PeerError, flush, gist, say, tells_of_loss
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.causes import Cause
@@ -225,6 +226,11 @@ class Membership:
 
     # Leaving.
 
+    def forget(self) -> None:
+        """Leaves a generation of an elastic job, of which processes may be lost."""
+        self._is_leaving = True
+        self.stop_watching()
+
     def shut_down(self) -> None:
         """Leaves the job before the end of the script."""
         if not self._is_leaving:
@@ -303,7 +309,7 @@ class Membership:
             return
         self._stay_if_ending()
         self._stopped.set()
-        cause = self._cause_of(error)
+        cause = None if link() is not None else self._cause_of(error)
         if cause is not None:
             self._end(cause, f"Process {self.process}, which needs it, failed: {gist(error)}")
         self._is_leaving = True
@@ -443,6 +449,29 @@ def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> 
     return own
 
 
+def _do_nothing() -> None:
+    pass
+
+
+def _stop_threads_that_fail() -> Callable[[], None]:
+    undo = _jax.stop_threads_that_fail()
+    # Once Python has ended, a function of Python cannot be called.
+    atexit.register(_jax.delay_aborts)
+    atexit.register(undo)
+    return undo
+
+
+_stops = Slot(_stop_threads_that_fail, lasts=True)
+
+
+def outlive_services() -> None:
+    """Lets this process of an elastic job outlive the coordination services that it leaves.
+
+    Their clients end it when those end, from threads of their own, which are stopped instead.
+    """
+    _stops.get()
+
+
 def _hook_in(own: Membership) -> Callable[[], None]:
     """Lets a membership see how the interpreter ends, and returns what undoes that."""
     report = sys.excepthook
@@ -463,7 +492,10 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     originals = [getattr(owner, name) for owner, name, _ in hooks]
     for owner, name, hook in hooks:
         setattr(owner, name, hook)
-    aborts_again = _jax.before_abort(own.end_without_service)
+    if link() is None:
+        aborts_again = _jax.before_abort(own.end_without_service)
+    else:
+        aborts_again = _do_nothing  # `outlive_services` has seen to it.
     # Once Python has ended, a function of Python cannot be called.
     atexit.register(aborts_again)
     # Runs before JAX's own, which was registered earlier.
@@ -479,6 +511,15 @@ def _hook_in(own: Membership) -> Callable[[], None]:
                 setattr(owner, name, original)
 
     return undo
+
+
+def forget_generation() -> None:
+    """Lets this process leave its generation without a word: it goes on with other processes."""
+    if (joined := _membership.get()) is not None:
+        membership, unhook = joined
+        membership.forget()
+        unhook()
+        _membership.set(None)
 
 
 def end_job(cause: Cause, service_answers: bool) -> None:

@@ -149,7 +149,7 @@ class Here:
         )
 
 
-_here = Slot(Here)
+_here = Slot(Here, lasts=True)
 
 
 def here() -> Here:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic.link import Interrupted, raise_if_ended
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot
 
@@ -97,6 +98,8 @@ def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
             return _ask_until(client, is_over, key, _TICK_S)
         except jax.errors.JaxRuntimeError:
             _is_ending.wait(_CHECK_S)
+        except Interrupted:
+            return None
 
 
 def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: float) -> str | None:
@@ -106,6 +109,7 @@ def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: f
     began_at = time.monotonic()
     with _in_call():
         while not (is_over() or _is_ending.is_set()):
+            raise_if_ended()
             if (value := _jax.value_of_key(client, key)) is not None:
                 return value
             waited_s = time.monotonic() - began_at

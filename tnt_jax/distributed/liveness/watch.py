@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic.link import Interrupted
 from tnt_jax.distributed.liveness import causes, table
 from tnt_jax.distributed.liveness.causes import (
     ADVICE,
@@ -132,8 +133,8 @@ class _Watch:
         while not self._stopped.wait(self._patience.tick_s):
             try:
                 self._look()
-            except jax.errors.JaxRuntimeError as error:
-                # The service has gone, and the job with it.
+            except (jax.errors.JaxRuntimeError, Interrupted) as error:
+                # The service has gone, and the job, or a generation of an elastic one, with it.
                 logger.debug("No notes of other processes: %s", error)
                 return
             except Exception:
@@ -296,5 +297,5 @@ def _leave(watch: _Watch) -> None:
     if os.getpid() == watch.pid:
         try:
             watch.leave()
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, Interrupted) as error:
             logger.debug("The coordination service has gone: %s", error)

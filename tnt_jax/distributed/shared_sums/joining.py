@@ -15,6 +15,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,19 @@ _LOOKING_US = 50
 _MOST_RANKS = 64  # As in sums.c.
 
 
+# A thread may close the sums of a generation that has ended, while the main thread leaves it.
+_closing = Slot(threading.Lock, lasts=True)
+
+
 def _close(library: ctypes.CDLL | None) -> None:
     if library is not None:
-        library.tnt_jax_sums_close()
+        with _closing.get():
+            library.tnt_jax_sums_close()
+
+
+def interrupt() -> None:
+    """Ends the sums of this process, and those that wait for it, by an error."""
+    _close(_library.get())
 
 
 _library = Slot[ctypes.CDLL | None](lambda: None, close=_close)

@@ -503,10 +503,22 @@ XLA_FFI_Error* tnt_jax_sum(XLA_FFI_CallFrame* frame) {
   return failure != NULL ? error_of(api, failure) : NULL;
 }
 
+/* Forgets the memory of a job that this process has left, none of whose programs run any more. */
+static void forget_memory(void) {
+  if (here.head == NULL) return;
+  for (int index = 0; index < MOST_SLOTS; index++) {
+    char* slot = atomic_exchange(&here.slots[index], NULL);
+    if (slot != NULL) munmap(slot, slot_bytes());
+  }
+  munmap(here.head, first_slot());
+  here.head = NULL;
+}
+
 /* Joins the sums of a job in the memory `fd`, which process 0 has made. `devices` are XLA's numbers
 of the devices of this host, in the order of their ranks. Returns 0, or the number of an error. */
 int tnt_jax_sums_open(int fd, int process, int num_processes, const int32_t* processes,
                       int num_ranks, const int32_t* devices, int spin_us) {
+  forget_memory();
   here.fd = fd;
   here.process = process;
   here.num_processes = num_processes;

@@ -160,6 +160,16 @@ def start() -> Watch:
     return watch
 
 
+def renewed(points: Points) -> Points:
+    """Returns points of the running `fit` for the processes of another generation."""
+    if not isinstance(points, Watch):
+        return points
+    watch = start()
+    watch.is_training = True
+    watch.take_signals()
+    return watch
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process with an exit code once all processes have come here."""
     meet("the end of a preempted run")

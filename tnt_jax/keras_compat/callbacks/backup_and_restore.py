@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.distributed.joining.runtime import is_master_rank, is_to_join
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.monitor import Monitor, SaveFreq, SavingSeconds, saving_times
 from tnt_jax.launch.planning.fingerprint import fingerprint_line
@@ -294,15 +294,26 @@ class BackupAndRestore(Callback):
         self._has_saved_now, self._ended_state, self._best = False, None, None
         self.newest = None
         self._checks = None
-        self._checkpoints = self._open()
         resumption = self.model.resumption
-        self._times = saving_times(self.save_freq, alone=self._is_alone)
         resumption.warn_unless_repeatable()
-        self._checkpoints.lock()
+        if is_to_join():
+            return  # The others tell it where they are.
+        self._begin()
         saved = self._checkpoints.read_newest_valid(like=self.model.state)
         if saved is not None:
             self._resume(saved)
         resumption.save_now = self.save_now
+
+    def on_generation(self) -> None:
+        """Opens the directory again, among other processes."""
+        self._checks = None
+        self._begin()
+        self.model.resumption.save_now = self.save_now
+
+    def _begin(self) -> None:
+        self._checkpoints = self._open()
+        self._times = saving_times(self.save_freq, alone=self._is_alone)
+        self._checkpoints.lock()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Backs up when enough batches or seconds have passed."""

@@ -253,6 +253,9 @@ class Callback:
         for name in self._state_names:
             setattr(self, name, copy.deepcopy(state[name.removeprefix("_")]))
 
+    def on_generation(self) -> None:
+        """Runs when other processes than before train on, in an elastic job."""
+
     def on_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Runs before a training step; an older name of `on_train_batch_begin`."""
 

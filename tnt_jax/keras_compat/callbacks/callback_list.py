@@ -5,14 +5,17 @@ Checks first that all processes have the same: they would wait for each other fo
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host.collectives import call_on_all_processes
 from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count, init, is_master_rank
+from tnt_jax.distributed.leaving.last_words import gist
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.keras_compat.callbacks.base import (
@@ -158,6 +161,25 @@ def _kind(callback: Any) -> str:
     )
 
 
+@contextmanager
+def outlasting_generation(name: str) -> Iterator[None]:
+    """Ends a hook that waits for processes of an elastic job that are lost; training goes on."""
+    own = link()
+    if own is None:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if not own.ended:
+            raise
+        logger.warning(
+            "%s waited for other processes when the generation ended, and is not repeated: %s",
+            name,
+            gist(error),
+        )
+
+
 _PHASES = ("train", "test", "predict")
 _BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in _PHASES for moment in ("begin", "end")]
 
@@ -209,17 +231,45 @@ class CallbackList:
             and not any(type(callback).__name__ == "ProgbarLogger" for callback in plain)
         ):
             callbacks.append(ProgbarLogger())
-        self._scoped = [
-            callback_scope(
-                given, num_processes=get_process_count(), is_master=is_master_rank(), prints=prints
-            )
-            for given in callbacks
-        ]
-        self._scoped.sort(key=lambda scoped: getattr(scoped.callback, "runs_last", False))
+        self._given, self._params = callbacks, params
+        self._scoped = self._scopes()
         self.callbacks = [scoped.callback for scoped in self._scoped]
         for scoped in self._scoped:
             self._introduce(scoped, params)
         # A batch hook that no callback overrides costs nothing: the loop runs ahead of the devices.
+        self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
+
+    def _scopes(self) -> list[CallbackScope]:
+        """Returns the callbacks with the processes on which they run, in the order of their calls.
+
+        In an elastic job they are as in several processes from the start.
+        """
+        prints = is_master_rank() or init().settings.output_on_all_devices
+        scopes = [
+            callback_scope(
+                given,
+                num_processes=get_process_count() if link() is None else 2,
+                is_master=is_master_rank(),
+                prints=prints,
+            )
+            for given in self._given
+        ]
+        return sorted(scopes, key=lambda scoped: getattr(scoped.callback, "runs_last", False))
+
+    def renew(self) -> None:
+        """Goes on among the processes of another generation of an elastic job.
+
+        What ran on the master alone begins on a process that has become the master.
+        """
+        before, self._scoped = self._scoped, self._scopes()
+        self._is_alone = get_process_count() == 1
+        for scoped, earlier in zip(self._scoped, before, strict=True):
+            if scoped.runs and not earlier.runs:
+                self._introduce(scoped, self._params)
+                with scoped.entered():
+                    scoped.callback.on_train_begin({})
+            elif isinstance(scoped.callback, Callback):
+                scoped.callback.on_generation()
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
     def call(self, hook: str, *args: Any) -> None:
@@ -239,6 +289,7 @@ class CallbackList:
                 with (
                     phases.in_phase("callback", name, spent="callbacks"),
                     timeline.span(name, "callback"),
+                    outlasting_generation(name),
                 ):
                     function(*args)
             if restores:
@@ -266,7 +317,8 @@ class CallbackList:
             with goodput.phase("callbacks"):
                 for doing, function in self._batch_hooks[hook]:
                     here.doing = doing
-                    function(batch, logs)
+                    with outlasting_generation(doing[1]):
+                        function(batch, logs)
         finally:
             here.doing = outer
 

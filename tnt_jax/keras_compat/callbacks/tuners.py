@@ -18,7 +18,7 @@ from tnt_jax.search.shared_trial import SharedTrial
 
 # Ray itself warns every minute of a copy that takes long.
 _LONGEST_COPY_S = 3600.0
-_storage = Slot[RayStorage | None](lambda: None)
+_storage = Slot[RayStorage | None](lambda: None, lasts=True)
 
 
 class RayReport(Callback):

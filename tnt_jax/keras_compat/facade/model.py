@@ -15,6 +15,7 @@ from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
+from tnt_jax.keras_compat.fit.elastic.recovery import Call
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
@@ -286,6 +287,8 @@ class Model(SingleBatches, Inspection):
             check_changes(tnt_ignore_changes),
         )
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
+        if (ended := self._fit_loop.begin(calls)) is not None:
+            return ended
         with self._fit_loop.ending_on_request(calls):
             with collected_later():
                 plan = self._fit_loop.prepare(data, arguments)
@@ -319,7 +322,9 @@ class Model(SingleBatches, Inspection):
             x, y, sample_weight, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset
         )
         calls = CallbackArguments(callbacks, verbose, self)
-        logs = evaluate(self._shared, data, steps, calls)
+        call = Call(trains=False)
+        logs = call.value if call.has_ended else evaluate(self._shared, data, steps, calls)
+        call.end(logs)
         return as_returned(logs, return_dict)
 
     @called("Model.predict")
@@ -350,7 +355,12 @@ class Model(SingleBatches, Inspection):
             distribute=tnt_distribute_dataset,
             predicts=True,
         )
-        return predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
+        call = Call(trains=False)
+        if call.has_ended:
+            return call.value
+        outputs = predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
+        call.end(None)
+        return outputs
 
     @called("Model.build")
     def build(self, inputs: Any) -> None:

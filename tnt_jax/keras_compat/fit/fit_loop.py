@@ -12,15 +12,18 @@ from typing import Any
 import jax
 
 from tnt_jax.adapters.base import check_trains_the_same
-from tnt_jax.data.arguments import takes_batch_size
+from tnt_jax.data.arguments import is_arrays, takes_batch_size
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.opening import Meanwhile
+from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import goodput
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
+from tnt_jax.distributed.stopping import preemption
 from tnt_jax.distributed.stopping.preemption import Points, Preempted
 from tnt_jax.distributed.stopping.shared_stop import SharedStop, shared_stop
 from tnt_jax.job import Slot
@@ -36,6 +39,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
     to_batch,
 )
 from tnt_jax.keras_compat.fit.divergence import Divergence
+from tnt_jax.keras_compat.fit.elastic.recovery import Call, HasEnded, Recovery
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
@@ -55,7 +59,7 @@ from tnt_jax.train.execution import (
 from tnt_jax.train.trainer import Trainer, device_feed
 
 # What has been in this job already: a step of "training", and a warning of slow "input".
-_noted = Slot[set[str]](set)
+_noted = Slot[set[str]](set, lasts=True)
 
 
 def _report(epoch: int, input_wait_s: float, epoch_s: float, loss: float) -> None:
@@ -105,6 +109,18 @@ class FitLoop:
         # Where the running `fit` may end.
         self._points = Points()
 
+    def begin(self, callbacks: CallbackArguments) -> History | None:
+        """Begins a call; returns what the others have got from it, if it has ended for them."""
+        self._call = Call(trains=True)
+        return self._ended(callbacks) if self._call.has_ended else None
+
+    def _ended(self, callbacks: CallbackArguments) -> History:
+        """Returns the history of a `fit` that the other processes have ended."""
+        history = History()
+        history.set_state(self._call.value)
+        history.set_model(callbacks.model)
+        return history
+
     @contextmanager
     def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
         """Lets a signal end the `fit` in the block, if a callback can save its state."""
@@ -120,19 +136,16 @@ class FitLoop:
         # Groups of ranks meet here for the first time.
         _ = self._core.trainer.of_group
         data, arguments = carry_out_split(data, arguments)
+        own = link()
+        if own is not None and is_arrays(data.x) and data.rows_per_rank is not None:
+            # The global batch stays, whatever the number of ranks.
+            size = data.rows_per_rank * own.planned * len(runtime.init().local_ranks)
+            data = replace(data, batch_size=size, micro_batch_size=None)
+        self._data = data
         weighting = class_weighting(arguments.class_weight)
         with self._core.trainer.building_meanwhile():
-            stream, first = self._shared.intake.open(
-                "Model.fit",
-                data,
-                epoch=arguments.initial_epoch,
-                steps_per_epoch=arguments.steps_per_epoch,
-                epochs=arguments.epochs,
-                validates=arguments.validation_data is not None,
-                validation_freq=arguments.validation_freq,
-                checkpoint_directory=arguments.checkpoint_directory,
-                meanwhile=self._beside_first_batch(arguments, weighting),
-            )
+            meanwhile = self._beside_first_batch(arguments, weighting)
+            stream, first = self._open(data, arguments, meanwhile)
             self._shared.preparation.prepare(first, weighting)
             self._shared.preparation.check_classes(arguments.class_weight)
             plan = Plan(stream, first, weighting, None, arguments)
@@ -147,6 +160,22 @@ class FitLoop:
         if data.fits_memory:
             self._shared.preparation.fit_memory(stream, first, plan.unpack)
         return plan
+
+    def _open(
+        self, data: DataArguments, arguments: FitArguments, meanwhile: Meanwhile | None = None
+    ) -> tuple[EpochStream, HostBatch]:
+        """Returns the training data and its first batch."""
+        return self._shared.intake.open(
+            "Model.fit",
+            data,
+            epoch=arguments.initial_epoch,
+            steps_per_epoch=arguments.steps_per_epoch,
+            epochs=arguments.epochs,
+            validates=arguments.validation_data is not None,
+            validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
+            meanwhile=meanwhile,
+        )
 
     def _beside_first_batch(
         self, arguments: FitArguments, weighting: Weighting | None
@@ -176,13 +205,31 @@ class FitLoop:
             self._shared.preparation.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with callbacks.open("Model.fit", **counts) as hooks:
-            watches = may_stop_within_epoch(hooks.callbacks)
-            ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
-            stopping = shared_stop(ahead=ahead, is_watched=watches)
-            with self._core.fitting(), goodput.training(), stopping as stop:
-                self._run_epochs(plan, hooks, stop)
-        assert self._shared.progress.history is not None
-        return self._shared.progress.history
+            recovery = Recovery(self._shared, hooks, self._call)
+            if link() is not None:
+                recovery.begin(self._core.why_not_elastic() or self._why_not_again(plan))
+            try:
+                with self._core.fitting(), goodput.training():
+                    self._run_epochs(plan, hooks, recovery)
+            except HasEnded:
+                return self._ended(callbacks)
+        history = self._shared.progress.history
+        assert history is not None
+        recovery.end()
+        self._call.end(history.state())
+        return history
+
+    def _why_not_again(self, plan: Plan) -> str | None:
+        """Returns why other processes cannot read the data from where training is, or None."""
+        order = row_order_of(plan.stream.source)
+        if not (self._data.distribute and plan.arguments.distribute_validation):
+            return "each process brings data of its own, of which a part would be lost"
+        if not order.can_go_back:
+            return "the data is a generator, which cannot go back"
+        rows = (self._data.rows_per_rank, plan.arguments.validation_micro_batch_size)
+        if any(number is not None for number in rows):
+            return "the global batch follows from tnt_micro_batch_size and the number of ranks"
+        return order.unrepeatable or None
 
     def _open_validation(self, plan: Plan) -> Source | None:
         """Returns the validation data, checked if it is at hand, or None."""
@@ -208,28 +255,61 @@ class FitLoop:
             self._shared.preparation.check_validation(validation)
         return validation
 
-    def _run_epochs(self, plan: Plan, hooks: CallbackList, stop: SharedStop) -> None:
+    def _run_epochs(self, plan: Plan, hooks: CallbackList, recovery: Recovery) -> None:
         """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
         progress = self._shared.progress
-        logs = {}
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
-        plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
-        progress.enter_epoch(*start)
-        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
-        divergence.check_start(self._core.trainer.alike_state())
+        if recovery.joins:
+            plan, start = self._go_on(plan, recovery, None)
         try:
-            for epoch_logs in self._epochs(plan, hooks, start, stop, divergence):
-                logs = epoch_logs
+            while True:
+                try:
+                    self._train_from(start, plan, hooks, recovery)
+                    break
+                except Exception as error:
+                    if not recovery.is_loss(error):
+                        raise
+                    plan, start = self._go_on(plan, recovery, error)
+                    if progress.stop_training and start.batch == 0:
+                        break
         except Preempted:
-            save_and_exit(self._shared.resumption.save_now, hooks, progress, logs)
+            save_and_exit(self._shared.resumption.save_now, hooks, progress, recovery.logs)
         self._core.trainer.of_group.end_training()
         optimizer = self._shared.state.optimizer
         if optimizer is not None and optimizer.use_ema:
             optimizer.use_average()  # Keras does the same.
-        hooks.call("on_train_end", logs)
+        hooks.call("on_train_end", recovery.logs)
+
+    def _train_from(
+        self, start: Start, plan: Plan, hooks: CallbackList, recovery: Recovery
+    ) -> None:
+        """Trains from a place in the epochs on."""
+        plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
+        self._shared.progress.enter_epoch(*start)
+        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
+        divergence.check_start(self._core.trainer.alike_state())
+        watches = may_stop_within_epoch(hooks.callbacks)
+        ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
+        with shared_stop(ahead=ahead, is_watched=watches) as stop:
+            self._epochs(plan, hooks, start, stop, divergence, recovery)
+
+    def _go_on(self, plan: Plan, recovery: Recovery, error: Exception | None) -> tuple[Plan, Start]:
+        """Returns how and where training goes on with other processes of an elastic job."""
+        opened: list[Plan] = []
+
+        def reopen() -> Batch:
+            stream, first = self._open(self._data, plan.arguments)
+            again = Plan(stream, first, plan.weighting, None, plan.arguments)
+            self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
+            self._points = preemption.renewed(self._points)
+            opened.append(replace(again, validation=self._open_validation(again)))
+            return again.unpack(first)
+
+        start = recovery.go_on(error, reopen)
+        return opened[0], start
 
     def _epochs(
         self,
@@ -238,17 +318,19 @@ class FitLoop:
         start: Start,
         stop: SharedStop,
         divergence: Divergence,
-    ) -> Iterator[dict[str, float]]:
-        """Runs epochs, with validation and callbacks, and yields the logs of each."""
+        recovery: Recovery,
+    ) -> None:
+        """Runs epochs, with validation and callbacks."""
         progress = self._shared.progress
         epochs = range(start.epoch, plan.arguments.epochs)
         if epochs:
             self._points.pass_one()
         for epoch in epochs:
-            hooks.call("on_epoch_begin", epoch, {})
+            recovery.begin_epoch(epoch)
             phase_hooks = self.step_hooks(
                 "train",
                 hooks,
+                note_step=recovery.note_step,
                 progress=progress,
                 read=self._core.training_logs,
                 stop=stop,
@@ -262,6 +344,7 @@ class FitLoop:
                 return
             if plan.validates_after(epoch):
                 logs |= self._validate(plan, hooks)
+            recovery.logs = logs
             hooks.call("on_epoch_end", epoch, logs)
             self._shared.resumption.enter_epoch(epoch + 1)
             progress.stop_training = divergence.check(
@@ -269,7 +352,6 @@ class FitLoop:
                 epoch=epoch + 1,
                 stop_training=progress.stop_training or stop.is_asked,
             )
-            yield logs
             if progress.stop_training:
                 return
             self._points.pass_one()
@@ -434,6 +516,7 @@ class _EpochSteps:
             if self._hooks.announce(item, self._known):
                 self._described = described(item)
             yield item
+            self._hooks.note_step()
             if not self._has_started:
                 self._has_started = True
                 _noted.get().add("training")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 
 from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping.shared_stop import SharedStop
@@ -75,7 +76,8 @@ class CallbackArguments:
             callbacks.append(History())
         prints = is_master_rank() or init().settings.output_on_all_devices
         has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
-        if self.verbose and prints and not has_bar:
+        # In an elastic job another process may become the one that prints.
+        if self.verbose and (prints or link() is not None) and not has_bar:
             callbacks.append(ProgbarLogger(1 if self.verbose == "auto" else int(self.verbose)))
         opened = CallbackList(callbacks, model=self.model, verbose=self.verbose, **params)
         try:
@@ -96,6 +98,7 @@ class PhaseHooks:
         read: Callable[[Any], dict[str, float]],
         stop: SharedStop | None = None,
         before_step: Callable[[], None] = lambda: None,
+        note_step: Callable[[], None] = lambda: None,
         num_steps: int = 1,
     ) -> None:
         # Callbacks see the first and the last of so many steps, as in Keras also where fewer are
@@ -118,6 +121,7 @@ class PhaseHooks:
         self._has_end = callbacks.has_batch_hook(self._end)
         self._stop = stop
         self._before_step = before_step
+        self.note_step = note_step
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""

@@ -16,6 +16,7 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch, checksum_of
 from tnt_jax.data.streams import EpochStream
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.stopping import preemption
@@ -63,7 +64,7 @@ RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlat
 _MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
 _CODE = re.compile(r" \(code [0-9a-f]+\)")
 # How many calls of `fit` have used a directory in this job.
-_fits = Slot[Counter[Path]](Counter)
+_fits = Slot[Counter[Path]](Counter, lasts=True)
 
 
 def choose_directory(resume: Any, callbacks: Any) -> Path | None:
@@ -325,7 +326,8 @@ class Resumption:
     def describe_run(self, plan: Plan, callbacks: Sequence[Any]) -> None:
         """Notes what the running `fit` is, for its backups, before callbacks change anything."""
         is_asked = any(first_base(item, ["BackupAndRestore", "Track"]) for item in callbacks)
-        self.run = describe_run(self._core, plan, callbacks) if is_asked else None
+        is_told = is_asked or link() is not None
+        self.run = describe_run(self._core, plan, callbacks) if is_told else None
         self._ignored = plan.arguments.ignored_changes
 
     def compare_run(

@@ -105,12 +105,7 @@ class Core:
             job = self._used.on_mesh(runtime.init(), self._sharding)
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
-            steps: Steps
-            if self.options.reproducible:
-                ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
-                steps = reproducible.ReproducibleSteps(ranks)
-            else:
-                steps = self._steps(job)
+            steps = self._first_steps(job, whole=False)
             seed, sync = self.options.seed, self.options.sync
             if sync is None:
                 self._trainer = Trainer(self.adapter, job, steps, seed=seed)
@@ -124,6 +119,35 @@ class Core:
                     threshold_kb=self.options.fusion_threshold,
                 )
         return self._trainer
+
+    def _first_steps(self, job: runtime.Runtime, *, whole: bool) -> Steps:
+        if self.options.reproducible:
+            ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
+            return reproducible.ReproducibleSteps(ranks)
+        return self._steps(job, whole=whole)
+
+    def reopen(self, state: TrainState) -> None:
+        """Goes on from a host copy of the state on the devices of another generation."""
+        job = self._used.on_mesh(runtime.init(), self._sharding)
+        whole = isinstance(self.trainer.steps, WholeBatches)
+        self.trainer.reopen(job, self._first_steps(job, whole=whole), state)
+        self._compile_steps()
+        # The wrapped object holds arrays of devices that are closed.
+        self._store()
+
+    def why_not_elastic(self) -> str | None:
+        """Returns why training cannot go on with other processes in place, None if it can."""
+        options, compilation = self.options, self.require_compiled()
+        reasons = {
+            "the optimizer's state lies in parts": options.shard_optimizer_state,
+            "the variables lie in parts": self._sharding is not None,
+            "what compression leaves out lies in parts": options.gradient_compression is not None,
+            "accumulated gradients lie in parts": compilation.accumulation_steps > 1,
+            "on_nan looks back at steps on the devices": compilation.on_nan is not None,
+            "groups of ranks have weights of their own": options.sync is not None,
+            "passes were chosen for this number of ranks": self.fits_memory,
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), None)
 
     def view(self, owner: Trainer) -> None:
         """Makes this model compute with the state of another one."""

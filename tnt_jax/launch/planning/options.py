@@ -48,6 +48,7 @@ _NOT_WITH_SCALE = {
     "max_restarts": "--max-restarts",
     "min_hosts": "--min-hosts",
     "min_devices": "--min-devices",
+    "elastic": "--elastic",
     "checkpoint_dir": "--checkpoint-dir",
     "checkpoint_every": "--checkpoint-every",
     "timeline": "--timeline",
@@ -314,6 +315,13 @@ class Options:
         lowest=0,
         default=0,
     )
+    elastic: bool = _flag(
+        "train on with the other processes when one is lost, and start another in its place, which "
+        "joins them; see docs/survival.md"
+    )
+    min_processes: int | None = _number(
+        "K", "with --elastic: fewest processes that train on (default: 1)"
+    )
 
     @property
     def script_name(self) -> str:
@@ -376,8 +384,8 @@ def _check_runs(given: argparse.Namespace, command: str) -> str:
         The numbers, as text.
     """
     for name, option in _NOT_WITH_SCALE.items():
-        # The default is None, or 0 for --max-restarts.
-        if getattr(given, name) not in (None, 0):
+        # The default is None, 0 for --max-restarts, or False for --elastic.
+        if getattr(given, name) not in (None, 0, False):
             raise ValueError(
                 f"{option} cannot be used with tnt-jax {command}, which runs a script several "
                 "times for a few steps, on the devices that --ranks says. Leave it out."
@@ -437,6 +445,7 @@ def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> No
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
         )
     _check_ray(given, command)
+    _check_elastic(given, command)
     if given.force and given.cleanup is None:
         raise ValueError("--force is only valid together with --cleanup.")
     if script[:1] == ["-m"] and (len(script) == 1 or given.interpreter == ""):
@@ -479,6 +488,23 @@ def _check_ray(given: argparse.Namespace, command: str) -> None:
     if given.min_devices is not None and given.min_devices > given.num_processes:
         raise ValueError(
             f"--min-devices ({given.min_devices}) must not be above -n ({given.num_processes})."
+        )
+
+
+def _check_elastic(given: argparse.Namespace, command: str) -> None:
+    if given.min_processes is not None and not given.elastic:
+        raise ValueError("--min-processes is only valid together with --elastic.")
+    if not given.elastic:
+        return
+    if command:
+        raise ValueError(
+            f"--elastic cannot be used with tnt-jax {command}, which ends with the first fit. "
+            "Leave it out."
+        )
+    if given.ray:
+        raise ValueError(
+            "--elastic needs hosts on which the launcher starts processes again, which --ray does "
+            "not offer. Leave one of the two out; --max-restarts starts the whole job again."
         )
 
 
@@ -535,7 +561,8 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
         help="set variables in every process; $OTHER in a value is expanded there",
     )
     _add(processes, Options, "fusion_threshold_kb timeline checkpoint_dir checkpoint_every")
-    _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts")
+    _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts elastic")
+    _add(processes, Options, "min_processes")
     if command == "scale":
         _add_scaling(parser.add_argument_group("scaling"))
     if command == "verify":

@@ -52,6 +52,7 @@ class Process:
         terminals: Which of its streams are terminals, so that progress bars work: those shown alone
             on a terminal.
         processors: Processors of the host on which it runs; empty for any.
+        is_elastic: Whether it talks to the launcher, which forms the job's generations.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Process:
     terminals: tuple[str, ...] = ()
     columns: int = 80
     processors: tuple[int, ...] = ()
+    is_elastic: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the process as plain data."""
@@ -189,6 +191,7 @@ def plan_processes(
                     terminals=_terminals(rank, options, launch),
                     columns=launch.columns,
                     processors=_own_processors(host, local_rank, count) if is_bound else (),
+                    is_elastic=options.elastic,
                 )
             )
     return processes

@@ -2,7 +2,9 @@
 
 Both sides send one JSON object per line, whose field `kind` names the message. A first line marks
 the beginning. The launcher sends `ask`, `start`, `signal`, `stop` and `beat`; the supervisor sends
-`answer`, `started`, `refused`, `output`, `asked_to_end`, `exit`, `beat` and `done`.
+`answer`, `started`, `refused`, `output`, `asked_to_end`, `exit`, `beat` and `done`. In an elastic
+job the launcher may `start` further processes, `kill` one, and `show` what it prints, until it
+sends `release`; `member` goes to or comes from a process.
 """
 
 import json

@@ -26,7 +26,7 @@ def failure_report(host: str, message: Mapping[str, Any], *, shown: bool) -> str
     another one was the cause, the report begins with that.
     """
     rank, code, pid = message["rank"], message["code"], message["pid"]
-    text = f"Rank {rank} on {host} {_how(code)}. It was process {pid}."
+    text = f"Rank {rank} on {host} {how_it_ended(code)}. It was process {pid}."
     if code == 128 + signal.SIGKILL and message["memory_kills"]:
         text += (
             f" The kernel of {host} has killed {message['memory_kills']} process(es) for lack of "
@@ -47,7 +47,8 @@ def gist(report: str) -> str:
     return report.splitlines()[0].removesuffix(_END_OF_OUTPUT)
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """Returns how a process ended, after its name, by its exit code."""
     if code <= 128:
         return f"failed with exit code {code}"
     try:

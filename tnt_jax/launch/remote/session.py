@@ -1,18 +1,27 @@
 """Runs a plan: communicates with the supervisors until every process has ended."""
 
+import json
 import logging
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tnt_jax.launch.membership import Membership
 from tnt_jax.launch.planning.plan import Process
 from tnt_jax.launch.processtree import catch_signals
 from tnt_jax.launch.remote.connection import Connection
-from tnt_jax.launch.remote.reports import failure_report, gist, loss_report, preemption_cause
+from tnt_jax.launch.remote.reports import (
+    failure_report,
+    gist,
+    how_it_ended,
+    loss_report,
+    preemption_cause,
+)
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.settings import LOST_EXIT_CODE, PREEMPTED_EXIT_CODE, STALLED_EXIT_CODE
 
@@ -37,6 +46,23 @@ class HostError(RuntimeError):
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("\n".join(f"{host}: {reason}" for host, reason in reasons.items()))
         self.reasons = dict(reasons)
+
+
+class _Actions:
+    """What a session does for the membership of its job."""
+
+    def __init__(self, session: "Session") -> None:
+        self.start, self.kill, self.show = session.start_again, session.kill, session.show
+        self.give_up = session.give_up
+        self._session = session
+
+    def tell(self, rank: int, **fields: Any) -> None:
+        """Sends a message to a process."""
+        self._session.tell_member(rank, fields)
+
+    def say(self, text: str) -> None:
+        """Shows one line to the user."""
+        say(text)
 
 
 class Session:
@@ -67,6 +93,9 @@ class Session:
         self._time_out_at: float | None = None
         self._give_up_at: float | None = None
         self._caught: int | None = None
+        # Of an elastic job, with the plan of each of its processes.
+        self._membership: Membership | None = None
+        self._plans: dict[int, Process] = {}
         self.has_passed_on = False
         self.because = ""
         self._turned_at = time.monotonic()
@@ -126,10 +155,13 @@ class Session:
         *,
         write: Write | None = None,
         timeout_s: float | None = None,
+        at_least: int | None = None,
+        silence_s: float = 0.0,
     ) -> int:
         """Starts the processes, and returns when all have ended, or were ended after `timeout_s`.
 
-        Their output is passed to `write`, by default shown on the launcher's screen.
+        Their output is passed to `write`, by default shown on the launcher's screen. An elastic job
+        goes on with `at_least` processes, without those that are lost or silent for `silence_s`.
 
         Returns:
             0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
@@ -143,12 +175,13 @@ class Session:
         self._started = True
         self._starting = len(processes)
         self._began_at = time.monotonic()
-        for host, connection in self._connections.items():
-            connection.send(
-                "start",
-                processes=[process.to_json() for process in processes if process.host == host],
-                silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
+        if at_least is not None:
+            self._plans = {process.rank: process for process in processes}
+            self._membership = Membership(
+                self._running, at_least=at_least, silence_s=silence_s, actions=_Actions(self)
             )
+        for host, connection in self._connections.items():
+            self._start(connection, [item for item in processes if item.host == host])
             if connection.is_remote:
                 connection.outbox.beat_for_ever()
         connections = self._connections.values()
@@ -158,6 +191,14 @@ class Session:
             if self._give_up_at is not None and time.monotonic() > self._give_up_at:
                 break
         return self._exit_code
+
+    def _start(self, connection: Connection, processes: Sequence[Process]) -> None:
+        connection.send(
+            "start",
+            processes=[process.to_json() for process in processes],
+            silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
+            stays=self._membership is not None,
+        )
 
     def watch_signals(self) -> Callable[[], None]:
         """Handles the signals that end or concern a job; returns a function that restores them."""
@@ -213,6 +254,8 @@ class Session:
         if self._time_out_at is not None and time.monotonic() > self._time_out_at:
             self._time_out_at = None
             self._fail(1, "The processes did not end in time.")
+        if (membership := self._open_membership) is not None:
+            membership.tick()
         for connection in self._connections.values():
             silent_s = time.monotonic() - connection.heard_at
             if connection.is_remote and not connection.closed and silent_s > HOST_TIMEOUT_S:
@@ -270,6 +313,14 @@ class Session:
         connection.closed = True
         connection.abort()
         lost = [rank for rank, host in self._running.items() if host == connection.host]
+        membership = self._open_membership
+        if lost and membership is not None:
+            say(f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
+            for rank in lost:
+                self._running.pop(rank)
+            if membership.lost_host(connection.host, reason):
+                self._release_if_over()
+                return
         if lost:
             self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
 
@@ -308,6 +359,9 @@ class Session:
     def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
         rank, code = message["rank"], message["code"]
         self._running.pop(rank)
+        if self._goes_on_without(rank, code, message):
+            self._release_if_over()
+            return
         self._show(self._screen.finish, rank)
         _logger.debug("Rank %d on %s ended with code %d.", rank, connection.host, code)
         tail = message["tail"].encode("latin-1")
@@ -326,6 +380,66 @@ class Session:
         elif not is_consequence:
             report = failure_report(connection.host, message, shown=self._screen.shows(rank))
             self._fail(code, report)
+        self._release_if_over()
+
+    # Of an elastic job.
+
+    @property
+    def _open_membership(self) -> Membership | None:
+        """The membership of an elastic job that has not begun to end."""
+        is_ending = self._exit_code or self._caught is not None or self._give_up_at is not None
+        return None if is_ending else self._membership
+
+    def _goes_on_without(self, rank: int, code: int, message: Mapping[str, Any]) -> bool:
+        """Returns whether the others of an elastic job go on after the end of a process."""
+        if (membership := self._open_membership) is None:
+            return False
+        if code == 0:
+            membership.ended(rank)
+            return False
+        # An error of the script is that of all processes, but for one that has not joined them.
+        if code <= 128 and not membership.is_joining(rank):
+            return False
+        report = failure_report(self._plans[rank].host, message, shown=self._screen.shows(rank))
+        _logger.info("%s", report)
+        return membership.lost(rank, how_it_ended(code))
+
+    def _release_if_over(self) -> None:
+        if self._membership is not None and not self._running:
+            self._tell_all("release")
+
+    def start_again(self, rank: int) -> None:
+        """Starts a process of an elastic job in the place of one that was lost."""
+        plan = self._plans[rank]
+        environment = {**plan.environment, "TNT_ELASTIC_JOINS": "1"}
+        self._running[rank] = plan.host
+        self._starting += 1
+        # It is not the master, whoever was so before.
+        shown = self._plans[max(self._plans)].shown
+        again = replace(plan, environment=environment, shown=shown)
+        self._start(self._connections[plan.host], [again])
+
+    def tell_member(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Sends a message to a process of an elastic job."""
+        connection = self._connections[self._plans[rank].host]
+        if not (connection.finished or connection.closed):
+            connection.send("member", rank=rank, message=json.dumps(message) + "\n")
+
+    def kill(self, rank: int) -> None:
+        """Ends a process of an elastic job at once."""
+        self._connections[self._plans[rank].host].send("kill", rank=rank)
+
+    def show(self, rank: int) -> None:
+        """Shows what a process of an elastic job prints from here on."""
+        self._connections[self._plans[rank].host].send("show", rank=rank)
+
+    def give_up(self, reason: str) -> None:
+        """Ends an elastic job that cannot go on."""
+        self._fail(1, reason)
+
+    def _on_member(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        if (membership := self._open_membership) is not None:
+            membership.heard(message["rank"], json.loads(message["message"]))
 
     def _take_preemption(self, rank: int, tail: bytes) -> None:
         """Handles a process that has saved its state and ended: the others do the same."""

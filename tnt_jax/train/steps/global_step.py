@@ -30,7 +30,7 @@ from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.sharded_step import Placement, ShardedOptimizer, make_sharded_train_step
-from tnt_jax.train.steps.step import compiled, make_eval_step, make_predict_step
+from tnt_jax.train.steps.step import compiled, donated, make_eval_step, make_predict_step
 
 # What the names of the axes of a global mesh begin with that rows lie over.
 _ROWS = "rows_"
@@ -98,7 +98,7 @@ def _make_train_step(
         mesh,
         at=2,
         dim=int(stacked),
-        donate_argnums=0,
+        donate_argnums=donated(),
         out_shardings=(None, _whole(mesh)),
     )
 

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.gradients import Summed, sum_gradients, trace_grads
@@ -85,6 +86,14 @@ _STATE = TrainState(
 )
 
 
+def donated() -> tuple[int, ...]:
+    """Returns the positions of donated arguments of a step: the state, but in an elastic job.
+
+    There a step that fails is done again from the state before.
+    """
+    return (0,) if link() is None else ()
+
+
 def make_train_step(
     parts: Parts,
     optimizer: optax.GradientTransformation,
@@ -116,7 +125,7 @@ def make_train_step(
         in_specs=(_STATE, _REPLICATED, _STACKED if stacked else _BY_ROW),
         out_specs=(_STATE, _REPLICATED),
     )
-    return compiled(mapped, mesh, donate_argnums=0)
+    return compiled(mapped, mesh, donate_argnums=donated())
 
 
 def repeated(step: Callable) -> Callable:

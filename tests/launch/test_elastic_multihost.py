@@ -1,0 +1,90 @@
+"""Elastic jobs over several hosts: one is cut off, and a process of another is killed."""
+
+import json
+
+import numpy as np
+import pytest
+from hosts import HOSTS, cut, finish, mend, needs_cuts, needs_hosts
+
+pytestmark = [pytest.mark.multihost, needs_hosts]
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import numpy as np
+rank, joins = int(os.environ["TNT_PROCESS_ID"]), "TNT_ELASTIC_JOINS" in os.environ
+out, fate = sys.argv[1:]
+import flax.linen as nn
+import tnt_jax as tnt
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(480, 16)).astype(np.float32)
+y = np.argmax(x @ rng.normal(size=(16, 4)), 1)
+
+class Fate(tnt.callbacks.Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        time.sleep(0.2 if fate == "cut" else 0.05)
+        if self.steps == 13 and fate == "cut":
+            pathlib.Path(out, f"trains-{rank}").touch()
+        if self.steps == 13 and fate == str(rank) and not joins:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+model = tnt.Model(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), seed=1)
+loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(tnt.optimizers.SGD(0.1, momentum=0.9), loss=loss)
+history = model.fit(x, y, batch_size=48, epochs=8, verbose=0, callbacks=[Fate()])
+np.savez(f"{out}/{fate}-{rank}", *map(np.asarray, model.get_weights()))
+pathlib.Path(f"{out}/{fate}-{rank}.json").write_text(json.dumps(history.history["loss"]))
+"""
+
+
+@pytest.fixture
+def train(multihost, script, tmp_path):
+    """Starts an elastic job, and returns its launcher."""
+
+    def train(fate):
+        return multihost("--elastic", script(SCRIPT, "train.py"), tmp_path, fate)
+
+    return train
+
+
+def check_alike(folder, fate, ranks):
+    """Checks weights and losses of some ranks against those of an undisturbed job."""
+    expected = np.load(folder / "none-0.npz")
+    losses = json.loads((folder / "none-0.json").read_text())
+    for rank in ranks:
+        found = np.load(folder / f"{fate}-{rank}.npz")
+        for name in expected.files:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5)
+        told = json.loads((folder / f"{fate}-{rank}.json").read_text())
+        np.testing.assert_allclose(told, losses, rtol=1e-4)
+
+
+def run_undisturbed(train):
+    code, _, err = finish(train("none"), timeout=120)
+    assert code == 0, err
+
+
+def test_training_goes_on_without_the_killed_coordinator(train, tmp_path):
+    run_undisturbed(train)
+    code, _, err = finish(train("0"), timeout=120)
+    assert code == 0, err
+    assert f"process 0 on {HOSTS[0]} was ended by signal 9 (SIGKILL)" in err
+    check_alike(tmp_path, "0", range(1, len(HOSTS)))
+
+
+@needs_cuts
+def test_training_goes_on_without_a_host_that_is_cut_off(train, tmp_path, wait_until):
+    run_undisturbed(train)
+    launcher = train("cut")
+    lost = len(HOSTS) - 1
+    wait_until(lambda: (tmp_path / f"trains-{lost}").exists(), timeout_s=90)
+    cut(HOSTS[lost])
+    try:
+        code, _, err = finish(launcher, timeout=120)
+    finally:
+        mend(HOSTS[lost])
+    assert code == 0, err
+    assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
+    check_alike(tmp_path, "cut", range(lost))
+    assert not (tmp_path / f"cut-{lost}.npz").exists()

@@ -1,0 +1,253 @@
+"""Which processes of an elastic job train together, as the launcher decides."""
+
+import time
+
+import pytest
+
+from tnt_jax.launch.membership import Membership
+
+
+class Actions:
+    """Notes what the launcher would do."""
+
+    def __init__(self):
+        self.told, self.started, self.killed, self.shown, self.said = [], [], [], [], []
+        self.given_up = None
+
+    def tell(self, rank, **fields):
+        self.told.append((rank, fields))
+
+    def start(self, rank):
+        self.started.append(rank)
+
+    def kill(self, rank):
+        self.killed.append(rank)
+
+    def show(self, rank):
+        self.shown.append(rank)
+
+    def say(self, text):
+        self.said.append(text)
+
+    def give_up(self, reason):
+        self.given_up = reason
+
+    def take(self, kind):
+        """Returns and forgets what was told of one kind, by rank."""
+        found = {rank: fields for rank, fields in self.told if fields["kind"] == kind}
+        self.told = [item for item in self.told if item[1]["kind"] != kind]
+        return found
+
+
+def ready(call=0, done=(5, 0), why=""):
+    return {
+        "kind": "ready",
+        "call": call,
+        "done": list(done),
+        "why": why,
+        "local_address": "127.0.0.1:1",
+        "address": "far:1",
+    }
+
+
+def job(ranks=3, hosts=1, **options):
+    actions = Actions()
+    of_rank = {rank: f"host{rank % hosts}" for rank in range(ranks)}
+    membership = Membership(of_rank, **{"at_least": 1, "silence_s": 5.0} | options, actions=actions)
+    membership.heard(0, {"kind": "can_change", "obstacle": "", "call": 0})
+    return membership, actions
+
+
+def test_survivors_form_the_next_generation_once_all_are_ready():
+    membership, actions = job()
+    assert membership.lost(2, "was killed")
+    assert sorted(actions.take("interrupt")) == [0, 1]
+    assert actions.started == [2]
+    membership.heard(0, ready())
+    assert not actions.take("form")
+    membership.heard(1, ready())
+    formed = actions.take("form")
+    assert {rank: (f["index"], f["size"], f["number"]) for rank, f in formed.items()} == {
+        0: (0, 2, 1),
+        1: (1, 2, 1),
+    }
+    assert formed[0]["address"] == "127.0.0.1:1"
+
+
+def test_the_lowest_process_that_lives_leads_and_is_shown():
+    membership, actions = job()
+    membership.lost(0, "was killed")
+    for rank in (2, 1):
+        membership.heard(rank, ready())
+    formed = actions.take("form")
+    assert [formed[rank]["index"] for rank in (1, 2)] == [0, 1]
+    assert actions.shown == [1]
+
+
+def test_a_process_that_joins_comes_last_and_takes_the_newest_state():
+    membership, actions = job()
+    membership.lost(0, "was killed")
+    for rank, step in ((1, 7), (2, 8)):
+        membership.heard(rank, ready(done=(step, 0)))
+    assert actions.take("form")[1]["source"] == 1  # Rank 2 has done a step more.
+    membership.heard(0, {"kind": "here"})
+    assert actions.take("calls")[0]["results"] == []
+    actions.take("interrupt")
+    membership.heard(0, ready(done=(0, 0)))
+    assert sorted(actions.take("interrupt")) == [1, 2]
+    for rank in (1, 2):
+        membership.heard(rank, ready(done=(9, 0)) | {"number": 1})
+    formed = actions.take("form")
+    assert [formed[rank]["index"] for rank in (1, 2, 0)] == [0, 1, 2]
+    assert formed[0]["source"] == 0
+
+
+def test_a_second_death_while_the_others_get_ready_is_no_second_generation():
+    membership, actions = job(4)
+    membership.lost(2, "was killed")
+    membership.heard(0, ready())
+    membership.lost(3, "was killed")
+    assert not actions.take("form")
+    membership.heard(1, ready())
+    assert sorted(actions.take("form")) == [0, 1]
+
+
+def test_a_death_of_the_last_one_that_was_not_ready_forms_the_generation():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    membership.heard(0, ready())
+    membership.lost(1, "was killed")
+    assert sorted(actions.take("form")) == [0]
+
+
+def test_a_death_before_training_ends_the_job_as_without_elastic():
+    actions = Actions()
+    membership = Membership({0: "a", 1: "a"}, at_least=1, silence_s=5.0, actions=actions)
+    assert not membership.lost(1, "was killed")
+    assert not actions.told
+
+
+def test_with_too_few_processes_training_waits_for_one_that_joins():
+    membership, actions = job(2, at_least=2)
+    membership.lost(1, "was killed")
+    membership.heard(0, ready())
+    assert not actions.take("form")
+    assert actions.given_up is None
+    membership.heard(1, ready())
+    assert sorted(actions.take("form")) == [0, 1]
+
+
+def test_too_few_processes_without_one_to_come_end_the_job():
+    membership, actions = job(2, hosts=2, at_least=2)
+    membership.lost_host("host1", "no answer")
+    membership.heard(0, ready())
+    assert "fewer than 2" in actions.given_up
+
+
+def test_without_survivors_the_job_ends():
+    membership, actions = job(2)
+    membership.lost(0, "was killed")
+    membership.lost(1, "was killed")
+    assert "no process is left" in actions.given_up
+
+
+def test_a_process_that_is_lost_early_three_times_is_left_out():
+    membership, actions = job()
+    for _ in range(3):
+        membership.lost(2, "was killed")
+    assert actions.started == [2, 2]
+    assert "left out" in actions.said[-1]
+
+
+def test_a_process_that_refuses_is_not_started_again():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    membership.heard(2, {"kind": "refuses", "why": "other data"})
+    assert membership.is_joining(2)
+    membership.lost(2, "failed with exit code 1")
+    assert actions.started == [2]
+    assert any("other data" in line for line in actions.said)
+
+
+def test_a_silent_process_is_killed(monkeypatch):
+    membership, actions = job()
+    for rank in range(3):
+        membership.heard(rank, {"kind": "here"})
+    now = [time.monotonic() + 100]
+    monkeypatch.setattr("tnt_jax.launch.membership.time.monotonic", lambda: now[0])
+    membership.tick()  # After a pause of its own nobody is silent.
+    for _ in range(6):
+        now[0] += 1
+        for rank in (0, 1):
+            membership.heard(rank, {"kind": "here"})
+        membership.tick()
+    assert actions.killed == [2]
+
+
+def test_nobody_joins_while_the_generation_cannot_change():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    actions.take("interrupt")
+    membership.heard(0, {"kind": "can_change", "obstacle": "fit has ended", "call": 0})
+    membership.heard(2, ready())
+    assert not actions.take("interrupt")
+    membership.heard(0, {"kind": "can_change", "obstacle": "", "call": 0})
+    assert sorted(actions.take("interrupt")) == [0, 1]
+
+
+def test_a_process_that_joins_learns_of_calls_that_end_meanwhile():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(2, {"kind": "here"})
+    actions.take("calls")
+    membership.heard(1, {"kind": "ended", "call": 0, "result": {"value": 1}})
+    membership.heard(0, {"kind": "ended", "call": 0, "result": {"value": 1}})
+    assert actions.take("calls")[2]["results"] == [{"value": 1}]
+
+
+def test_processes_in_different_calls_cannot_go_on():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    membership.heard(0, ready(call=1))
+    membership.heard(1, ready(call=0))
+    assert "different calls" in actions.given_up
+
+
+def test_generations_without_a_step_end_the_job():
+    membership, actions = job(2)
+    number = 0
+    while actions.given_up is None and number < 20:
+        for rank in (0, 1):
+            membership.heard(rank, ready(why="a connection broke") | {"number": number})
+        number += 1
+    assert number < 12
+    assert "no step" in actions.given_up
+
+
+def test_the_line_on_a_loss_says_who_what_and_for_how_long():
+    membership, actions = job()
+    membership.lost(2, "was ended by signal 9 (SIGKILL)")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(0, {"kind": "on", "place": "step 12 of epoch 3"})
+    (line,) = actions.said
+    assert "process 2 on host0 was ended by signal 9 (SIGKILL)" in line
+    assert "2 process(es)" in line
+    assert "step 12 of epoch 3" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_that_ends_ends_those_that_were_to_join(rank):
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for other in (0, 1):
+        membership.heard(other, ready())
+    membership.ended(rank)
+    assert actions.killed == [2]
+    assert membership.lost(2, "was killed")
+    assert actions.started == [2]
+    assert not membership.lost(1 - rank, "was killed")

@@ -1,0 +1,239 @@
+"""The line between a process of an elastic job and the launcher, which forms its generations.
+
+`tnt_jax/launch/membership.py` says what a generation is, and what both say to each other.
+"""
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tnt_jax.settings import read_settings
+
+_BEAT_S = 1.0
+_TICK_S = 0.01
+_T = TypeVar("_T")
+
+
+class Interrupted(RuntimeError):
+    """Raised where a process waits for others once its generation has ended."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The processes that train together from here on.
+
+    Attributes:
+        number: 0 for those that the launcher has started first.
+        index: The number of this process among them, -1 for one that has not joined.
+        size: How many they are.
+        address: `host:port` where the first one coordinates them.
+        source: Index of the process with the newest state.
+    """
+
+    number: int
+    index: int
+    size: int
+    address: str = ""
+    source: int = 0
+
+
+class Link:
+    """A process's line to the launcher.
+
+    Attributes:
+        planned: Processes that the launcher has started first, and the number of this one's rank.
+        generation: The one that this process belongs to.
+    """
+
+    def __init__(self, descriptor: int, *, rank: int, planned: int, joins: bool) -> None:
+        os.set_inheritable(descriptor, False)
+        self.rank, self.planned = rank, planned
+        self.generation = Generation(0, -1 if joins else rank, planned)
+        # Why generations have ended, by their numbers.
+        self._ends: dict[int, str] = {}
+        self._on_end: list[Callable[[], None]] = []
+        self._results: list[Any] = []
+        self._latest = -1
+        self._formed: Generation | None = None
+        self._socket = socket.socket(fileno=descriptor)
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._pid = os.getpid()
+        self._send(kind="here")
+        threading.Thread(target=self._listen, name="tnt_jax-link", daemon=True).start()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process belongs to a generation."""
+        return self.generation.index >= 0
+
+    @property
+    def ended(self) -> str:
+        """Why the generation of this process has ended; empty while it trains."""
+        return self._ends.get(self.generation.number, "")
+
+    def when_ended(self, function: Callable[[], None]) -> None:
+        """Has a function called, from a thread, as soon as the generation has ended."""
+        with self._changed:
+            if not self.ended:
+                self._on_end.append(function)
+                return
+        function()
+
+    def result_of(self, call: int) -> Any:
+        """Returns the result of a call of the script that the others have ended, or None."""
+        return self._results[call] if call < len(self._results) else None
+
+    def tell_result(self, call: int, result: Any) -> None:
+        """Says that a call of the script has ended, with a JSON value."""
+        self._send(kind="ended", call=call, result=result)
+
+    def await_result(self, call: int, *, trains: bool) -> Any:
+        """Returns the result of a call of the script once the others have ended it.
+
+        After one that trains this process lacks the trained state, so it goes on only to join in a
+        later one, which the others must have begun.
+        """
+
+        def is_there() -> bool:
+            return self.result_of(call) is not None and (not trains or self._latest > call)
+
+        with self._changed:
+            self._changed.wait_for(is_there)
+        return self.result_of(call)
+
+    def tell_obstacle(self, obstacle: str, call: int) -> None:
+        """Says why the generation cannot change from here on, in a call; empty if it can."""
+        self._send(kind="can_change", obstacle=obstacle, call=call)
+
+    def tell_step(self, place: str) -> None:
+        """Says that the first step of a generation is done; `place` in words."""
+        self._send(kind="on", place=place)
+
+    def tell_stuck(self, index: int, why: str) -> None:
+        """Says that a process of the generation makes no progress."""
+        self._send(kind="stuck", number=self.generation.number, index=index, why=why)
+
+    def refuse(self, why: str) -> None:
+        """Says that this process, which was to join, cannot."""
+        self._send(kind="refuses", why=why)
+
+    def await_end(self, timeout_s: float) -> bool:
+        """Returns whether the generation has ended, or ends within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self.ended), timeout_s)
+
+    def next_generation(self, message: Mapping[str, Any]) -> Generation | None:
+        """Says that this process is ready, and returns the generation that it belongs to.
+
+        Returns None once the others have ended the call that it was to join.
+        """
+        with self._changed:
+            self._formed = None
+        self._send(kind="ready", number=self.generation.number, **message)
+
+        def is_decided() -> bool:
+            return self._formed is not None or (
+                not self.has_joined and self.result_of(message["call"]) is not None
+            )
+
+        with self._changed:
+            self._changed.wait_for(is_decided)
+            if self._formed is None:
+                return None
+            self.generation, self._on_end = self._formed, []
+            return self.generation
+
+    def _send(self, **message: Any) -> None:
+        if os.getpid() == self._pid:
+            # Without the launcher this process is ended by its supervisor.
+            with self._sending:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        waiting, said_at = b"", time.monotonic()
+        while True:
+            ready, _, _ = select.select([self._socket], [], [], _BEAT_S)
+            if time.monotonic() - said_at >= _BEAT_S:
+                said_at = time.monotonic()
+                self._send(kind="here")
+            if not ready:
+                continue
+            data = self._socket.recv(1 << 16)
+            if not data:
+                return
+            *lines, waiting = (waiting + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        with self._changed:
+            if kind == "calls":
+                self._results, self._latest = message["results"], message["latest"]
+            elif kind == "form":
+                self._formed = Generation(**message)
+            elif kind == "interrupt":
+                self._ends[message["number"]] = message["why"]
+            functions, self._on_end = (self._on_end, []) if self.ended else ([], self._on_end)
+            self._changed.notify_all()
+        for function in functions:
+            function()
+
+
+_links: list[Link] = []
+"""The line of this process, which outlives generations and jobs, as the launcher gave it once."""
+
+
+def link() -> Link | None:
+    """Returns the line to the launcher; None in a job that is not elastic."""
+    if not _links and "TNT_ELASTIC_FD" in os.environ:
+        settings = read_settings()
+        assert settings.elastic_fd is not None
+        assert settings.process_id is not None and settings.num_processes is not None
+        _links.append(
+            Link(
+                settings.elastic_fd,
+                rank=settings.process_id,
+                planned=settings.num_processes,
+                joins=settings.joins,
+            )
+        )
+        # Processes that this one starts are no part of the job.
+        del os.environ["TNT_ELASTIC_FD"]
+    return _links[0] if _links else None
+
+
+def unless_ended(function: Callable[[], _T]) -> _T:
+    """Returns the result of a function; raises `Interrupted` if the generation ends meanwhile.
+
+    Its thread is then left to itself: the function may wait for a process that is lost.
+    """
+    raise_if_ended()
+    running: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            running.set_result(function())
+        except BaseException as error:  # Raised again by the caller.
+            running.set_exception(error)
+
+    threading.Thread(target=run, name="tnt_jax-call", daemon=True).start()
+    while True:
+        try:
+            return running.result(_TICK_S)
+        except TimeoutError:
+            raise_if_ended()
+
+
+def raise_if_ended() -> None:
+    """Raises `Interrupted` if this process's generation has ended."""
+    if _links and _links[0].ended:
+        raise Interrupted(f"{_links[0].ended}.")

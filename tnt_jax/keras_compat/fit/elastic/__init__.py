@@ -1,0 +1,1 @@
+"""Calls of `Model` that go on with other processes in an elastic job."""

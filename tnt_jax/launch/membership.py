@@ -1,0 +1,361 @@
+"""Which processes of an elastic job train together: the launcher decides, and nobody else.
+
+A *generation* is a numbered set of processes that share sums. It ends when one of them is lost, or
+when a process that was started in its place is ready to join. Every process of it then leaves its
+sums, says how far it has come, and waits; once all that live have said so, the launcher forms the
+next generation. A process that cannot reach the launcher is in none, so two sets never both go on.
+
+A process says, in one JSON object each, over its supervisor:
+    here        it runs: every second, from a thread
+    ready       it has left its generation, or waits to join one: its `place`, and an `address` at
+                which a coordinator could listen
+    ended       a call of the script has ended, with its `result`
+    on          the first step of the generation is done
+    stuck       the process of an `index` makes no progress, and `why`
+    can_change  whether the generation can change from here on, or the `obstacle`
+    refuses     it cannot join, and `why`; it ends then
+
+The launcher tells it:
+    interrupt   the generation has ended, and `why`
+    form        the next one: its number, the process's index, how many they are, the coordinator's
+                address, and the index of the process with the newest state
+    calls       for one that joins, the results of all calls of the script that have ended, and the
+                number of the `latest` that trains
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# A process that is lost sooner after it was started, so many times in a row, is not started again.
+_EARLY_S, _MOST_EARLY = 30.0, 3
+# Generations in a row without a step after which the processes are taken to be unable to train.
+_MOST_WITHOUT_STEP = 8
+_COULD_NOT = "could not go on"
+# After a pause of the launcher itself, messages are still unread.
+_PAUSE_S = 3.0
+
+
+class Actions(Protocol):
+    """What the launcher does for a membership."""
+
+    def tell(self, rank: int, **fields: Any) -> None:
+        """Sends a message to a process."""
+        ...
+
+    def start(self, rank: int) -> None:
+        """Starts a process in the place of one that was lost."""
+        ...
+
+    def kill(self, rank: int) -> None:
+        """Ends a process at once."""
+        ...
+
+    def show(self, rank: int) -> None:
+        """Shows what a process prints from here on: it has become the master."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Shows one line to the user."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Ends the attempt as a failure."""
+        ...
+
+
+@dataclass
+class _Seat:
+    """The process of one rank, whichever runs at the moment.
+
+    Attributes:
+        is_in: Whether it belongs to the generation.
+        ready: What it said of its place, once it waits for the next generation.
+        heard_at: When it last said something; None until it says that it is here.
+        losses: Processes of this rank in a row that were lost early.
+    """
+
+    host: str
+    started_at: float
+    is_running: bool = True
+    is_in: bool = True
+    ready: dict[str, Any] | None = None
+    heard_at: float | None = None
+    losses: int = 0
+
+
+class Membership:
+    """The processes of a job and its generations.
+
+    Args:
+        hosts: The host of each process, by rank.
+        at_least: Processes with which training goes on.
+        silence_s: Seconds without a message after which a process counts as lost.
+        actions: What is done about it.
+    """
+
+    def __init__(
+        self, hosts: Mapping[int, str], *, at_least: int, silence_s: float, actions: Actions
+    ) -> None:
+        now = time.monotonic()
+        self._seats = {rank: _Seat(host, now) for rank, host in hosts.items()}
+        self._at_least, self._silence_s, self._actions = at_least, silence_s, actions
+        self._lost_hosts: set[str] = set()
+        # Results of the calls of the script, and the number of the latest that trains.
+        self._calls: list[Any] = []
+        self._latest = -1
+        # The processes of the generation, the master first.
+        self._order = sorted(hosts)
+        self._number = 0
+        # The last generation of which one was stuck.
+        self._stuck = -1
+        self._without_step = 0
+        self._ticked_at = now
+        # Why the generation has ended; empty while it trains.
+        self._causes: list[str] = []
+        self._since = now
+        # The line to show once training goes on, and since when it did not.
+        self._news: tuple[str, float] | None = None
+        # Why the generation cannot change at the moment; empty within a `fit` that can go on.
+        self._obstacle = "training has not begun"
+        self._is_over = False
+
+    # What the processes say.
+
+    def heard(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Takes a message of a process."""
+        seat = self._seats[rank]
+        if not seat.is_running or self._is_over:
+            return
+        is_first, seat.heard_at = seat.heard_at is None, time.monotonic()
+        if is_first and not seat.is_in:
+            self._tell_calls()
+        match message["kind"]:
+            case "ready":
+                self._take_ready(rank, seat, message)
+            case "ended":
+                self._take_result(message)
+            case "on":
+                self._take_step(message)
+            case "stuck":
+                self._end_stuck(message)
+            case "can_change":
+                self._obstacle = message["obstacle"]
+                self._latest = max(self._latest, message["call"])
+                self._tell_calls()
+                self._admit()
+            case "refuses":
+                seat.losses = _MOST_EARLY
+                self._actions.say(f"Process {rank} does not join: {message['why']}")
+
+    def _take_ready(self, rank: int, seat: _Seat, message: Mapping[str, Any]) -> None:
+        seat.ready = dict(message)
+        if not seat.is_in and seat.ready["call"] < len(self._calls):
+            seat.ready = None  # The call has ended meanwhile: it goes on to the next one.
+        elif not seat.is_in:
+            self._admit()
+        elif not self._causes and message.get("number", self._number) == self._number:
+            self._interrupt(f"process {rank} {_COULD_NOT}: {message['why']}")
+        self._form()
+
+    def _end_stuck(self, message: Mapping[str, Any]) -> None:
+        """Ends a process that runs, but makes no progress."""
+        if (
+            message["number"] == self._number
+            and not self._causes
+            and message["number"] > self._stuck
+        ):
+            self._stuck = message["number"]  # The others say so, too.
+            self._actions.say(message["why"])
+            self._actions.kill(self._order[message["index"]])
+
+    def _admit(self) -> None:
+        """Lets processes join that wait for the call in which the others are."""
+        for rank, seat in self._seats.items():
+            if not seat.is_in and seat.ready is not None and not (self._obstacle or self._is_over):
+                self._interrupt(f"process {rank} joins on {seat.host}")
+
+    def _take_result(self, message: Mapping[str, Any]) -> None:
+        if message["call"] != len(self._calls):
+            return  # Another process has said so.
+        self._calls.append(message["result"])
+        self._tell_calls()
+
+    def _tell_calls(self) -> None:
+        """Tells processes that are to join which calls the others have made."""
+        for rank, seat in self._seats.items():
+            if seat.is_running and not seat.is_in and seat.heard_at is not None:
+                self._actions.tell(rank, kind="calls", results=self._calls, latest=self._latest)
+
+    def _take_step(self, message: Mapping[str, Any]) -> None:
+        self._without_step = 0
+        if self._news is not None and not self._causes:
+            text, since = self._news
+            self._news = None
+            passed_s = time.monotonic() - since
+            self._actions.say(f"{text} at {message['place']}, {passed_s:.1f} s later.")
+
+    # What happens to them.
+
+    def lost(self, rank: int, how: str) -> bool:
+        """Handles the end of a process; returns False if the job cannot go on without it."""
+        seat = self._seats[rank]
+        if self._is_over and not seat.is_in:
+            seat.is_running = False
+            return True
+        if self._is_over or (seat.is_in and self._obstacle and not self._causes):
+            return False
+        was_in, seat.is_running, seat.is_in, seat.ready = seat.is_in, False, False, None
+        if seat.losses < _MOST_EARLY:
+            has_lasted = time.monotonic() - seat.started_at > _EARLY_S
+            seat.losses = 1 if has_lasted else seat.losses + 1
+        if was_in:
+            self._interrupt(f"process {rank} on {seat.host} {how}")
+        elif seat.losses < _MOST_EARLY:
+            self._actions.say(f"Process {rank} on {seat.host}, which was to join, {how}.")
+        self._replace(rank, seat)
+        self._form()
+        return True
+
+    def is_joining(self, rank: int) -> bool:
+        """Returns whether a process belongs to no generation, or has refused to join one."""
+        return not self._seats[rank].is_in or self._seats[rank].losses >= _MOST_EARLY
+
+    def lost_host(self, host: str, reason: str) -> bool:
+        """Handles the loss of a host; returns False if the job cannot go on without it."""
+        self._lost_hosts.add(host)
+        ranks = [r for r, seat in self._seats.items() if seat.host == host and seat.is_running]
+        goes_on = True
+        for rank in ranks:
+            goes_on = self.lost(rank, f"is out of reach ({reason})") and goes_on
+        return goes_on
+
+    def ended(self, rank: int) -> None:
+        """Notes that a process has come to the end of its script."""
+        self._seats[rank].is_running = False
+        if self._seats[rank].is_in and not self._is_over:
+            self._is_over = True
+            # They would wait for a call that nobody makes any more.
+            for other, seat in self._seats.items():
+                if seat.is_running and not seat.is_in:
+                    self._actions.kill(other)
+
+    def tick(self) -> None:
+        """Looks for processes that are silent; call it a few times a second."""
+        now = time.monotonic()
+        if now - self._ticked_at > _PAUSE_S:
+            for seat in self._seats.values():
+                seat.heard_at = None if seat.heard_at is None else now
+        self._ticked_at = now
+        if self._is_over:
+            return
+        for rank, seat in self._seats.items():
+            if seat.is_running and seat.heard_at is not None:
+                silent_s = now - seat.heard_at
+                if silent_s > self._silence_s:
+                    seat.heard_at = now
+                    self._actions.say(
+                        f"Process {rank} on {seat.host} has been silent for {silent_s:.0f} s, and "
+                        "is ended."
+                    )
+                    self._actions.kill(rank)
+
+    # Generations.
+
+    @property
+    def _members(self) -> dict[int, _Seat]:
+        return {rank: seat for rank, seat in self._seats.items() if seat.is_in}
+
+    def _interrupt(self, why: str) -> None:
+        """Ends the generation."""
+        if not self._causes:
+            self._since = time.monotonic()
+            self._without_step += 1
+        # A broken connection is often seen before the loss that has broken it.
+        self._causes = [cause for cause in self._causes if _COULD_NOT not in cause]
+        self._causes.append(why)
+        for rank in self._members:
+            self._actions.tell(rank, kind="interrupt", number=self._number, why=why)
+
+    def _replace(self, rank: int, seat: _Seat) -> None:
+        if seat.host in self._lost_hosts:
+            return
+        if seat.losses >= _MOST_EARLY:
+            self._actions.say(f"Process {rank} on {seat.host} is left out from here on.")
+            return
+        seat.is_running, seat.started_at, seat.heard_at = True, time.monotonic(), None
+        self._actions.start(rank)
+
+    def _form(self) -> None:
+        """Forms the next generation, once all that live of the last one wait for it."""
+        members = self._members
+        if not self._causes or any(seat.ready is None for seat in members.values()):
+            return
+        if self._without_step > _MOST_WITHOUT_STEP:
+            self._give_up(f"no step was done in {_MOST_WITHOUT_STEP} tries")
+            return
+        if not members:
+            self._give_up("no process is left that has the state of training")
+            return
+        places = {rank: seat.ready for rank, seat in members.items() if seat.ready is not None}
+        call = max(place["call"] for place in places.values())
+        if any(place["call"] != call for place in places.values()):
+            self._give_up("the processes were in different calls of the script")
+            return
+        # Of those with the newest state the first.
+        source = max(self._order, key=lambda rank: _done(places.get(rank)))
+        joining = {
+            rank: seat
+            for rank, seat in self._seats.items()
+            if seat.ready is not None and not seat.is_in and seat.ready["call"] == call
+        }
+        # The master stays, and who joins comes last.
+        ranks = [rank for rank in self._order if rank in members] + sorted(joining)
+        if len(ranks) < self._at_least:
+            if not any(s.is_running and not s.is_in for s in self._seats.values()):
+                self._give_up(f"{len(ranks)} process(es) are left, fewer than {self._at_least}")
+            return
+        self._start_generation(ranks, source)
+
+    def _start_generation(self, ranks: Sequence[int], source: int) -> None:
+        self._number += 1
+        if ranks[0] != self._order[0]:
+            self._actions.show(ranks[0])
+        self._order = list(ranks)
+        first = self._seats[ranks[0]].ready
+        assert first is not None
+        is_one_host = len({self._seats[rank].host for rank in ranks}) == 1
+        address = first["local_address"] if is_one_host else first["address"]
+        for index, rank in enumerate(ranks):
+            seat = self._seats[rank]
+            seat.is_in, seat.ready = True, None
+            self._actions.tell(
+                rank,
+                kind="form",
+                number=self._number,
+                index=index,
+                size=len(ranks),
+                address=address,
+                source=ranks.index(source),
+            )
+        moment = time.strftime("%H:%M:%S", time.localtime(time.time() - self._passed_s))
+        causes = "; ".join(self._causes)
+        text = f"{moment}: {causes}. Generation {self._number} of {len(ranks)} process(es) goes on"
+        since = self._since if self._news is None else self._news[1]
+        self._news = (text, since)
+        self._causes = []
+
+    @property
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def _give_up(self, reason: str) -> None:
+        self._is_over = True
+        causes = "; ".join(self._causes)
+        self._actions.give_up(f"{causes}. Training cannot go on in place: {reason}.")
+
+
+def _done(ready: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Returns how far a process has come; the least of all for one that is lost."""
+    return () if ready is None else tuple(ready["done"])
