@@ -1,0 +1,197 @@
+"""What the loss of processes costs an elastic job, beside a job that is started again.
+
+A job of CPU processes trains while this program kills, and now and then stops, one of them after
+the other. A delay before each step stands for the device: it is proportional to the rows of a rank,
+so that fewer ranks take longer. Reported are the seconds from a loss to the next step, the share of
+the time in which the "devices" worked, and how far the weights at the end are from those of one
+process without losses.
+
+    python benchmarks/elastic.py --minutes 30 --losses 62 --output benchmarks/results/elastic.json
+    python benchmarks/elastic.py --minutes 1 --losses 3 --processes 3  # A first look.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import versions
+
+ROWS, GLOBAL_BATCH, STEPS_PER_EPOCH = 64 * 50, 64, 50
+WAYS = {
+    "elastic": ["--elastic"],
+    "restarts": ["--max-restarts", "10000", "--checkpoint-every", "5s"],
+}
+
+
+def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
+    """Trains as one process of the job, and notes when each step was done."""
+    rank = os.environ.get("TNT_PROCESS_ID", "0")
+    import flax.linen as nn
+
+    import tnt_jax as tnt
+    from tnt_jax.distributed.elastic.link import link
+
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool = False) -> Any:
+            x = nn.relu(nn.Dense(256)(x))
+            x = nn.Dropout(0.1, deterministic=not train)(x)
+            return nn.Dense(10)(nn.relu(nn.Dense(64)(x)))
+
+    class Device(tnt.callbacks.Callback):
+        """Waits as long as the devices would compute, and notes the steps."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            self._file = (folder / f"steps-{rank}-{os.getpid()}").open("a", buffering=1)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self._rows = -(-GLOBAL_BATCH // tnt.get_process_count())
+            time.sleep(self.delay_s)
+
+        @property
+        def delay_s(self) -> float:
+            """Seconds of a step on this many ranks."""
+            return step_s * self._rows * planned / GLOBAL_BATCH
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            own = link()
+            generation = -1 if own is None else own.generation.number
+            if os.environ.get("TNT_RESTART_COUNT", "0") != "0":
+                generation = int(os.environ["TNT_RESTART_COUNT"])
+            step = int(self.model.state.step)
+            self._file.write(json.dumps([time.time(), step, generation, self.delay_s]) + "\n")
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 64)).astype(np.float32)
+    y = np.argmax(x @ rng.normal(size=(64, 10)), 1)
+    model = tnt.Model(MLP(), seed=1)
+    model.compile(
+        tnt.optimizers.SGD(0.01), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    callbacks = [Device()] if step_s else []
+    model.fit(x, y, batch_size=GLOBAL_BATCH, epochs=epochs, verbose=0, callbacks=callbacks)
+    if tnt.is_master_rank():
+        np.savez(folder / "weights.npz", *map(np.asarray, model.get_weights()))
+
+
+def run(way: str, arguments: argparse.Namespace, epochs: int, folder: Path) -> dict[str, Any]:
+    """Runs a job with losses; returns what they cost."""
+    options = WAYS[way] if way == "elastic" else [*WAYS[way], "--checkpoint-dir", folder / "saved"]
+    words = ["-m", "tnt_jax.launch", "--no-gpu", "-n", arguments.processes, *options, "--"]
+    own = [__file__, "--work", folder, epochs, arguments.step_s, arguments.processes]
+    environ = os.environ | {"TNT_HEARTBEAT_TIMEOUT_S": "10"}
+    with (folder / "output.txt").open("w") as output:
+        job = subprocess.Popen(
+            [sys.executable, *map(str, [*words, *own])], stderr=output, stdout=output, env=environ
+        )
+        losses = lose_processes(job, arguments, folder)
+        code = job.wait()
+    return {"exit_code": code} | summarize(folder, losses)
+
+
+def lose_processes(
+    job: subprocess.Popen, arguments: argparse.Namespace, folder: Path
+) -> list[tuple[float, str]]:
+    """Kills or stops a random process at equal distances; returns when, and how."""
+    chance, losses = random.Random(0), []
+    interval_s = arguments.minutes * 60 / (arguments.losses + 1)
+    while not list(folder.glob("steps-*")) and job.poll() is None:
+        time.sleep(0.1)
+    began_at = time.time()
+    while len(losses) < arguments.losses and job.poll() is None:
+        time.sleep(max(0.0, began_at + (len(losses) + 1) * interval_s - time.time()))
+        pids = [int(file.read_text() or 0) for file in folder.glob("pid-*")]
+        living = [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]
+        how = signal.SIGSTOP if len(losses) % 10 == 9 else signal.SIGKILL
+        if living:
+            os.kill(chance.choice(sorted(living)), how)
+        losses.append((time.time(), how.name))
+    return losses
+
+
+def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
+    """Returns the seconds to the next step after each loss, and the share of work."""
+    notes = sorted(
+        json.loads(line)
+        for file in folder.glob("steps-*")
+        for line in file.read_text().splitlines()
+    )
+    first_of: dict[int, float] = {}
+    work_s: dict[int, float] = {}
+    for moment, step, generation, delay_s in notes:
+        first_of.setdefault(generation, moment)
+        work_s[step] = delay_s
+    delays = []
+    for at, _ in losses:
+        later = [moment for moment in first_of.values() if moment > at]
+        if later:
+            delays.append(min(later) - at)
+    wall_s = notes[-1][0] - notes[0][0]
+    ordered = sorted(delays)
+    return {
+        "losses": len(losses),
+        "steps": len(work_s),
+        "wall_s": round(wall_s, 1),
+        "share_of_work": round(sum(work_s.values()) / wall_s, 4),
+        "next_step_s": {
+            "median": round(statistics.median(ordered), 2),
+            "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 2),
+            "max": round(ordered[-1], 2),
+        },
+    }
+
+
+def distance(one: Path, other: Path) -> float:
+    """Returns the largest difference of two files of weights."""
+    first, second = np.load(one), np.load(other)
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first.files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--losses", type=int, default=62)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--step-s", type=float, default=0.5, help="of a step on all processes")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    epochs = max(1, round(arguments.minutes * 60 / arguments.step_s / STEPS_PER_EPOCH))
+    report: dict[str, Any] = {"versions": versions(), "arguments": vars(arguments) | {"output": ""}}
+    with tempfile.TemporaryDirectory() as name:
+        truth = Path(name, "truth")
+        truth.mkdir()
+        own = ["--work", truth, epochs, 0.0, 1]
+        subprocess.run([sys.executable, __file__, *map(str, own)], check=True)
+        for way in arguments.ways:
+            folder = Path(name, way)
+            folder.mkdir()
+            found = run(way, arguments, epochs, folder)
+            ends = folder / "weights.npz"
+            found["distance"] = distance(truth / "weights.npz", ends) if ends.exists() else None
+            report[way] = found
+            print(way, json.dumps(found), flush=True)
+            if found["exit_code"]:
+                print((folder / "output.txt").read_text()[-3000:], file=sys.stderr)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if "--work" in sys.argv:
+        at = sys.argv.index("--work")
+        place, num_epochs, seconds, number = sys.argv[at + 1 :]
+        work(Path(place), int(num_epochs), float(seconds), int(number))
+    else:
+        main()
