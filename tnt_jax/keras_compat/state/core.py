@@ -196,8 +196,8 @@ class Core:
         """
         if self.options.sync is not None:
             raise ValueError(
-                f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory of a "
-                "group's step is not measured. Pass a number of rows."
+                f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory "
+                "of a group's step is not measured. Pass a number of rows."
             )
         for name, remedy in _WAYS_OUT.items():
             if getattr(self.options, name):
