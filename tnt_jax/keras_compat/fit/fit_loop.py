@@ -142,10 +142,20 @@ class FitLoop:
             size = data.rows_per_rank * own.planned * len(runtime.init().local_ranks)
             data = replace(data, batch_size=size, micro_batch_size=None)
         self._data = data
+        self._open = partial(
+            self._shared.intake.open,
+            "Model.fit",
+            data,
+            epoch=arguments.initial_epoch,
+            steps_per_epoch=arguments.steps_per_epoch,
+            epochs=arguments.epochs,
+            validates=arguments.validation_data is not None,
+            validation_freq=arguments.validation_freq,
+            checkpoint_directory=arguments.checkpoint_directory,
+        )
         weighting = class_weighting(arguments.class_weight)
         with self._core.trainer.building_meanwhile():
-            meanwhile = self._beside_first_batch(arguments, weighting)
-            stream, first = self._open(data, arguments, meanwhile)
+            stream, first = self._open(meanwhile=self._beside_first_batch(arguments, weighting))
             self._shared.preparation.prepare(first, weighting)
             self._shared.preparation.check_classes(arguments.class_weight)
             plan = Plan(stream, first, weighting, None, arguments)
@@ -160,22 +170,6 @@ class FitLoop:
         if data.fits_memory:
             self._shared.preparation.fit_memory(stream, first, plan.unpack)
         return plan
-
-    def _open(
-        self, data: DataArguments, arguments: FitArguments, meanwhile: Meanwhile | None = None
-    ) -> tuple[EpochStream, HostBatch]:
-        """Returns the training data and its first batch."""
-        return self._shared.intake.open(
-            "Model.fit",
-            data,
-            epoch=arguments.initial_epoch,
-            steps_per_epoch=arguments.steps_per_epoch,
-            epochs=arguments.epochs,
-            validates=arguments.validation_data is not None,
-            validation_freq=arguments.validation_freq,
-            checkpoint_directory=arguments.checkpoint_directory,
-            meanwhile=meanwhile,
-        )
 
     def _beside_first_batch(
         self, arguments: FitArguments, weighting: Weighting | None
@@ -216,7 +210,7 @@ class FitLoop:
         history = self._shared.progress.history
         assert history is not None
         recovery.end()
-        self._call.end(history.state())
+        self._call.end({"epoch": history.epoch, "history": history.history})
         return history
 
     def _why_not_again(self, plan: Plan) -> str | None:
@@ -301,7 +295,7 @@ class FitLoop:
         opened: list[Plan] = []
 
         def reopen() -> Batch:
-            stream, first = self._open(self._data, plan.arguments)
+            stream, first = self._open()
             again = Plan(stream, first, plan.weighting, None, plan.arguments)
             self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
             self._points = preemption.renewed(self._points)
