@@ -174,7 +174,7 @@ def test_training_is_resumed_on_another_mesh(tmp_path):
 def test_the_choice_is_told(capsys, monkeypatch):
     monkeypatch.setenv("TNT_LOG_LEVEL", "INFO")
     model, _ = fit(make_nnx, {"fsdp": 4})
-    said = "The products of a global batch (0.00391 MiB) are smaller than the parameters in parts"
+    said = "The products of a global batch (0.00391 MiB) are smaller than the sharded parameters"
     assert said in capsys.readouterr().err
     assert said in str(model.describe_collectives(*make_data(), 8))
 

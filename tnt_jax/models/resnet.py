@@ -207,10 +207,10 @@ def stages_and_classes(
         first_strides: Strides of the first block of the first stage.
     """
     for stage, (features, num_blocks) in enumerate(stages):
+        strides = 2 if stage else first_strides
         for index in range(num_blocks):
-            strides = 1 if index else 2 if stage else first_strides
             name = f"stage{stage + 1}_block{index + 1}"
-            x_BHWC = block(features, strides, name=name)(x_BHWC)
+            x_BHWC = block(features, 1 if index else strides, name=name)(x_BHWC)
     x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
     init = nn.initializers.normal(0.01)
     logits_BK = nn.Dense(module.num_classes, kernel_init=init, name="classifier")(x_BC)
