@@ -105,6 +105,7 @@ def test_shapes_that_change_at_every_step_are_named(explain):
     assert share(found, "compiling") > 0.3
 
 
+@pytest.mark.long  # Other work on the machine can hide the gain.
 def test_small_batches_are_named_and_several_steps_in_a_program_are_tried(explain):
     found = explain(X, Y, batch_size=ROWS, steps=32)
     (finding,) = [finding for finding in found.findings if finding.cause == "small batch"]
@@ -135,4 +136,4 @@ def test_a_model_that_compares_rows_is_explained_too(explain):
             return x - jax.numpy.mean(x, 0)
 
     found = explain(X, Y, batch_size=ROWS, ranks=2, module=Compares())
-    assert share(found, "computing") > 0
+    assert {"no sums", "half the rows"} < set(found.told["seconds"])

@@ -6,8 +6,7 @@ import pytest
 from flax import linen as nn
 
 import tnt_jax as tnt
-from tnt_jax import models
-from tnt_jax.sharded.planning import peak_bytes
+from tnt_jax import _jax, models
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.state_arrays import state_arrays
 
@@ -177,7 +176,9 @@ def lowered_step(schedule, num_micro_batches):
 @pytest.mark.long
 def test_1f1b_needs_less_memory_than_gpipe(use_ranks):
     use_ranks(4)
-    by_turns, gpipe = (peak_bytes(lowered_step(s, 16).compile()) for s in ("1f1b", "gpipe"))
+    by_turns, gpipe = (
+        _jax.ProgramMemory.of(lowered_step(s, 16).compile()).peak_bytes for s in ("1f1b", "gpipe")
+    )
     assert by_turns < 0.5 * gpipe
 
 

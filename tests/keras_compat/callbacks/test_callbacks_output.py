@@ -215,7 +215,7 @@ def test_tensorboard_shows_the_finite_values_of_weights(tmp_path, caplog):
     model = small_model()
     fit(model, None, epochs=1)
     weights = model.get_weights()
-    weights[1][0, :2], weights[2][:] = [np.nan, np.inf], np.nan
+    weights[1][0, :3], weights[2][:] = [np.nan, np.inf, 1e30], np.nan
     model.set_weights(weights)
     callback = callbacks.TensorBoard(tmp_path, histogram_freq=1, write_images=True)
     callback.set_model(model)

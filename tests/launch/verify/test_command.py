@@ -17,6 +17,10 @@ def parse(*words):
     return parse_options(("verify", *words), version="1")
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def test_options_of_verify():
     options = parse("--ranks", "4", "1", "--steps", "5", "--", "t.py", "--epochs", "3")
     assert options.verify == Verify((1, 4), steps=5)
@@ -98,10 +102,10 @@ def test_a_training_that_keeps_the_promise_passes_all_checks(run, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "step", "cause"),
     [
-        ("batch norm", 1, "Likely: Batch normalisation over each rank's own rows"),
-        ("rate", 1, "The updates are 2 times those of the reference, in the same direction"),
-        ("weights", 0, "Likely: The initial weights are not those of a seed"),
-        ("draws", 1, "Likely: Random numbers that are drawn for a rank's own rows"),
+        long("batch norm", 1, "Likely: Batch normalisation over each rank's own rows"),
+        long("rate", 1, "The updates are 2 times those of the reference, in the same direction"),
+        long("weights", 0, "Likely: The initial weights are not those of a seed"),
+        long("draws", 1, "Likely: Random numbers that are drawn for a rank's own rows"),
         ("own rows", 4, "7 rows are not shared evenly by 2 ranks: a loss or a statistic"),
     ],
 )
@@ -114,6 +118,7 @@ def test_a_planted_fault_is_named(run, fault, step, cause):
     assert cause in out
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_loader_that_differs_between_processes_is_named(run):
     code, out, err = verify(run, "loader", flags=["--no-gpu", "--steps", 2])
@@ -122,6 +127,7 @@ def test_a_loader_that_differs_between_processes_is_named(run):
     assert "Likely: The data: a loader that differs between processes" in out
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_processes_that_are_killed_in_the_middle_are_resumed(run):
     code, out, err = verify(run, flags=["--no-gpu", "--steps", 4])

@@ -118,6 +118,10 @@ class RuntimeProfiler(Callback):
                 file.write(line + "\n")
 
 
+# Buckets reach to nearly 1e20.
+_LARGEST = 9e19
+
+
 def _passes(before: int, after: int, frequency: int) -> bool:
     """Returns whether there is a multiple of `frequency` after `before`, up to `after`."""
     return after // frequency > before // frequency
@@ -128,7 +132,10 @@ _TABLES = ("embedding", "embeddings")
 
 
 def finite_values(path: str, weight: np.ndarray) -> np.ndarray:
-    """Returns the finite values of a weight in one dimension; warns if there are others."""
+    """Returns the finite values of a weight in one dimension; warns if there are others.
+
+    Those that are larger than tensorboardX's largest bucket have its size: it would lose them.
+    """
     values = np.asarray(weight, np.float32).ravel()
     is_finite = np.isfinite(values)
     if not is_finite.all():
@@ -138,7 +145,7 @@ def finite_values(path: str, weight: np.ndarray) -> np.ndarray:
             np.sum(~is_finite),
             values.size,
         )
-    return values[is_finite]
+    return values[is_finite].clip(-_LARGEST, _LARGEST)
 
 
 def as_images(weight: np.ndarray) -> np.ndarray | None:

@@ -158,6 +158,8 @@ def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
     chosen = describe_compilation(core, core.require_compiled())
     chosen |= flat_settings("class_weight", comparable(plan.arguments.class_weight))
     options = {name: comparable(getattr(core.options, name)) for name in _OPTIONS}
+    if core.options.sync is None:
+        del options["sync"]  # As in backups of versions that have no such option.
     rates = [item for item in callbacks if type(item).__name__ in RATE_CALLBACKS]
     groups: Run = {name: {} for name in CHANGES}
     for name, value in chosen.items():
