@@ -251,3 +251,61 @@ def test_the_first_that_ends_ends_those_that_were_to_join(rank):
     assert membership.lost(2, "was killed")
     assert actions.started == [2]
     assert not membership.lost(1 - rank, "was killed")
+
+
+def test_one_that_joins_too_few_others_is_not_waited_for():
+    membership, actions = job(3, hosts=3, at_least=3)
+    membership.lost_host("host2", "no answer")
+    membership.lost(1, "was killed")
+    membership.heard(0, ready())
+    assert actions.given_up is None
+    membership.heard(1, ready())
+    assert "2 process(es) are left, fewer than 3" in actions.given_up
+
+
+def test_one_that_ends_before_it_joins_is_not_waited_for():
+    membership, actions = job(2, at_least=2)
+    membership.lost(1, "was killed")
+    membership.heard(0, ready())
+    membership.ended(1)
+    assert "1 process(es) are left, fewer than 2" in actions.given_up
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_process_that_waits_for_one_that_has_ended_ends_the_job(ends_first):
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    happens = [lambda: membership.ended(0), lambda: membership.heard(1, ready())]
+    for happen in happens if ends_first else reversed(happens):
+        assert actions.given_up is None
+        happen()
+    assert "process 2 on host0 was killed" in actions.given_up
+    assert "end of its script" in actions.given_up
+
+
+def test_each_process_that_joins_is_named_once():
+    membership, actions = job(4)
+    for rank in (2, 3):
+        membership.lost(rank, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    for rank in (2, 3):
+        membership.heard(rank, ready())
+    for rank in (0, 1):
+        membership.heard(rank, ready() | {"number": 1})
+    membership.heard(0, {"kind": "on", "place": "step 9 of epoch 1"})
+    (line,) = actions.said
+    assert line.count("process 2 joins") == line.count("process 3 joins") == 1
+
+
+def test_losses_of_processes_that_lasted_do_not_count_as_early(monkeypatch):
+    membership, actions = job()
+    began = time.monotonic()
+    now = [began]
+    monkeypatch.setattr("tnt_jax.launch.membership.time.monotonic", lambda: now[0])
+    now[0] += 1000
+    for _ in range(3):
+        membership.lost(2, "was killed")
+    assert actions.started == [2, 2, 2]
+    membership.lost(2, "was killed")
+    assert actions.started == [2, 2, 2]

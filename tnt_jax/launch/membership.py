@@ -126,6 +126,9 @@ class Membership:
     def heard(self, rank: int, message: Mapping[str, Any]) -> None:
         """Takes a message of a process."""
         seat = self._seats[rank]
+        if self._is_over and seat.is_in and message["kind"] == "ready":
+            seat.ready = dict(message)
+            self._give_up_if_over()
         if not seat.is_running or self._is_over:
             return
         is_first, seat.heard_at = seat.heard_at is None, time.monotonic()
@@ -209,7 +212,7 @@ class Membership:
         was_in, seat.is_running, seat.is_in, seat.ready = seat.is_in, False, False, None
         if seat.losses < _MOST_EARLY:
             has_lasted = time.monotonic() - seat.started_at > _EARLY_S
-            seat.losses = 1 if has_lasted else seat.losses + 1
+            seat.losses = 0 if has_lasted else seat.losses + 1
         if was_in:
             self._interrupt(f"process {rank} on {seat.host} {how}")
         elif seat.losses < _MOST_EARLY:
@@ -233,13 +236,17 @@ class Membership:
 
     def ended(self, rank: int) -> None:
         """Notes that a process has come to the end of its script."""
-        self._seats[rank].is_running = False
-        if self._seats[rank].is_in and not self._is_over:
-            self._is_over = True
+        seat = self._seats[rank]
+        seat.is_running = False
+        if not seat.is_in:
+            self._form()  # The others may have waited for it.
+        elif not self._is_over:
             # They would wait for a call that nobody makes any more.
-            for other, seat in self._seats.items():
-                if seat.is_running and not seat.is_in:
+            for other, waiting in self._seats.items():
+                if waiting.is_running and not waiting.is_in:
                     self._actions.kill(other)
+            self._is_over = True
+            self._give_up_if_over()
 
     def tick(self) -> None:
         """Looks for processes that are silent; call it a few times a second."""
@@ -273,8 +280,8 @@ class Membership:
             self._since = time.monotonic()
             self._without_step += 1
         # A broken connection is often seen before the loss that has broken it.
-        self._causes = [cause for cause in self._causes if _COULD_NOT not in cause]
-        self._causes.append(why)
+        causes = [cause for cause in self._causes if _COULD_NOT not in cause and cause != why]
+        self._causes = [*causes, why]
         for rank in self._members:
             self._actions.tell(rank, kind="interrupt", number=self._number, why=why)
 
@@ -313,7 +320,7 @@ class Membership:
         # The master stays, and who joins comes last.
         ranks = [rank for rank in self._order if rank in members] + sorted(joining)
         if len(ranks) < self._at_least:
-            if not any(s.is_running and not s.is_in for s in self._seats.values()):
+            if not any(s.is_running for rank, s in self._seats.items() if rank not in ranks):
                 self._give_up(f"{len(ranks)} process(es) are left, fewer than {self._at_least}")
             return
         self._start_generation(ranks, source)
@@ -345,6 +352,11 @@ class Membership:
         since = self._since if self._news is None else self._news[1]
         self._news = (text, since)
         self._causes = []
+
+    def _give_up_if_over(self) -> None:
+        """Ends processes that wait for a generation without one that has ended its script."""
+        if any(seat.ready is not None for seat in self._members.values()):
+            self._give_up("a process has come to the end of its script meanwhile")
 
     @property
     def _passed_s(self) -> float:
