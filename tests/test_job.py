@@ -36,7 +36,7 @@ OF_THE_PROCESS = {
     "keras_compat.saving.known_names._names_by_id",
     "launch.supervisor._listening",
     # The line to the launcher, which a process gets once.
-    "distributed.elastic.link._links",
+    "distributed.elastic.link.link",
     "_jax.compiling._without_ynn_convolutions",
     # Answers about dtypes and modules, and kinds of keys by what they draw.
     "train.checkpoints.arrays._is_storable",

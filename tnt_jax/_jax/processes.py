@@ -37,12 +37,8 @@ def is_distributed() -> bool:
     return jax.distributed.is_initialized()
 
 
-def _at_once(call: Callable[[], Any]) -> Any:
-    return call()
-
-
-# How calls of the coordination service are made.
-_caller = Slot[Callable[[Callable[[], Any]], Any]](lambda: _at_once, lasts=True)
+# How calls of the coordination service are made, if not at once.
+_caller = Slot[Callable[[Callable[[], Any]], Any] | None](lambda: None, lasts=True)
 
 
 def call_service_by(caller: Callable[[Callable[[], Any]], Any]) -> None:
@@ -51,6 +47,17 @@ def call_service_by(caller: Callable[[Callable[[], Any]], Any]) -> None:
     A call waits for ever if the service was in a process that is lost.
     """
     _caller.set(caller)
+
+
+class _CalledClient:
+    """A client of the coordination service whose methods a function calls."""
+
+    def __init__(self, client: Any, caller: Callable[[Callable[[], Any]], Any]) -> None:
+        self._client, self._caller = client, caller
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        return lambda *args, **options: self._caller(partial(method, *args, **options))
 
 
 class SignedStore:
@@ -64,27 +71,24 @@ class SignedStore:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        return lambda *args, **options: _caller.get()(partial(method, *args, **options))
+        return getattr(self._client, name)
 
     def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
         """Sets a key."""
-        value = f"{sign(f'The key {key}', text.encode()).hex()}{text}"
-        store = partial(self._client.key_value_set, key, value, allow_overwrite=allow_overwrite)
-        _caller.get()(store)
+        signature = sign(f"The key {key}", text.encode()).hex()
+        self._client.key_value_set(key, f"{signature}{text}", allow_overwrite=allow_overwrite)
 
     def key_value_try_get(self, key: str) -> str:
         """Returns the value of a key, which must be there."""
-        return self._checked(key, _caller.get()(partial(self._client.key_value_try_get, key)))
+        return self._checked(key, self._client.key_value_try_get(key))
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         """Returns the value of a key once it is there."""
-        get = partial(self._client.blocking_key_value_get, key, timeout_ms)
-        return self._checked(key, _caller.get()(get))
+        return self._checked(key, self._client.blocking_key_value_get(key, timeout_ms))
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
         """Returns the keys below a folder, with their values."""
-        entries = _caller.get()(partial(self._client.key_value_dir_get, folder))
+        entries = self._client.key_value_dir_get(folder)
         return [(key, self._checked(key, value)) for key, value in entries]
 
     def _checked(self, key: str, value: str) -> str:
@@ -106,7 +110,8 @@ def coordination_client() -> SignedStore:
     assert client is not None, (
         "The coordination service exists after jax.distributed.initialize only."
     )
-    return SignedStore(client)
+    caller = _caller.get()
+    return SignedStore(client if caller is None else _CalledClient(client, caller))
 
 
 def _found_client() -> Any:

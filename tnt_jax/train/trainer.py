@@ -300,10 +300,8 @@ class Trainer:
         """
         running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         index, watch = first_index, self.programs.watch
-        is_elastic = link() is not None
         for group in batches:
-            if is_elastic:
-                raise_if_ended()
+            raise_if_ended()
             hooks.on_batch_begin(index)
             # Read here, because a callback may have changed the steps.
             group, compiled = self._taken(group), self.programs

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from tnt_jax.settings import read_settings
@@ -188,27 +189,22 @@ class Link:
             function()
 
 
-_links: list[Link] = []
-"""The line of this process, which outlives generations and jobs, as the launcher gave it once."""
-
-
+@cache
 def link() -> Link | None:
-    """Returns the line to the launcher; None in a job that is not elastic."""
-    if not _links and "TNT_ELASTIC_FD" in os.environ:
-        settings = read_settings()
-        assert settings.elastic_fd is not None
-        assert settings.process_id is not None and settings.num_processes is not None
-        _links.append(
-            Link(
-                settings.elastic_fd,
-                rank=settings.process_id,
-                planned=settings.num_processes,
-                joins=settings.joins,
-            )
-        )
-        # Processes that this one starts are no part of the job.
-        del os.environ["TNT_ELASTIC_FD"]
-    return _links[0] if _links else None
+    """Returns the line to the launcher, which outlives generations; None in other jobs."""
+    if "TNT_ELASTIC_FD" not in os.environ:
+        return None
+    settings = read_settings()
+    assert settings.elastic_fd is not None
+    assert settings.process_id is not None and settings.num_processes is not None
+    # Processes that this one starts are no part of the job.
+    del os.environ["TNT_ELASTIC_FD"]
+    return Link(
+        settings.elastic_fd,
+        rank=settings.process_id,
+        planned=settings.num_processes,
+        joins=settings.joins,
+    )
 
 
 def unless_ended(function: Callable[[], _T]) -> _T:
@@ -235,5 +231,6 @@ def unless_ended(function: Callable[[], _T]) -> _T:
 
 def raise_if_ended() -> None:
     """Raises `Interrupted` if this process's generation has ended."""
-    if _links and _links[0].ended:
-        raise Interrupted(f"{_links[0].ended}.")
+    own = link()
+    if own is not None and own.ended:
+        raise Interrupted(f"{own.ended}.")

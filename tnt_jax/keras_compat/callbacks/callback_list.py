@@ -5,8 +5,7 @@ Checks first that all processes have the same: they would wait for each other fo
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,23 +160,25 @@ def _kind(callback: Any) -> str:
     )
 
 
-@contextmanager
-def outlasting_generation(name: str) -> Iterator[None]:
-    """Ends a hook that waits for processes of an elastic job that are lost; training goes on."""
+def _outlasting_generation(function: Callable, name: str) -> Callable:
+    """Returns a hook that ends if it waits for processes of an elastic job that are lost."""
     own = link()
     if own is None:
-        yield
-        return
-    try:
-        yield
-    except Exception as error:
-        if not own.ended:
-            raise
-        logger.warning(
-            "%s waited for other processes when the generation ended, and is not repeated: %s",
-            name,
-            gist(error),
-        )
+        return function
+
+    def call(*args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            if not own.ended:
+                raise
+            logger.warning(
+                "%s waited for other processes when the generation ended, and is not repeated: %s",
+                name,
+                gist(error),
+            )
+
+    return call
 
 
 _PHASES = ("train", "test", "predict")
@@ -289,9 +290,8 @@ class CallbackList:
                 with (
                     phases.in_phase("callback", name, spent="callbacks"),
                     timeline.span(name, "callback"),
-                    outlasting_generation(name),
                 ):
-                    function(*args)
+                    _outlasting_generation(function, name)(*args)
             if restores:
                 self._model.resumption.adopt_master_state()
 
@@ -317,8 +317,7 @@ class CallbackList:
             with goodput.phase("callbacks"):
                 for doing, function in self._batch_hooks[hook]:
                     here.doing = doing
-                    with outlasting_generation(doing[1]):
-                        function(batch, logs)
+                    function(batch, logs)
         finally:
             here.doing = outer
 
@@ -355,7 +354,10 @@ class CallbackList:
             if overrides(scoped.callback, hook)
         ]
         return [
-            (("callback", name), timeline.recorded(function, name, "callback"))
+            (
+                ("callback", name),
+                _outlasting_generation(timeline.recorded(function, name, "callback"), name),
+            )
             for name, function in functions
             if function is not None
         ]
