@@ -250,11 +250,11 @@ def test_the_file_of_a_master_that_is_lost_is_complete(train, alone, tmp_path):
         assert list(file)
 
 
-def test_a_fit_whose_state_lies_in_parts_says_that_it_is_not_elastic(train):
+def test_a_fit_whose_state_is_sharded_says_that_it_is_not_elastic(train):
     fates = {"1": "step 13 of fit 0"}
     code, err, _ = train("-n", 2, "--elastic", fates=fates, accumulation=2)
     assert code == 128 + 9
-    assert "fit cannot go on in place, because accumulated gradients lie in parts" in err
+    assert "fit cannot go on in place, because accumulated gradients are sharded" in err
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """The shared state of a `Model`: the module, its options, its trainer, and its compilation."""
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import BATCHES_AHEAD
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
+from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
@@ -62,6 +64,16 @@ _WAYS_OUT = {
     "reproducible": "it computes the rows of a virtual rank, fewer with more virtual_ranks",
     "pipeline": "it computes its own micro-batches, smaller ones with more of them",
 }
+
+
+# The models that have been used in this job.
+_on_devices = Slot[weakref.WeakSet["Core"]](weakref.WeakSet, lasts=True)
+
+
+def _has_others(core: "Core") -> bool:
+    if len(_on_devices.get()) > 1:
+        gc.collect()  # One that is forgotten may refer to itself.
+    return any(other is not core for other in _on_devices.get())
 
 
 class Core:
@@ -118,6 +130,7 @@ class Core:
                     sync=sync,
                     threshold_kb=self.options.fusion_threshold,
                 )
+            _on_devices.get().add(self)
         return self._trainer
 
     def _first_steps(self, job: runtime.Runtime, *, whole: bool) -> Steps:
@@ -139,13 +152,14 @@ class Core:
         """Returns why training cannot go on with other processes in place, None if it can."""
         options, compilation = self.options, self.require_compiled()
         reasons = {
-            "the optimizer's state lies in parts": options.shard_optimizer_state,
-            "the variables lie in parts": self._sharding is not None,
-            "what compression leaves out lies in parts": options.gradient_compression is not None,
-            "accumulated gradients lie in parts": compilation.accumulation_steps > 1,
+            "the optimizer's state is sharded": options.shard_optimizer_state,
+            "the variables are sharded": self._sharding is not None,
+            "what compression leaves out is sharded": options.gradient_compression is not None,
+            "accumulated gradients are sharded": compilation.accumulation_steps > 1,
             "on_nan looks back at steps on the devices": compilation.on_nan is not None,
             "groups of ranks have weights of their own": options.sync is not None,
             "passes were chosen for this number of ranks": self.fits_memory,
+            "the arrays of another model would be lost": _has_others(self),
         }
         return next((reason for reason, is_so in reasons.items() if is_so), None)
 
@@ -154,6 +168,7 @@ class Core:
         self._trainer = Trainer(
             self.adapter, owner.runtime, owner.steps, seed=self.options.seed, owner=owner
         )
+        _on_devices.get().add(self)
 
     @contextmanager
     def trained_by(self, trainer: Trainer) -> Iterator[None]:

@@ -134,6 +134,8 @@ class Recovery:
         """Says whether training can go on with other processes, or what is in the way."""
         if self._link is None or not self._link.has_joined:
             return
+        obstacles = collectives.agree("Model.fit", {}, note=obstacle)
+        obstacle = next(filter(None, obstacles), None)
         if self._link.generation.index == 0:
             self._link.tell_obstacle(obstacle or "", self._call.number)
         if obstacle is not None:
