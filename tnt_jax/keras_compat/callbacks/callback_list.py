@@ -265,12 +265,18 @@ class CallbackList:
         before, self._scoped = self._scoped, self._scopes()
         self._is_alone = get_process_count() == 1
         for scoped, earlier in zip(self._scoped, before, strict=True):
+            callback = scoped.callback
             if scoped.runs and not earlier.runs:
                 self._introduce(scoped, self._params)
+                appends = getattr(callback, "append", None)
                 with scoped.entered():
-                    scoped.callback.on_train_begin({})
-            elif isinstance(scoped.callback, Callback):
-                scoped.callback.on_generation()
+                    if appends is False:
+                        callback.append = True  # Behind the rows of the earlier master.
+                    callback.on_train_begin({})
+                    if appends is False:
+                        callback.append = False
+            elif isinstance(callback, Callback):
+                callback.on_generation()
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
     def call(self, hook: str, *args: Any) -> None:

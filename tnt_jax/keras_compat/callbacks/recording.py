@@ -179,6 +179,14 @@ class CSVLogger(Callback):
             self._writer = None
             self._written = set()
 
+    def on_generation(self) -> None:
+        """Goes on with the file of a master that is lost, which may have written the last row."""
+        if self.writes and self._file is None:
+            self._file = open(self.filename, "a+")  # noqa: SIM115
+            self._file.seek(0)
+            rows = list(csv.reader(self._file, delimiter=self.separator))
+            self._written = {row[0] for row in rows[-1:] if row}
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes a row."""
         if self._file is None or str(epoch) in self._written:

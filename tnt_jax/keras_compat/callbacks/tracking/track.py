@@ -103,6 +103,13 @@ class Track(Callback):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Begins the run: whether training resumes is known only when all callbacks have begun."""
         self._batches = None
+        self._begin_run()
+
+    def on_generation(self) -> None:
+        """Begins another run in the place of the one of a master that is lost."""
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         if self.writes and not self._has_started:
             self._run = self.tracker.start(self.model.resumption.run or {}, self._run)
             self._has_started = True
