@@ -21,6 +21,8 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end nobody: they are kept for a process that does not handle them yet."""
 LINK = "TNT_ELASTIC_FD"
 """Variable with the descriptor over which a process of an elastic job talks to the launcher."""
+# How long a line waits for a process that does not read.
+_TELL_S = 1.0
 _REQUESTS = (signal.SIGTERM, *NOTICES)
 _VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)\}")
 # Gloo, the library for CPU collectives, prints a line for each group of processes.
@@ -85,7 +87,11 @@ class Child:
         self.shown: frozenset[str] = frozenset(process["shown"])
         self._tails = {"stdout": b"", "stderr": b""}
         self._filters = {name: _WithoutGreetings() for name in self._tails}
-        self._log: IO[bytes] | None = _open_log(process["log_file"])
+        self._log: IO[bytes] | None = _open_log(
+            # Behind what the process wrote in whose place it comes.
+            process["log_file"],
+            "ab" if "TNT_ELASTIC_JOINS" in process["environment"] else "wb",
+        )
         # The ends of its standard output and error that the process writes and that we read.
         pairs = {
             name: _open_stream(process["columns"] if name in process["terminals"] else None)
@@ -106,7 +112,7 @@ class Child:
         self.pid = self._popen.pid
         self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
         self.code: int | None = None
-        self._said = Lines()
+        self._received = Lines()
         self._kept: int | None = None
 
     def read(self, name: str) -> bytes | None:
@@ -146,7 +152,21 @@ class Child:
             return []
         except OSError:
             return None
-        return self._said.feed(data) if data else None
+        return self._received.feed(data) if data else None
+
+    def tell(self, text: str) -> None:
+        """Sends a line to the process over its link.
+
+        One that does not read loses the link, so that it falls silent and the launcher ends it.
+        """
+        assert self.link is not None
+        self.link.settimeout(_TELL_S)
+        try:
+            self.link.sendall(text.encode())
+        except OSError:
+            with contextlib.suppress(OSError):  # It has ended.
+                self.link.shutdown(socket.SHUT_WR)
+        self.link.setblocking(False)
 
     def close(self, name: str) -> None:
         """Closes one stream."""
@@ -200,11 +220,11 @@ def _open_stream(columns: int | None) -> tuple[int, int]:
     return read_fd, write_fd
 
 
-def _open_log(path: str | None) -> IO[bytes] | None:
+def _open_log(path: str | None, mode: str) -> IO[bytes] | None:
     if path is None:
         return None
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return open(path, "wb", buffering=0)
+    return open(path, mode, buffering=0)
 
 
 def _start(

@@ -248,9 +248,7 @@ class Supervisor:
         """Passes on a message of the launcher to a process of an elastic job."""
         for child in self._running():
             if child.rank == message["rank"] and child.link is not None:
-                # It has ended, or does not read: the launcher sees both.
-                with contextlib.suppress(OSError):
-                    child.link.send(message["message"].encode())
+                child.tell(message["message"])
 
     def _kill(self, message: Mapping[str, Any]) -> None:
         for child in self._running():
