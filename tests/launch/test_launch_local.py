@@ -238,6 +238,13 @@ def test_dry_run_starts_nothing(run, script, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+def test_more_processes_than_there_are_cannot_be_asked_for(run, script):
+    words = ("-n", 2, "--no-gpu", "--elastic", "--min-processes", 3, "--dry-run")
+    code, _, err = run(*words, script(""))
+    assert code == 2
+    assert "--min-processes (3) must not be above the number of processes, which is 2" in err
+
+
 SLEEPER = "import os, time; print(os.environ['TNT_JOB_ID'], flush=True); time.sleep(600)"
 
 

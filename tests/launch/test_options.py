@@ -187,3 +187,23 @@ def test_ray_takes_the_number_of_processes_for_the_whole_cluster(monkeypatch):
 def test_options_that_contradict_ray_are_refused(argv, message):
     with pytest.raises(ValueError, match=message):
         parse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--min-processes", "2", "train.py"), "only valid together with --elastic"),
+        (("tune", "--elastic", "train.py"), "--elastic cannot be used with tnt-jax tune"),
+        (("plan", "--elastic", "train.py"), "--elastic cannot be used with tnt-jax plan"),
+        (("verify", "--elastic", "train.py"), "--elastic cannot be used with tnt-jax verify"),
+        (("explain", "--elastic", "train.py"), "--elastic cannot be used with tnt-jax explain"),
+        (
+            ("scale", "--ranks", "1", "2", "--elastic", "--", "train.py"),
+            "--elastic cannot be used with tnt-jax scale",
+        ),
+        (("--ray", "-n", "2", "--elastic", "train.py"), "which --ray does not offer"),
+    ],
+)
+def test_an_elastic_job_where_there_can_be_none_is_refused(argv, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*argv)

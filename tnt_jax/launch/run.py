@@ -135,6 +135,7 @@ def run_attempt(
             secret="" if part else secrets.token_hex(_SECRET_BYTES),
         )
         processes = plan_processes(hosts, devices, options, launch)
+        at_least = _fewest_processes(options, len(processes))
         phases.end("planning")
         if options.dry_run:
             print(_describe(processes, launch))
@@ -149,7 +150,7 @@ def run_attempt(
             processes,
             write=write,
             timeout_s=timeout_s,
-            at_least=_fewest_processes(options, len(processes)),
+            at_least=at_least,
             silence_s=int(environ.get("TNT_HEARTBEAT_TIMEOUT_S") or _SILENCE_S),
         )
         ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"

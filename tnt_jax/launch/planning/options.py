@@ -48,7 +48,6 @@ _NOT_WITH_SCALE = {
     "max_restarts": "--max-restarts",
     "min_hosts": "--min-hosts",
     "min_devices": "--min-devices",
-    "elastic": "--elastic",
     "checkpoint_dir": "--checkpoint-dir",
     "checkpoint_every": "--checkpoint-every",
     "timeline": "--timeline",
@@ -92,6 +91,17 @@ def _flag(help: str, *, default: bool = False, **settings: Any) -> Any:
     return field(default=default, metadata={"action": action, "help": help, **settings})
 
 
+def _run_timeout() -> Any:
+    """Returns the field for how long a run of a command may take that starts several."""
+    return _option(
+        "S",
+        "seconds after which a run that has not ended is given up (default: %(default)g)",
+        default=1800.0,
+        flags=["--run-timeout"],
+        type=float,
+    )
+
+
 @dataclass(frozen=True)
 class Scale:
     """What `tnt-jax scale` measures; with `is_weak` the global batch grows with the ranks."""
@@ -115,13 +125,7 @@ class Scale:
     )
     is_weak: bool = False
     output: str | None = _option("DIR", "new folder for scaling.json and scaling.png")
-    run_timeout_s: float = _option(
-        "S",
-        "seconds after which a run that has not ended is given up (default: %(default)g)",
-        default=1800.0,
-        flags=["--run-timeout"],
-        type=float,
-    )
+    run_timeout_s: float = _run_timeout()
     project: int | None = _number(
         "N", "continue the curve to N ranks by a model of the links, and state its error", lowest=2
     )
@@ -162,13 +166,7 @@ class Verify:
         "folder that all hosts see, for the run that is resumed (default: a temporary one, on one "
         "host)",
     )
-    run_timeout_s: float = _option(
-        "S",
-        "seconds after which a run that has not ended is given up (default: %(default)g)",
-        default=1800.0,
-        flags=["--run-timeout"],
-        type=float,
-    )
+    run_timeout_s: float = _run_timeout()
 
 
 @dataclass(frozen=True)
@@ -182,13 +180,7 @@ class Explain:
         "R", "rounds, each of which takes all kinds in turn (default: %(default)s)", default=5
     )
     output: str | None = _option("DIR", "new folder for explain.json and explain.html")
-    run_timeout_s: float = _option(
-        "S",
-        "seconds after which a run that has not ended is given up (default: %(default)g)",
-        default=1800.0,
-        flags=["--run-timeout"],
-        type=float,
-    )
+    run_timeout_s: float = _run_timeout()
 
 
 @dataclass(frozen=True)
@@ -384,8 +376,8 @@ def _check_runs(given: argparse.Namespace, command: str) -> str:
         The numbers, as text.
     """
     for name, option in _NOT_WITH_SCALE.items():
-        # The default is None, 0 for --max-restarts, or False for --elastic.
-        if getattr(given, name) not in (None, 0, False):
+        # The default is None, or 0 for --max-restarts.
+        if getattr(given, name) not in (None, 0):
             raise ValueError(
                 f"{option} cannot be used with tnt-jax {command}, which runs a script several "
                 "times for a few steps, on the devices that --ranks says. Leave it out."
