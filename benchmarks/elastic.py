@@ -3,11 +3,13 @@
 A job of CPU processes trains while this program kills, and now and then stops, one of them after
 the other. A delay before each step stands for the device: it is proportional to the rows of a rank,
 so that fewer ranks take longer. Reported are the seconds from a loss to the next step, the share of
-the time in which the "devices" worked, and how far the weights at the end are from those of one
-process without losses.
+the time in which the "devices" worked, how far the weights at the end are from those of one process
+without losses, and the milliseconds of a step beside the delay, which with `--losses 0` are the
+cost of an elastic job in which nothing fails.
 
     python benchmarks/elastic.py --minutes 30 --losses 62 --output benchmarks/results/elastic.json
     python benchmarks/elastic.py --minutes 1 --losses 3 --processes 3  # A first look.
+    python benchmarks/elastic.py --minutes 1 --losses 0 --step-s 0.01 --jobs plain elastic
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ import numpy as np
 from machine import versions
 
 ROWS, GLOBAL_BATCH, STEPS_PER_EPOCH = 64 * 50, 64, 50
-WAYS = {
+JOBS = {
+    "plain": [],
     "elastic": ["--elastic"],
     "restarts": ["--max-restarts", "10000", "--checkpoint-every", "5s"],
 }
@@ -55,6 +59,9 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
             (folder / f"pid-{rank}").write_text(str(os.getpid()))
             self._file = (folder / f"steps-{rank}-{os.getpid()}").open("a", buffering=1)
 
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._epoch = epoch
+
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self._rows = -(-GLOBAL_BATCH // tnt.get_process_count())
             time.sleep(self.delay_s)
@@ -69,7 +76,8 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
             generation = -1 if own is None else own.generation.number
             if os.environ.get("TNT_RESTART_COUNT", "0") != "0":
                 generation = int(os.environ["TNT_RESTART_COUNT"])
-            step = int(self.model.state.step)
+            # To read the number from the state would wait for the step.
+            step = self._epoch * STEPS_PER_EPOCH + batch + 1
             self._file.write(json.dumps([time.time(), step, generation, self.delay_s]) + "\n")
 
     rng = np.random.default_rng(0)
@@ -85,31 +93,32 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
         np.savez(folder / "weights.npz", *map(np.asarray, model.get_weights()))
 
 
-def run(way: str, arguments: argparse.Namespace, epochs: int, folder: Path) -> dict[str, Any]:
+def run(job: str, arguments: argparse.Namespace, epochs: int, folder: Path) -> dict[str, Any]:
     """Runs a job with losses; returns what they cost."""
-    options = WAYS[way] if way == "elastic" else [*WAYS[way], "--checkpoint-dir", folder / "saved"]
+    saves = ["--checkpoint-dir", folder / "saved"] if job == "restarts" else []
+    options = [*JOBS[job], *saves]
     words = ["-m", "tnt_jax.launch", "--no-gpu", "-n", arguments.processes, *options, "--"]
     own = [__file__, "--work", folder, epochs, arguments.step_s, arguments.processes]
     environ = os.environ | {"TNT_HEARTBEAT_TIMEOUT_S": "10"}
     with (folder / "output.txt").open("w") as output:
-        job = subprocess.Popen(
+        launcher = subprocess.Popen(
             [sys.executable, *map(str, [*words, *own])], stderr=output, stdout=output, env=environ
         )
-        losses = lose_processes(job, arguments, folder)
-        code = job.wait()
+        losses = lose_processes(launcher, arguments, folder)
+        code = launcher.wait()
     return {"exit_code": code} | summarize(folder, losses)
 
 
 def lose_processes(
-    job: subprocess.Popen, arguments: argparse.Namespace, folder: Path
+    launcher: subprocess.Popen, arguments: argparse.Namespace, folder: Path
 ) -> list[tuple[float, str]]:
     """Kills or stops a random process at equal distances; returns when, and how."""
     chance, losses = random.Random(0), []
     interval_s = arguments.minutes * 60 / (arguments.losses + 1)
-    while not list(folder.glob("steps-*")) and job.poll() is None:
+    while not list(folder.glob("steps-*")) and launcher.poll() is None:
         time.sleep(0.1)
     began_at = time.time()
-    while len(losses) < arguments.losses and job.poll() is None:
+    while len(losses) < arguments.losses and launcher.poll() is None:
         time.sleep(max(0.0, began_at + (len(losses) + 1) * interval_s - time.time()))
         pids = [int(file.read_text() or 0) for file in folder.glob("pid-*")]
         living = [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]
@@ -121,12 +130,12 @@ def lose_processes(
 
 
 def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
-    """Returns the seconds to the next step after each loss, and the share of work."""
-    notes = sorted(
-        json.loads(line)
+    """Returns the seconds to the next step after each loss, the share of work, and step times."""
+    of_process = [
+        [json.loads(line) for line in file.read_text().splitlines()]
         for file in folder.glob("steps-*")
-        for line in file.read_text().splitlines()
-    )
+    ]
+    notes = sorted(note for own in of_process for note in own)
     first_of: dict[int, float] = {}
     work_s: dict[int, float] = {}
     for moment, step, generation, delay_s in notes:
@@ -137,6 +146,12 @@ def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
         later = [moment for moment in first_of.values() if moment > at]
         if later:
             delays.append(min(later) - at)
+    beside_s = [
+        after[0] - before[0] - after[3]
+        for own in of_process
+        for before, after in pairwise(own)
+        if before[2] == after[2]
+    ]
     wall_s = notes[-1][0] - notes[0][0]
     ordered = sorted(delays)
     return {
@@ -144,7 +159,9 @@ def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
         "steps": len(work_s),
         "wall_s": round(wall_s, 1),
         "share_of_work": round(sum(work_s.values()) / wall_s, 4),
-        "next_step_s": {
+        "step_beside_delay_ms": round(1000 * statistics.median(beside_s), 3),
+        "next_step_s": ordered
+        and {
             "median": round(statistics.median(ordered), 2),
             "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 2),
             "max": round(ordered[-1], 2),
@@ -164,7 +181,7 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=62)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.5, help="of a step on all processes")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--jobs", nargs="+", default=["elastic", "restarts"], choices=JOBS)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     epochs = max(1, round(arguments.minutes * 60 / arguments.step_s / STEPS_PER_EPOCH))
@@ -174,14 +191,14 @@ def main() -> None:
         truth.mkdir()
         own = ["--work", truth, epochs, 0.0, 1]
         subprocess.run([sys.executable, __file__, *map(str, own)], check=True)
-        for way in arguments.ways:
-            folder = Path(name, way)
+        for job in arguments.jobs:
+            folder = Path(name, job)
             folder.mkdir()
-            found = run(way, arguments, epochs, folder)
+            found = run(job, arguments, epochs, folder)
             ends = folder / "weights.npz"
             found["distance"] = distance(truth / "weights.npz", ends) if ends.exists() else None
-            report[way] = found
-            print(way, json.dumps(found), flush=True)
+            report[job] = found
+            print(job, json.dumps(found), flush=True)
             if found["exit_code"]:
                 print((folder / "output.txt").read_text()[-3000:], file=sys.stderr)
     if arguments.output:
