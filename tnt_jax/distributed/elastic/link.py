@@ -221,7 +221,10 @@ def unless_ended(function: Callable[[], _T]) -> _T:
         except BaseException as error:  # Raised again by the caller.
             running.set_exception(error)
 
-    threading.Thread(target=run, name="tnt_jax-call", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="tnt_jax-call", daemon=True).start()
+    except RuntimeError:  # Python 3.12 starts no thread while it ends.
+        run()
     while True:
         try:
             return running.result(_TICK_S)

@@ -86,14 +86,12 @@ class Membership:
     _thread: threading.Thread | None = None
     _waits_for_others: threading.Event = field(default_factory=threading.Event)
     _others: threading.Thread | None = None
+    _is_forgotten: bool = False
 
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
         self._peers = table.local_peers(self.client, self.process)
         self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
-        if self.process == 0:
-            # Python 3.12 starts no thread while it ends, when this one is needed.
-            self._others = self._start_waiter()
 
     def _watch(self) -> None:
         waited_s: float = 0
@@ -228,8 +226,9 @@ class Membership:
 
     def forget(self) -> None:
         """Leaves a generation of an elastic job, of which processes may be lost."""
-        self._is_leaving = True
+        self._is_leaving = self._is_forgotten = True
         self.stop_watching()
+        self._waits_for_others.set()
 
     def shut_down(self) -> None:
         """Leaves the job before the end of the script."""
@@ -389,7 +388,8 @@ class Membership:
 
     def _wait_for_others(self, timeout_s: float | None) -> None:
         """Waits until all other processes have disconnected or are lost."""
-        others = self._others or self._start_waiter()
+        others = self._others
+        assert others is not None
         self._waits_for_others.set()
         began = reported = time.monotonic()
         while others.is_alive() and (timeout_s is None or time.monotonic() - began < timeout_s):
@@ -413,15 +413,17 @@ class Membership:
                 "Process 0 has left the job while process %s waited for it.", ", ".join(waiting)
             )
 
-    def _start_waiter(self) -> threading.Thread:
-        waiter = threading.Thread(
+    def start_waiter(self) -> None:
+        """Starts the thread that waits for the others at the end, when Python 3.12 starts none."""
+        self._others = threading.Thread(
             target=self._await_disconnection, name="tnt_jax-others", daemon=True
         )
-        waiter.start()
-        return waiter
+        self._others.start()
 
     def _await_disconnection(self) -> None:
         self._waits_for_others.wait()
+        if self._is_forgotten:
+            return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # One of them was lost.
             _jax.await_disconnection(self.client, self.num_processes)
 
@@ -445,6 +447,8 @@ def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> 
     """
     own = Membership(_jax.coordination_client(), process, num_processes, disconnects)
     table.post_pid(own.client, process)
+    if process == 0:
+        own.start_waiter()
     _membership.set((own, _hook_in(own)))
     return own
 
