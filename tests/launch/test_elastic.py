@@ -84,12 +84,12 @@ for part in range(options.get("fits", 1)):
         x, y, batch_size=48, epochs=options.get("epochs", 4), verbose=0, callbacks=callbacks,
         validation_split=0.1,
     )
-    told = model.evaluate(x[:60], y[:60], verbose=0, return_dict=True)
-    results.append({"history": history.history, "hooks": fate.hooks, "evaluated": told})
+    logs = model.evaluate(x[:60], y[:60], verbose=0, return_dict=True)
+    results.append({"history": history.history, "hooks": fate.hooks, "evaluated": logs})
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
-told = {"fits": results, "size": tnt.get_process_count(), "joins": joins}
-open(f"{out}.json", "w").write(json.dumps(told, default=float))
+found = {"fits": results, "size": tnt.get_process_count(), "joins": joins}
+open(f"{out}.json", "w").write(json.dumps(found, default=float))
 '''
 
 # What one process gives, by the options of the script.
@@ -103,8 +103,8 @@ def train(run, script, tmp_path):
     def train(*arguments, environ=None, **options):
         folder = tmp_path / "out"
         folder.mkdir(exist_ok=True)
-        told = json.dumps({"out": str(folder), **options})
-        words = ["--no-gpu", *arguments, "--", script(SCRIPT, "train.py"), told]
+        given = json.dumps({"out": str(folder), **options})
+        words = ["--no-gpu", *arguments, "--", script(SCRIPT, "train.py"), given]
         code, _, err = run(*words, timeout=200, environ=environ)
         found = {}
         for file in folder.glob("*.npz"):

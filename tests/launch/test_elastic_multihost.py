@@ -56,8 +56,8 @@ def check_alike(folder, fate, ranks):
         found = np.load(folder / f"{fate}-{rank}.npz")
         for name in expected.files:
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5)
-        told = json.loads((folder / f"{fate}-{rank}.json").read_text())
-        np.testing.assert_allclose(told, losses, rtol=1e-4)
+        own_losses = json.loads((folder / f"{fate}-{rank}.json").read_text())
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-4)
 
 
 def run_undisturbed(train):

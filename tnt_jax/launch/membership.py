@@ -2,10 +2,11 @@
 
 A *generation* is a numbered set of processes that share sums. It ends when one of them is lost, or
 when a process that was started in its place is ready to join. Every process of it then leaves its
-sums, says how far it has come, and waits; once all that live have said so, the launcher forms the
-next generation. A process that cannot reach the launcher is in none, so two sets never both go on.
+sums, reports how far it has come, and waits; once all that live have done so, the launcher forms
+the next generation. A process that cannot reach the launcher is in none, so two sets never both go
+on.
 
-A process says, in one JSON object each, over its supervisor:
+A process reports, in one JSON object each, over its supervisor:
     here        it runs: every second, from a thread
     ready       it has left its generation, or waits to join one: its `place`, and an `address` at
                 which a coordinator could listen
@@ -15,7 +16,7 @@ A process says, in one JSON object each, over its supervisor:
     can_change  whether the generation can change from here on, or the `obstacle`
     refuses     it cannot join, and `why`; it ends then
 
-The launcher tells it:
+The launcher sends it:
     interrupt   the generation has ended, and `why`
     form        the next one: its number, the process's index, how many they are, the coordinator's
                 address, and the index of the process with the newest state
@@ -71,8 +72,8 @@ class _Seat:
 
     Attributes:
         is_in: Whether it belongs to the generation.
-        ready: What it said of its place, once it waits for the next generation.
-        heard_at: When it last said something; None until it says that it is here.
+        ready: What it reported of its place, once it waits for the next generation.
+        heard_at: When it last reported something; None before its first report.
         losses: Processes of this rank in a row that were lost early.
     """
 
@@ -121,7 +122,7 @@ class Membership:
         self._obstacle = "training has not begun"
         self._is_over = False
 
-    # What the processes say.
+    # What the processes report.
 
     def heard(self, rank: int, message: Mapping[str, Any]) -> None:
         """Takes a message of a process."""
@@ -133,7 +134,7 @@ class Membership:
             return
         is_first, seat.heard_at = seat.heard_at is None, time.monotonic()
         if is_first and not seat.is_in:
-            self._tell_calls()
+            self._send_calls()
         match message["kind"]:
             case "ready":
                 self._take_ready(rank, seat, message)
@@ -146,7 +147,7 @@ class Membership:
             case "can_change":
                 self._obstacle = message["obstacle"]
                 self._latest = max(self._latest, message["call"])
-                self._tell_calls()
+                self._send_calls()
                 self._admit()
             case "refuses":
                 seat.losses = _MOST_EARLY
@@ -169,7 +170,7 @@ class Membership:
             and not self._causes
             and message["number"] > self._stuck
         ):
-            self._stuck = message["number"]  # The others say so, too.
+            self._stuck = message["number"]  # The others report it, too.
             self._actions.say(message["why"])
             self._actions.kill(self._order[message["index"]])
 
@@ -181,12 +182,12 @@ class Membership:
 
     def _take_result(self, message: Mapping[str, Any]) -> None:
         if message["call"] != len(self._calls):
-            return  # Another process has said so.
+            return  # Another process has reported it.
         self._calls.append(message["result"])
-        self._tell_calls()
+        self._send_calls()
 
-    def _tell_calls(self) -> None:
-        """Tells processes that are to join which calls the others have made."""
+    def _send_calls(self) -> None:
+        """Sends processes that are to join the calls that the others have made."""
         for rank, seat in self._seats.items():
             if seat.is_running and not seat.is_in and seat.heard_at is not None:
                 self._actions.tell(rank, kind="calls", results=self._calls, latest=self._latest)

@@ -1,6 +1,6 @@
 """The line between a process of an elastic job and the launcher, which forms its generations.
 
-`tnt_jax/launch/membership.py` says what a generation is, and what both say to each other.
+`tnt_jax/launch/membership.py` explains generations, and the messages of both.
 """
 
 import json
@@ -92,8 +92,8 @@ class Link:
         """Returns the result of a call of the script that the others have ended, or None."""
         return self._results[call] if call < len(self._results) else None
 
-    def tell_result(self, call: int, result: Any) -> None:
-        """Says that a call of the script has ended, with a JSON value."""
+    def report_result(self, call: int, result: Any) -> None:
+        """Reports that a call of the script has ended, with a JSON value."""
         self._send(kind="ended", call=call, result=result)
 
     def await_result(self, call: int, *, trains: bool) -> Any:
@@ -110,20 +110,20 @@ class Link:
             self._changed.wait_for(is_there)
         return self.result_of(call)
 
-    def tell_obstacle(self, obstacle: str, call: int) -> None:
-        """Says why the generation cannot change from here on, in a call; empty if it can."""
+    def report_obstacle(self, obstacle: str, call: int) -> None:
+        """Reports why the generation cannot change from here on, in a call; empty if it can."""
         self._send(kind="can_change", obstacle=obstacle, call=call)
 
-    def tell_step(self, place: str) -> None:
-        """Says that the first step of a generation is done; `place` in words."""
+    def report_step(self, place: str) -> None:
+        """Reports that the first step of a generation is done; `place` in words."""
         self._send(kind="on", place=place)
 
-    def tell_stuck(self, index: int, why: str) -> None:
-        """Says that a process of the generation makes no progress."""
+    def report_stuck(self, index: int, why: str) -> None:
+        """Reports that a process of the generation makes no progress."""
         self._send(kind="stuck", number=self.generation.number, index=index, why=why)
 
     def refuse(self, why: str) -> None:
-        """Says that this process, which was to join, cannot."""
+        """Reports that this process, which was to join, cannot."""
         self._send(kind="refuses", why=why)
 
     def await_end(self, timeout_s: float) -> bool:
@@ -132,7 +132,7 @@ class Link:
             return self._changed.wait_for(lambda: bool(self.ended), timeout_s)
 
     def next_generation(self, message: Mapping[str, Any]) -> Generation | None:
-        """Says that this process is ready, and returns the generation that it belongs to.
+        """Reports that this process is ready, and returns the generation that it belongs to.
 
         Returns None once the others have ended the call that it was to join.
         """
@@ -159,11 +159,11 @@ class Link:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
-        waiting, said_at = b"", time.monotonic()
+        waiting, sent_at = b"", time.monotonic()
         while True:
             ready, _, _ = select.select([self._socket], [], [], _BEAT_S)
-            if time.monotonic() - said_at >= _BEAT_S:
-                said_at = time.monotonic()
+            if time.monotonic() - sent_at >= _BEAT_S:
+                sent_at = time.monotonic()
                 self._send(kind="here")
             if not ready:
                 continue

@@ -190,7 +190,7 @@ def _first_meeting_s(job: Job, settings: Settings) -> int:
     is_launched = "TNT_JOB_ID" in os.environ
     own = link()
     if own is not None and own.generation.number:
-        return _NEXT_MEETING_S  # All of them have said that they are ready.
+        return _NEXT_MEETING_S  # All of them are ready.
     default_s = _FIRST_MEETING_S if is_launched else default_init_timeout_s(job.num_processes)
     return settings.init_timeout_s or default_s
 

@@ -143,8 +143,8 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
     others: set[int] = set()
     if jax.process_count() > 1:
         text, process = ",".join(map(str, ports)), jax.process_index()
-        told = table.exchange("ports", text, process, jax.process_count(), timeout_s=300)
-        others = {int(port) for item in told for port in item.split(",") if port}
+        lists = table.exchange("ports", text, process, jax.process_count(), timeout_s=300)
+        others = {int(port) for item in lists for port in item.split(",") if port}
 
     def end() -> None:
         shared_sums.interrupt()
@@ -154,10 +154,10 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
 
 
 def _report_stuck(cause: Cause, service_answers: bool) -> None:
-    """Tells the launcher of an elastic job of a process that makes no progress."""
+    """Reports a process that makes no progress to the launcher of an elastic job."""
     own = link()
     if own is not None and service_answers:
-        own.tell_stuck(cause.process, cause.text.splitlines()[0])
+        own.report_stuck(cause.process, cause.text.splitlines()[0])
 
 
 def rejoin(generation: Generation) -> Runtime:

@@ -11,8 +11,8 @@
 
 Each process keeps the state of its last complete step: steps take no state away (`donated`), and
 the loop waits for each. The launcher forms the next generation of processes; those whose state is
-older, and those that join, take that of a process with the newest one, from its memory. Callbacks
-are called once for each step.
+older, and those that join, take that of a process with the newest one, from its memory. The hooks
+after a step and of an epoch are called once for each; those before a step that fails, again.
 """
 
 import json
@@ -45,7 +45,7 @@ from tnt_jax.train.contracts import Batch
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 
-# How long an error of JAX waits for the launcher to tell of a loss.
+# How long an error of JAX waits for the launcher to report a loss.
 _NEWS_S = 5.0
 _calls = Slot(count, lasts=True)
 _WHOSE = ("here", "there")
@@ -85,10 +85,10 @@ class Call:
         return value
 
     def end(self, value: Any) -> None:
-        """Notes its value for processes that join later: as JSON, None if it cannot be told."""
+        """Reports its value for processes that join later; None for one that is not passed on."""
         if self._link is not None:
-            told = json.loads(json.dumps(value, default=lambda x: np.asarray(x).tolist()))
-            self._link.tell_result(self.number, {"value": told})
+            plain = json.loads(json.dumps(value, default=lambda x: np.asarray(x).tolist()))
+            self._link.report_result(self.number, {"value": plain})
 
 
 class HasEnded(Exception):
@@ -131,13 +131,13 @@ class Recovery:
         self.is_new = False
 
     def begin(self, obstacle: str | None) -> None:
-        """Says whether training can go on with other processes, or what is in the way."""
+        """Reports whether training can go on with other processes, or the obstacle."""
         if self._link is None or not self._link.has_joined:
             return
         obstacles = collectives.agree("Model.fit", {}, note=obstacle)
         obstacle = next(filter(None, obstacles), None)
         if self._link.generation.index == 0:
-            self._link.tell_obstacle(obstacle or "", self._call.number)
+            self._link.report_obstacle(obstacle or "", self._call.number)
         if obstacle is not None:
             logger.warning(
                 "If a process of this elastic job is lost, fit cannot go on in place, because %s. "
@@ -147,9 +147,9 @@ class Recovery:
             self._link = None
 
     def end(self) -> None:
-        """Says that what follows cannot go on with other processes."""
+        """Reports that what follows cannot go on with other processes."""
         if self._link is not None and self._link.generation.index == 0:
-            self._link.tell_obstacle("fit has ended", self._call.number)
+            self._link.report_obstacle("fit has ended", self._call.number)
 
     def begin_epoch(self, epoch: int) -> None:
         """Calls the hooks of the beginning of an epoch, unless that was before a loss."""
@@ -158,12 +158,14 @@ class Recovery:
             self._hooks.call("on_epoch_begin", epoch, {})
 
     def note_step(self) -> None:
-        """Tells the launcher that training goes on, after the first step of a generation."""
+        """Reports to the launcher that training goes on, after the first step of a generation."""
         if self.is_new and self._link is not None:
             self.is_new = False
             if self._link.generation.index == 0:
                 progress = self._shared.progress
-                self._link.tell_step(f"step {progress.batches_done} of epoch {progress.epoch + 1}")
+                self._link.report_step(
+                    f"step {progress.batches_done} of epoch {progress.epoch + 1}"
+                )
 
     def go_on(self, error: Exception | None, reopen: Callable[[], Batch]) -> Start:
         """Returns where training goes on after a loss, with other processes.
@@ -174,6 +176,7 @@ class Recovery:
         with goodput.phase("restarting"):
             place, state = self._kept()
             why = "" if error is None else gist(error)
+            logger.debug("Waits for the next generation. %s", why, exc_info=error)
             while True:
                 try:
                     return self._join_next(place, state, why, reopen)
@@ -181,6 +184,7 @@ class Recovery:
                     if not self.is_loss(another):
                         raise
                     why = gist(another)
+                    logger.debug("Waits for the next generation. %s", why, exc_info=another)
 
     def _join_next(
         self, place: _Place, state: TrainState, why: str, reopen: Callable[[], Batch]
@@ -239,8 +243,8 @@ class Recovery:
         notes = collectives.agree("Model.fit", {}, note=[own.step, own.epoch, own.batches, joins])
         place = own
         if any(note != notes[source] for note in notes):
-            told = (own, collect(self._hooks.callbacks)) if jax.process_index() == source else None
-            place, states = broadcast_object(told, root_rank=runtime.first_rank_of(source))
+            sent = (own, collect(self._hooks.callbacks)) if jax.process_index() == source else None
+            place, states = broadcast_object(sent, root_rank=runtime.first_rank_of(source))
             if joins:
                 self._check_run(own, place)
             arrays = collectives.broadcast(state_arrays(state), root=source)
