@@ -142,13 +142,13 @@ def test_vocabulary_errors(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_per_process", [1, 2])
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_every_pair_is_in_one_batch_of_its_bucket(num_processes, ranks_per_process):
+@pytest.mark.parametrize(("num_processes", "num_groups"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_every_pair_is_in_one_batch_of_its_bucket(num_processes, num_groups, ranks_per_process):
     pairs = random_pairs(700)
     spec = TokenBatches(pairs, tokens_per_batch=640)
     num_ranks = num_processes * ranks_per_process
     rank_slices = [
-        RankSlice(num_ranks, process * ranks_per_process, ranks_per_process)
+        RankSlice(num_ranks, process * ranks_per_process, ranks_per_process, num_groups=num_groups)
         for process in range(num_processes)
     ]
     sources = [TokenBatchSource(spec, rank_slice) for rank_slice in rank_slices]
@@ -160,6 +160,8 @@ def test_every_pair_is_in_one_batch_of_its_bucket(num_processes, ranks_per_proce
         assert len({batch.data[1].shape for batch in step}) == 1
         assert {batch.num_rows for batch in step} == {whole.num_rows}
         shapes.add(step[0].data[1].shape)
+        of_first_group = sum(batch.mask.sum() for batch in step[: num_processes // num_groups])
+        assert of_first_group == -(-whole.num_rows // num_groups)
         rows = [[x[batch.mask > 0] for x in batch.data[0]] for batch in step]
         for side in range(2):
             np.testing.assert_array_equal(

@@ -40,14 +40,16 @@ class RankSlice:
             and self.num_ranks % self.num_groups == 0
         )
 
-    def rows_of(self, num_rows: Any) -> tuple[Any, Any]:
+    def rows_of(self, num_rows: Any, *, padded_to: Any = None) -> tuple[Any, Any]:
         """Returns the first row of this process in a batch, and the end of its group's rows.
 
-        The end may be beyond the batch. The number of rows may be one of TensorFlow's.
+        The end may be beyond the batch. The number of rows may be one of TensorFlow's. Ranks have
+        the rows that each has of `padded_to` rows, by default of as many.
         """
         group, rank = divmod(self.first_rank, self.num_ranks // self.num_groups)
         part = -(-num_rows // self.num_groups)
-        return group * part + rank * -(-num_rows // self.num_ranks), (group + 1) * part
+        micro = micro_batch_size(num_rows if padded_to is None else padded_to, self.num_ranks)
+        return group * part + rank * micro, (group + 1) * part
 
     @property
     def kind(self) -> str:

@@ -163,7 +163,7 @@ class TokenBatchSource:
         num_rows = len(batch.indices)
         full = int(self._rows[batch.bucket])
         micro = micro_batch_size(full, self._rank_slice.num_ranks)
-        first, end = self._rank_slice.rows_of(full)
+        first, end = self._rank_slice.rows_of(num_rows, padded_to=full)
         rows = first + np.arange(self._rank_slice.local_ranks * micro)
         is_real = rows < min(num_rows, end)
         own = batch.indices[np.minimum(rows, num_rows - 1)]
