@@ -5,7 +5,8 @@ import optax
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.train.local.groups import _check_ranks, _processes
+from tnt_jax.distributed.host import collectives
+from tnt_jax.train.local.groups import _check_ranks, _processes, join_group
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,13 @@ def test_groups_of_unequal_size_are_refused():
     _check_ranks([(0,), (1,)], [0, 0, 1, 1])
     with pytest.raises(ValueError, match=r"equally many ranks.*\[2, 1\]"):
         _check_ranks([(0,), (1,)], [0, 0, 1])
+
+
+@pytest.mark.parametrize(("groups", "warns"), [("host", True), ([[0, 1]], False)])
+def test_a_default_that_makes_one_group_is_noted(groups, warns, monkeypatch, capsys):
+    monkeypatch.setattr(collectives, "agree", lambda *_, **__: ["a", "a"])
+    assert join_group(groups, tnt.init().mesh).num_groups == 1
+    assert ("LocalSteps has one group" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from tnt_jax import _jax
 from tnt_jax.cluster.devices import machine_id
 from tnt_jax.distributed.host import collectives
+from tnt_jax.log import logger
 
 Compression = Literal["none", "int8"]
 _COMPRESSIONS = ("none", "int8")
@@ -139,16 +140,15 @@ def join_group(groups: Any, mesh: Mesh) -> Group:
         ValueError: On every process, if they are no groups of neighbouring processes with equally
             many ranks.
     """
-    error, processes = None, ()
     hosts = collectives.agree(_CALL, {"groups": groups}, note=machine_id("net"))
-    owners = [device.process_index for device in mesh.devices.flat]
-    try:
-        processes = _processes(groups, hosts)
-        _check_ranks(processes, owners)
-    except ValueError as raised:  # Equal on all processes, which raise it together.
-        error = raised
-    if error is not None:
-        raise error
+    # What follows is equal on all processes, which raise errors together.
+    processes = _processes(groups, hosts)
+    _check_ranks(processes, [device.process_index for device in mesh.devices.flat])
+    if groups == "host" and len(processes) == 1 < len(hosts):
+        logger.warning(
+            "All processes run on one host, so that LocalSteps has one group, and no outer "
+            "updates. Pass groups='process' for a group of each process."
+        )
     own = jax.process_index()
     index = next(number for number, members in enumerate(processes) if own in members)
     devices = [device for device in mesh.devices.flat if device.process_index in processes[index]]
