@@ -46,11 +46,11 @@ tnt.barrier()
 # A stranger that knocks gets no place.
 if process < 2:
     connect = module._connect
-    def knock(told, own):
-        host, port, _ = told.split(" ")
+    def knock(entry, own):
+        host, port, _ = entry.split(" ")
         stranger = socket.create_connection((host, int(port)))
         stranger.sendall(bytes(36))
-        return connect(told, own)
+        return connect(entry, own)
     module._connect = knock
     links = Links((0, 1), "values again")
     links.post(lambda: b"%d" % process)
@@ -66,3 +66,5 @@ def test_messages_come_in_order_beside_the_steps(tmp_path):
     result = launch(4, script, flags=["--output-on-all-devices"], timeout_s=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("done") == 4
+    assert result.stderr.count("A connection for values again was refused") == 1
+    assert "different values of TNT_JOB_SECRET" in result.stderr

@@ -26,6 +26,7 @@ from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import read_key
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.job import Slot, check_signature, sign
+from tnt_jax.log import logger
 
 # How many links there were, by the processes that made them.
 _numbers = Slot[Counter[tuple[int, ...]]](Counter)
@@ -52,7 +53,6 @@ class Links:
     def __init__(self, members: Sequence[int], what: str) -> None:
         self.sent_bytes = 0
         self._what, self._own = what, jax.process_index()
-        self._is_closed = False
         self._came: dict[int, queue.SimpleQueue[Message | Exception]] = {
             member: queue.SimpleQueue() for member in members
         }
@@ -77,7 +77,6 @@ class Links:
 
     def close(self) -> None:
         """Sends what was posted, and ends the connections once they have been read."""
-        self._is_closed = True
         self._to_send.put(None)
 
     def _next(self, member: int) -> Message:
@@ -99,17 +98,25 @@ class Links:
         try:
             while (make := self._to_send.get()) is not None:
                 message = make()
+                for member in self._sockets:
+                    self._send_to(member, message)
                 self._came[self._own].put(message)
-                for link in self._sockets.values():
-                    link.sendall(_SIZE.pack(len(message)))
-                    link.sendall(message)
-                    self.sent_bytes += _SIZE.size + len(message)
-            for link in self._sockets.values():
-                link.shutdown(socket.SHUT_WR)
         except Exception as error:
             self._came[self._own].put(error)
-            if not self._is_closed:
-                raise
+            raise
+        for link in self._sockets.values():
+            with contextlib.suppress(OSError):  # The other end has gone.
+                link.shutdown(socket.SHUT_WR)
+
+    def _send_to(self, member: int, message: bytes) -> None:
+        link = self._sockets[member]
+        try:
+            link.sendall(_SIZE.pack(len(message)))
+            link.sendall(message)
+            self.sent_bytes += _SIZE.size + len(message)
+        except OSError as error:
+            # `take` raises it, if anybody waits for that member.
+            self._came[member].put(error)
 
     def _receive(self, member: int) -> None:
         link = self._sockets[member]
@@ -118,7 +125,7 @@ class Links:
                 (size,) = _SIZE.unpack(_exactly(link, _SIZE.size))
                 self._came[member].put(_exactly(link, size))
         except OSError as error:
-            # `take` raises it, if anybody waits for more.
+            # Likewise.
             self._came[member].put(error)
             link.close()
 
@@ -146,20 +153,39 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     with socket.create_server((address, 0), family=family) as server:
         # Without it, who has seen one connection being made could make another.
         nonce = secrets.token_hex(16)
-        told = f"{address} {server.getsockname()[1]} {nonce}"
-        _jax.coordination_client().key_value_set(f"{folder}/{process}", told)
+        entry = f"{address} {server.getsockname()[1]} {nonce}"
+        _jax.coordination_client().key_value_set(f"{folder}/{process}", entry)
         for member in (member for member in members if member < process):
-            links[member] = _connect(read_key(f"{folder}/{member}", what) or "", process)
+            entry = read_key(f"{folder}/{member}", what) or ""
+            try:
+                links[member] = _connect(entry, process)
+            except OSError as error:
+                host, port, _ = entry.split(" ")
+                raise RuntimeError(
+                    f"Process {process} cannot connect to process {member} at {host} port {port} "
+                    f"for {what} ({error}). Processes connect at any port: let the firewalls "
+                    "between their hosts pass connections among them."
+                ) from error
         later = {member for member in members if member > process}
         server.settimeout(_TICK_S)
         with phases.waiting(f"connections for {what}"):
             while later:
                 if left_alone := phases.here().left_alone:
                     raise RuntimeError(f"{left_alone} It was to connect for {what}.")
-                with contextlib.suppress(OSError, RuntimeError):
+                try:
                     member, link = _accepted(server, nonce, later)
-                    links[member] = link
-                    later.discard(member)
+                except TimeoutError:
+                    continue
+                except (OSError, RuntimeError) as error:
+                    logger.warning(
+                        "A connection for %s was refused: %s",
+                        what,
+                        error,
+                        extra={"on_every_process": True},
+                    )
+                    continue
+                links[member] = link
+                later.discard(member)
     for link in links.values():
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -167,8 +193,8 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     return links
 
 
-def _connect(told: str, process: int) -> socket.socket:
-    host, port, nonce = told.split(" ")
+def _connect(entry: str, process: int) -> socket.socket:
+    host, port, nonce = entry.split(" ")
     link = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
     sender = _SENDER.pack(process)
     link.sendall(sender + sign(f"link {nonce}", sender))
