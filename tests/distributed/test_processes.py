@@ -105,11 +105,16 @@ def test_shared_memory_gives_the_bits_of_sums_by_xla(tmp_path):
             np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
-def test_an_exception_on_one_rank_ends_the_others_and_passes_its_code_on(tmp_path):
+@pytest.mark.parametrize(
+    "sync",
+    ["None", pytest.param("tnt.LocalSteps(every=2, groups='process')", marks=pytest.mark.slow)],
+    ids=["together", "in groups"],
+)
+def test_an_exception_on_one_rank_ends_the_others_and_passes_its_code_on(sync, tmp_path):
     script = tmp_path / "fail.py"
     script.write_text(
         "import numpy as np, flax.linen as nn, tnt_jax as tnt\n"
-        "model = tnt.Model(nn.Dense(1))\n"
+        f"model = tnt.Model(nn.Dense(1), sync={sync})\n"
         "model.compile('sgd', loss='mse')\n"
         "class Fail(tnt.callbacks.Callback):\n"
         "    def on_train_batch_begin(self, batch, logs=None):\n"

@@ -61,7 +61,7 @@ def sync_of(recipe):
 
 
 def train(recipe, folder):
-    x, y, _ = make_data(recipe["rows"])
+    x, y, weight = make_data(recipe["rows"])
     net = Net(
         batch_norm=recipe.get("batch_norm", False),
         dropout=recipe.get("dropout", 0.0),
@@ -92,6 +92,7 @@ def train(recipe, folder):
     history = model.fit(
         x,
         y,
+        sample_weight=weight if recipe.get("weights", False) else None,
         batch_size=recipe["size"],
         epochs=recipe.get("epochs", 2),
         validation_data=(x, y),

@@ -402,7 +402,7 @@ class Trainer:
         return sums
 
     def end_training(self) -> None:
-        """Brings the groups together, at the end of `fit`."""
+        """Makes the weights of all groups the same, at the end of `fit`."""
 
     def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
         """Returns sums as a checkpoint holds them, and its further arrays by path."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.distributed.joining.runtime import init
@@ -25,17 +26,21 @@ class OuterLoop:
         group = join_group(sync.groups, init().mesh)
         self.group, self.num_groups, self.mesh = group.index, group.num_groups, group.mesh
         self._step = 0
-        self._begun = _jax.replicate(params, group.mesh)
-        self._outer = (
-            OuterUpdates(group, sync, state_arrays(self._begun), {})
-            if group.num_groups > 1
-            else None
-        )
+        params = _jax.replicate(params, group.mesh)
+        arrays, self._structure = state_arrays(params), jax.tree.structure(params)
+        self._paths = [*arrays]
+        self._params, self._outer = params, None
+        if group.num_groups > 1:
+            self._params, self._outer = None, OuterUpdates(group, sync, arrays, {})
 
     @property
     def params(self) -> Any:
-        """The parameters to begin with, and then the outer ones: the same in all groups."""
-        return self._begun if self._outer is None else self._like(self._begun, self._outer.params)
+        """Copies of the parameters to begin with, and then of the outer ones, alike in all groups.
+
+        A step may be given them as donated.
+        """
+        held = self._params if self._outer is None else self._tree(self._outer.params)
+        return jax.tree.map(jnp.copy, held)
 
     @property
     def sent_bytes(self) -> int:
@@ -51,21 +56,20 @@ class OuterLoop:
         """
         self._step += 1
         if self._outer is None:
-            self._begun = params
+            self._params = params
         elif self._outer.has_turn(self._step, rows):
             own, _ = self._outer.exchange(self._step, state_arrays(params), {})
-            return self._like(params, own)
+            return self._tree(own)
         return params
 
     def end(self, params: Any) -> Any:
         """Returns the parameters of all groups, after an update of every fragment."""
         if self._outer is None:
             return params
-        return self._like(params, self._outer.close(self._step, state_arrays(params), {})[0])
+        return self._tree(self._outer.close(self._step, state_arrays(params), {})[0])
 
-    def _like(self, tree: Any, arrays: dict[str, jax.Array]) -> Any:
-        leaves = [arrays[path] for path in state_arrays(tree)]
-        return jax.tree.structure(tree).unflatten(leaves)
+    def _tree(self, arrays: dict[str, jax.Array]) -> Any:
+        return self._structure.unflatten([arrays[path] for path in self._paths])
 
 
 @called("local_steps")

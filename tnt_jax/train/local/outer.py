@@ -6,6 +6,7 @@ if outer.has_turn(step, rows):
     params, averages = outer.exchange(step, params, averages)
 """
 
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -30,6 +31,7 @@ from tnt_jax.train.local.fragments import (
 from tnt_jax.train.local.groups import Group, LocalSteps
 from tnt_jax.train.state_arrays import state_arrays
 
+Arrays = dict[str, jax.Array]
 # The group's part of the weights after an update that was under way while it trained on: alpha of
 # Streaming DiLoCo, section 2.3 and figure 9.
 _OWN_PART = 0.5
@@ -64,13 +66,7 @@ class OuterUpdates:
         ValueError: If there are fewer parameters than fragments.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        sync: LocalSteps,
-        params: Mapping[str, jax.Array],
-        averages: Mapping[str, jax.Array],
-    ) -> None:
+    def __init__(self, group: Group, sync: LocalSteps, params: Arrays, averages: Arrays) -> None:
         _check_floating(params)
         self._group, self._sync = group, sync
         self._optimizer = sync.transformation()
@@ -89,17 +85,19 @@ class OuterUpdates:
             (self._opt_states, self._residual), group.mesh
         )
         # Rows and steps since each fragment was sent.
-        self._rows: list[Any] = [0] * sync.fragments
+        self._rows = [0] * sync.fragments
         self._steps = [0] * sync.fragments
         self._under_way: deque[_Sent] = deque()
         # Messages of all groups that have come before they were due, `[groups, bytes]`.
         self._came: deque[np.ndarray] = deque()
         self._links = Links(group.leads, "outer updates") if group.is_lead else None
+        if self._links is not None:
+            # Its threads would outlive a model that is dropped.
+            weakref.finalize(self, self._links.close).atexit = False
         whole = NamedSharding(group.mesh, PartitionSpec())
         self._send = jax.jit(self._message, static_argnums=0, out_shardings=whole)
         self._apply = jax.jit(self._updated, static_argnums=0, out_shardings=whole)
         self._copy = jax.jit(_copied, out_shardings=whole)
-        self._count = jax.jit(lambda rows, mask: rows + jnp.sum(mask), out_shardings=whole)
         self._put_rows = make_put(group.mesh)
 
     @property
@@ -107,23 +105,17 @@ class OuterUpdates:
         """Bytes that this process has sent to other groups; 0 if another one does it."""
         return 0 if self._links is None else self._links.sent_bytes
 
-    def has_turn(self, step: int, rows: int | jax.Array) -> bool:
-        """Counts the step of the group with number `step`; returns whether `exchange` must follow.
+    def has_turn(self, step: int, rows: int) -> bool:
+        """Counts the step of the group with number `step`, on so many rows.
 
-        `rows` are those that the group has just trained on: their number, or their mask `[rows]` on
-        the devices.
+        Returns whether `exchange` must follow.
         """
-        if isinstance(rows, int):
-            self._rows = [before + rows for before in self._rows]
-        else:
-            self._rows = [self._count(_as_float(before), rows) for before in self._rows]
+        self._rows = [before + rows for before in self._rows]
         self._steps = [steps + 1 for steps in self._steps]
         is_due = bool(self._under_way) and self._under_way[0].due <= step
         return is_due or bool(self._sent_after(step))
 
-    def exchange(
-        self, step: int, params: dict[str, jax.Array], averages: dict[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def exchange(self, step: int, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the group's parameters and averages to go on with after `step` steps.
 
         Sends fragments whose turn it is, and takes those that are due.
@@ -134,9 +126,7 @@ class OuterUpdates:
             params, averages = self._finish(params, averages)
         return params, averages
 
-    def close(
-        self, step: int, params: dict[str, jax.Array], averages: dict[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def close(self, step: int, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Returns parameters and averages after an update of every fragment, those of all groups.
 
         It ends a training: what is under way comes first, and then each group sends its last moves,
@@ -199,19 +189,13 @@ class OuterUpdates:
     def _sent_after(self, step: int) -> list[int]:
         return sent_after(step, every=self._sync.every, fragments=self._sync.fragments)
 
-    def _part(self, fragment: int) -> dict[str, jax.Array]:
+    def _part(self, fragment: int) -> Arrays:
         return {path: self.params[path] for path in self._fragments[fragment]}
 
-    def _averages_of(self, fragment: int, averages: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def _averages_of(self, fragment: int, averages: Arrays) -> Arrays:
         return averages if fragment == self._sync.fragments - 1 else {}
 
-    def _start(
-        self,
-        fragment: int,
-        step: int,
-        params: dict[str, jax.Array],
-        averages: dict[str, jax.Array],
-    ) -> None:
+    def _start(self, fragment: int, step: int, params: Arrays, averages: Arrays) -> None:
         """Begins to send a fragment."""
         own = {path: params[path] for path in self._fragments[fragment]}
         residual = {path: x for path, x in self._residual.items() if path in own}
@@ -221,7 +205,7 @@ class OuterUpdates:
             self._part(fragment),
             residual,
             self._averages_of(fragment, averages),
-            _as_float(self._rows[fragment]),
+            np.float32(self._rows[fragment]),
         )
         self._residual |= residual
         self._rows[fragment] = self._steps[fragment] = 0
@@ -229,9 +213,7 @@ class OuterUpdates:
         if self._links is not None:
             self._links.post(lambda: np.asarray(message.addressable_data(0)).tobytes())
 
-    def _finish(
-        self, params: dict[str, jax.Array], averages: dict[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def _finish(self, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Updates the oldest fragment that is under way, with the messages of all groups."""
         fragment = self._under_way[0].fragment
         messages = self._came.popleft() if self._came else self._taken(fragment)
@@ -303,7 +285,8 @@ class OuterUpdates:
             )
             for x in messages
         ]
-        total = sum(rows for rows, _, _ in found)
+        # Moves on no rows at all have no weight.
+        total = jnp.maximum(sum(rows for rows, _, _ in found), 1)
         shares = [rows / total for rows, _, _ in found]
 
         def mean(which: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,10 +313,6 @@ class OuterUpdates:
             jax.tree.map(lambda x, y: jnp.copy(blended(x, y)), averages, new_averages),
             new_averages,
         )
-
-
-def _as_float(rows: Any) -> Any:
-    return np.float32(rows) if isinstance(rows, int) else rows
 
 
 def _float32(x: jax.Array) -> jax.Array:

@@ -143,7 +143,6 @@ class GroupTrainer(Trainer):
         self._num_steps = 0
         self._first_row = 0
         self._shown: TrainState | None = None
-        self._shown_of: Any = None
         # One device of each rank, by group.
         by_group = whole.runtime.mesh.devices.reshape(group.num_groups, -1)
         self._by_group = NamedSharding(
@@ -166,7 +165,7 @@ class GroupTrainer(Trainer):
     @state.setter
     def state(self, state: TrainState | None) -> None:
         """Replaces the state of the group."""
-        self._state = state
+        self._state, self._shown = state, None
 
     @property
     def programs(self) -> CompiledSteps:
@@ -195,23 +194,16 @@ class GroupTrainer(Trainer):
         """Forgets the weights of the group; training begins with those of all ranks again."""
         if self._outer is not None:
             self._outer.leave()
-        self._outer = self._state = self._shown = None
+        self._outer = self.state = None
 
     def shown(self) -> TrainState:
         """Returns the state with the outer weights, on all ranks."""
         outer, state = self._outer, self._state
         assert outer is not None and state is not None, "The group has begun."
         shown = self._shown
-        if self._shown_of is not state or shown is None:
-            held = _by_path(state)
-            weights = {path: outer.params.get(path, outer.averages.get(path)) for path in held}
-            variables = [x if weights[path] is None else weights[path] for path, x in held.items()]
-            params, model_state = jax.tree.structure((state.params, state.model_state)).unflatten(
-                variables
-            )
-            shown = replace(state, params=params, model_state=model_state, first_row=None)
-            shown = self._shown = jax.tree.map(self._on_all, shown)
-            self._shown_of = state
+        if shown is None:
+            shown = self._with_weights(state, outer.params | outer.averages)
+            shown = self._shown = jax.tree.map(self._on_all, replace(shown, first_row=None))
         return shown
 
     def take(self, new: TrainState) -> bool:
@@ -237,7 +229,7 @@ class GroupTrainer(Trainer):
         for path, x in _by_path(taken).items():
             if path in changed and (path in outer.params or path in outer.averages):
                 outer.replace(path, x.copy())
-        self._state = replace(taken, first_row=state.first_row)
+        self.state = replace(taken, first_row=state.first_row)
         self._num_steps = int(np.asarray(taken.step))
         return True
 
@@ -257,7 +249,7 @@ class GroupTrainer(Trainer):
         if outer is None or state is None:
             return
         params, averages = outer.close(self._num_steps, *self._weights(state))
-        self._state = self._with_weights(state, params | averages)
+        self.state = self._with_weights(state, params | averages)
 
     def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
         """Returns sums of an epoch and what else a checkpoint needs, with a row for each group."""
@@ -291,7 +283,7 @@ class GroupTrainer(Trainer):
         like = replace(state, first_row=None)
         found = [own[f"state/{path}"] for path in state_arrays(like)]
         found = _jax.replicate(found, self.runtime.mesh)
-        self._state = jax.tree.structure(like).unflatten(found)
+        self.state = jax.tree.structure(like).unflatten(found)
         outer.restore(_below("outer/", own), _below(_SHARED, arrays))
         self._num_steps = int(own["state/step"])
 
@@ -305,24 +297,37 @@ class GroupTrainer(Trainer):
         own = _jax.replicate(state, self.runtime.mesh)
         self._num_steps = int(np.asarray(state.step))
         self._outer = OuterUpdates(self._group, self._whole.sync, *self._weights(own))
-        self._state = own
+        self.state = own
         # What is shown from here on is that of the groups.
         self._whole.own_state = replace(state, params=None, model_state=None, opt_state=None)
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
         """Runs a step, and the outer updates that follow it; returns the sums after it."""
-        batch, num_rows = group.batch, jax.tree.leaves(group.batch.inputs)[0].shape[0]
-        # Where each process brings its rows, they are numbered with the padding.
-        part = num_rows if group.shards else -(-group.num_rows // self._group.num_groups)
-        self._number_rows(self._group.index * part)
+        first_row, num_rows = self._own_part(group)
+        self._number_rows(first_row)
+        # Statistics of no rows are NaN.
+        kept = {} if num_rows else jax.tree.map(jax.numpy.copy, self._weights(self._built())[1])
         sums = super()._run(group, sums)
         self._num_steps += 1
         state, outer = self._built(), self._outer
         assert outer is not None, "The group has begun."
-        if outer.has_turn(self._num_steps, num_rows if batch.mask is None else batch.mask):
+        if kept:
+            self.state = state = self._with_weights(state, kept)
+        if outer.has_turn(self._num_steps, num_rows):
             params, averages = outer.exchange(self._num_steps, *self._weights(state))
             self.state = self._with_weights(state, params | averages)
         return sums
+
+    def _own_part(self, group: DeviceBatches) -> tuple[int, int]:
+        """Returns the group's first row in a batch, and how many it has."""
+        index = self._group.index
+        if group.shards is not None:
+            # Where each process brings its rows, they are numbered with the padding.
+            own = [group.shards[process] for process in self._group.processes[index]]
+            padded = jax.tree.leaves(group.batch.inputs)[0].shape[0]
+            return index * padded, sum(rows.stop - rows.start for rows in own)
+        part = -(-group.num_rows // self._group.num_groups)
+        return index * part, min(max(group.num_rows - index * part, 0), part)
 
     def _number_rows(self, first_row: int) -> None:
         """Sets the number of the group's first row in the global batch, for random numbers."""
