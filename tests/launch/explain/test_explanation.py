@@ -188,6 +188,9 @@ def test_an_explanation_is_kept_as_json_and_drawn_without_a_network():
     assert "<script" not in page
     with pytest.raises(ValueError, match="not that of tnt-jax explain"):
         Explanation.from_json("{}")
+    other = json.dumps(json.loads(found.to_json()) | {"format": 9})
+    with pytest.raises(ValueError, match="of format 9. This version reads format 1"):
+        Explanation.from_json(other)
 
 
 def test_one_process_has_neither_sums_nor_others_to_wait_for():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tnt_jax.launch.explain.page import Bar, draw_page
+from tnt_jax.launch.scale.runs import read_results
 from tnt_jax.launch.scale.scaling import Spread
 
 _FORMAT = 1
@@ -367,9 +368,7 @@ class Explanation:
         Raises:
             ValueError: If the text is something else.
         """
-        kept = json.loads(text)
-        if not isinstance(kept, dict) or kept.get("format") != _FORMAT or "told" not in kept:
-            raise ValueError(f"The text is not that of tnt-jax explain, format {_FORMAT}.")
+        kept = read_results(text, "explain", _FORMAT, "told")
         return cls(kept["script"], kept["told"], kept["fewer"])
 
     def to_html(self) -> str:

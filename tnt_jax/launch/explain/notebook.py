@@ -1,14 +1,11 @@
 """`tnt-jax explain` from Python, as in a notebook."""
 
 import os
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from tnt_jax.launch.explain.command import RESULTS
 from tnt_jax.launch.explain.explanation import Explanation
-from tnt_jax.launch.scale.notebook import LAST_CHARACTERS, run_command
+from tnt_jax.launch.scale.notebook import run_for_result
 
 
 def explain(
@@ -37,14 +34,6 @@ def explain(
     Raises:
         RuntimeError: If nothing was measured; the message has the end of what the command said.
     """
-    with tempfile.TemporaryDirectory(prefix="tnt-jax-explain-") as folder:
-        command = [
-            *(sys.executable, "-m", "tnt_jax.launch", "explain"),
-            *("--steps", str(steps), "--rounds", str(rounds), "--output", folder),
-            *(*options, "--", os.fspath(script), *arguments),
-        ]
-        said = run_command(command)
-        results = Path(folder, RESULTS)
-        if not results.exists():
-            raise RuntimeError(f"Nothing was measured:\n{said[-LAST_CHARACTERS:].strip()}")
-        return Explanation.from_json(results.read_text())
+    words = ["--steps", str(steps), "--rounds", str(rounds), *options]
+    line = [os.fspath(script), *arguments]
+    return Explanation.from_json(run_for_result("explain", words, line, RESULTS, what="measured"))

@@ -12,8 +12,8 @@ from tnt_jax.launch.scale.scaling import RESULTS, Scaling
 
 # The virtual devices of this process: the processes that are measured get devices of their own.
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")
-LAST_CHARACTERS = 4000
-"""Of what a command said, in an error."""
+# Of the standard error of a command, in an error.
+_LAST_CHARACTERS = 4000
 
 
 def scaling(
@@ -46,22 +46,45 @@ def scaling(
     Raises:
         RuntimeError: If nothing was measured; the message has the end of what the command said.
     """
-    with tempfile.TemporaryDirectory(prefix="tnt-jax-scale-") as folder:
-        command = [
-            *(sys.executable, "-m", "tnt_jax.launch", "scale"),
-            *("--ranks", *map(str, ranks), "--steps", str(steps), "--rounds", str(rounds)),
-            *(["--weak"] if weak else []),
-            *("--output", folder, *options, "--", os.fspath(script), *arguments),
-        ]
-        said = run_command(command)
-        results = Path(folder, RESULTS)
-        if not results.exists():
-            raise RuntimeError(f"Nothing was measured:\n{said[-LAST_CHARACTERS:].strip()}")
-        return Scaling.from_json(results.read_text())
+    words = [
+        *("--ranks", *map(str, ranks), "--steps", str(steps), "--rounds", str(rounds)),
+        *(["--weak"] if weak else []),
+        *options,
+    ]
+    line = [os.fspath(script), *arguments]
+    return Scaling.from_json(run_for_result("scale", words, line, RESULTS, what="measured"))
 
 
-def run_command(command: Sequence[str]) -> str:
-    """Runs a command to its end, and returns what it said; an interruption ends it."""
+def run_for_result(
+    command: str,
+    words: Sequence[str],
+    script: Sequence[str],
+    name: str = "",
+    *,
+    what: str,
+    option: str = "--output",
+) -> str:
+    """Runs a command of `tnt-jax`, and returns the text of the file that it writes.
+
+    Args:
+        command: Its name.
+        words: Its options, without the one that says where it writes.
+        script: The script and its arguments.
+        name: Name of the file in the folder that `option` names; empty if that names the file.
+        what: What was not done if there is no file, for the error.
+        option: The option that says where it writes.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"tnt-jax-{command}-") as folder:
+        place = Path(folder, "results")
+        launcher = [sys.executable, "-m", "tnt_jax.launch", command, option, str(place)]
+        errors = _run([*launcher, *words, "--", *script])
+        if not (place / name).exists():
+            raise RuntimeError(f"Nothing was {what}:\n{errors[-_LAST_CHARACTERS:].strip()}")
+        return (place / name).read_text()
+
+
+def _run(command: Sequence[str]) -> str:
+    """Runs a command to its end, and returns its standard error; an interruption ends it."""
     process = subprocess.Popen(
         command,
         env=_environment(os.environ),

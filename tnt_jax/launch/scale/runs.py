@@ -90,3 +90,26 @@ def read_run(kept: dict[str, Any]) -> Run:
     if not isinstance(kept, dict) or set(kept) != names:
         raise ValueError(f"A run must have {', '.join(sorted(names))}, but has {kept!r:.200}.")
     return Run(**{**kept, "shares": Shares(**kept["shares"])})
+
+
+def read_results(text: str, command: str, format: int, key: str) -> dict[str, Any]:
+    """Returns the results that a command of `tnt-jax` has written as JSON.
+
+    Args:
+        text: The JSON.
+        command: Name of the command.
+        format: Number of the format that is expected.
+        key: A name that the results of no other command have.
+
+    Raises:
+        ValueError: If the text is something else.
+    """
+    results = json.loads(text)
+    if not isinstance(results, dict) or key not in results:
+        raise ValueError(f"The text is not that of tnt-jax {command}, format {format}.")
+    if (found := results.get("format")) != format:
+        raise ValueError(
+            f"The text is that of tnt-jax {command}, but of format {found}. This version reads "
+            f"format {format}: read it with the version that wrote it."
+        )
+    return results

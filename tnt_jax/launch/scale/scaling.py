@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tnt_jax.launch.scale.projection import Measured, Model, fit, why_not_projected
-from tnt_jax.launch.scale.runs import Run, read_run
+from tnt_jax.launch.scale.runs import Run, read_results, read_run
 
 RESULTS = "scaling.json"
 """Name of the file with the results."""
@@ -291,9 +291,7 @@ class Scaling:
         Raises:
             ValueError: If the text is something else.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"The text is not that of tnt-jax scale, format {_FORMAT}.")
+        data = read_results(text, "scale", _FORMAT, "runs")
         return cls(
             data["script"],
             data["weak"],

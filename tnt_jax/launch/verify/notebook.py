@@ -1,12 +1,9 @@
 """`tnt-jax verify` from Python, as in a notebook."""
 
 import os
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from tnt_jax.launch.scale.notebook import LAST_CHARACTERS, run_command
+from tnt_jax.launch.scale.notebook import run_for_result
 from tnt_jax.launch.verify.receipt import Receipt
 
 
@@ -36,14 +33,7 @@ def verify(
     Raises:
         RuntimeError: If nothing was compared; the message has the end of what the command said.
     """
-    with tempfile.TemporaryDirectory(prefix="tnt-jax-verify-") as folder:
-        path = Path(folder, "receipt.json")
-        command = [
-            *(sys.executable, "-m", "tnt_jax.launch", "verify"),
-            *("--ranks", *map(str, ranks), "--steps", str(steps), "--receipt", str(path)),
-            *(*options, "--", os.fspath(script), *arguments),
-        ]
-        said = run_command(command)
-        if not path.exists():
-            raise RuntimeError(f"Nothing was compared:\n{said[-LAST_CHARACTERS:].strip()}")
-        return Receipt.from_json(path.read_text())
+    words = ["--ranks", *map(str, ranks), "--steps", str(steps), *options]
+    line = [os.fspath(script), *arguments]
+    text = run_for_result("verify", words, line, what="compared", option="--receipt")
+    return Receipt.from_json(text)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.launch.scale.runs import read_results
 from tnt_jax.launch.scale.scaling import Scaling
 from tnt_jax.launch.verify.comparison import Difference, Rounding, compare
 from tnt_jax.launch.verify.recording import Recording
@@ -128,9 +129,7 @@ class Receipt:
         Raises:
             ValueError: If the text is something else.
         """
-        kept = json.loads(text)
-        if not isinstance(kept, dict) or kept.get("format") != _FORMAT or "checks" not in kept:
-            raise ValueError(f"The text is no receipt of tnt-jax verify, format {_FORMAT}.")
+        kept = read_results(text, "verify", _FORMAT, "checks")
         return cls(
             kept["script"],
             kept["checksum"],
@@ -153,9 +152,11 @@ def _read_check(kept: Mapping[str, Any]) -> Check:
 
 
 def read_receipt(path: str) -> Receipt:
-    """Returns the receipt in a file; a ValueError says that it holds none."""
+    """Returns the receipt in a file; a ValueError says that it holds none, or cannot be read."""
     try:
         return Receipt.from_json(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"The receipt cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no receipt of tnt-jax verify: {error}") from None
 
