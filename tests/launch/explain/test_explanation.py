@@ -189,7 +189,7 @@ def test_an_explanation_is_kept_as_json_and_drawn_without_a_network():
     with pytest.raises(ValueError, match="not that of tnt-jax explain"):
         Explanation.from_json("{}")
     other = json.dumps(json.loads(found.to_json()) | {"format": 9})
-    with pytest.raises(ValueError, match="of format 9. This version reads format 1"):
+    with pytest.raises(ValueError, match=r"of format 9\. This version reads format 1"):
         Explanation.from_json(other)
 
 
