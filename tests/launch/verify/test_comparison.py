@@ -88,6 +88,21 @@ def test_rounding_explains_what_a_trial_of_it_shows():
     assert found(record(ranks=2, added=noise), Rounding(REFERENCE, wild)) is None
 
 
+def test_what_rounding_explains_does_not_depend_on_what_was_compared_before():
+    """A late step, where rounding does much, does not excuse an early one of the next run."""
+    late = record(added=lambda number, grad: 0.5 * grad if number == 3 else 0)
+    rounding = Rounding(REFERENCE, late)
+    early = record(ranks=2, added=lambda number, grad: 0.5 * grad[::-1] if number == 0 else 0)
+    assert found(early, rounding).step == 1
+    assert found(record(ranks=4, added=lambda n, g: 1e-6 * g), rounding) is None
+    assert found(early, rounding).step == 1
+
+
+def test_the_first_update_counts_among_the_differences():
+    other = record(ranks=2, steps=1, added=lambda _, grad: 0.01 * grad)
+    assert largest_difference(REFERENCE, other) == pytest.approx(0.01, rel=1e-3)
+
+
 def test_a_rate_that_grows_with_the_ranks_is_named():
     difference = found(record(ranks=4, rate=0.4))
     assert difference.step == 1

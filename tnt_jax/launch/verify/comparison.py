@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tnt_jax.launch.verify.recording import Recording, Step, change, distance, size
@@ -25,6 +26,7 @@ _STORED = 4.0
 # Rows whose metrics, such as accuracy, may fall either way.
 _TURNED_ROWS = 2
 _FIRST_NAMES = 3
+# Names in Flax and Keras. They only add a likely cause to what was found without them.
 _STATISTICS = re.compile(r"batch_stats|moving_(mean|variance)|model_state/.*\b(mean|var)\b")
 # By how much an update may be off a multiple of another, and a multiple off 1.
 _ALIKE, _OFF = 0.02, 0.05
@@ -54,15 +56,15 @@ class Rounding:
     def __init__(self, plain: Recording, rounded: Recording | None) -> None:
         self.unit: float = plain.facts["unit"]
         self._plain, self._rounded = plain, rounded
-        self._largest: dict[str, float] = {}
+        self._largest = {} if rounded is None else _largest_apart(plain, rounded)
 
     def of_change(self, path: str, before: Step, after: Step) -> float:
         """Returns what rounding explains of the change of an array between two steps.
 
-        It is called step after step: what was seen at an earlier one may come again.
+        What was seen at an earlier step may come again.
         """
-        seen = max(self._largest.get(path, 0.0), self._seen(path, before.step, after.step))
-        self._largest[path] = seen
+        earlier = self._largest.get(path, {}).get(after.step, 0.0)
+        seen = max(earlier, self._seen(path, before.step, after.step))
         array = after.arrays[path]
         return max(
             _MARGIN * seen,
@@ -91,6 +93,21 @@ class Rounding:
         turned = 0.0 if name == "loss" else _TURNED_ROWS / step.place["num_rows"]
         limit = max(_MARGIN * seen, _HALF_OF_DIGITS * math.sqrt(self.unit) * abs(value))
         return max(limit, turned * max(abs(value), 1.0))
+
+
+def _largest_apart(plain: Recording, rounded: Recording) -> dict[str, dict[int, float]]:
+    """Returns how far the updates of each array are apart at most, up to each step."""
+    found: dict[str, dict[int, float]] = {}
+    for before, after in pairwise(plain.known):
+        others = rounded.at(before.step), rounded.at(after.step)
+        if others[0] is None or others[1] is None:
+            break
+        for path in filter(others[1].arrays.__contains__, _floating(after)):
+            largest = found.setdefault(path, {before.step: 0.0})
+            apart = _apart(path, (before, after), (others[0], others[1]))
+            # NaN explains nothing: max keeps the first.
+            largest[after.step] = max(largest[before.step], apart)
+    return found
 
 
 def compare(reference: Recording, other: Recording, rounding: Rounding) -> Difference | None:
@@ -129,7 +146,7 @@ def compare(reference: Recording, other: Recording, rounding: Rounding) -> Diffe
 def largest_difference(reference: Recording, other: Recording) -> float:
     """Returns the largest difference of an update from that of the reference, relative to it."""
     found = 0.0
-    for before, after in zip(other.steps, other.steps[1:], strict=False):
+    for before, after in pairwise(other.known):
         ours = reference.at(before.step), reference.at(after.step)
         if ours[0] is None or ours[1] is None:
             continue

@@ -61,15 +61,18 @@ class Recording:
         """Number of ranks."""
         return self.facts["ranks"]
 
+    @property
+    def known(self) -> list[Step]:
+        """What is known before the first step and after each."""
+        return [*([] if self.start is None else [self.start]), *self.steps]
+
     def at(self, step: int) -> Step | None:
         """Returns what is known after a number of steps, if anything is."""
-        known = [*([] if self.start is None else [self.start]), *self.steps]
-        return next((each for each in known if each.step == step), None)
+        return next((each for each in self.known if each.step == step), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON values."""
-        steps = [*([] if self.start is None else [self.start]), *self.steps]
-        return {"facts": dict(self.facts), "steps": [vars(step) for step in steps]}
+        return {"facts": dict(self.facts), "steps": [vars(step) for step in self.known]}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> "Recording":
@@ -109,7 +112,7 @@ def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[float]:
 
 def distance(some: list[float], other: list[float]) -> float:
     """Returns about the norm of the difference of two arrays, from their signed sums."""
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(some, other, strict=True)) / len(some))
+    return math.dist(some, other) / math.sqrt(len(some))
 
 
 def size(some: list[float]) -> float:
