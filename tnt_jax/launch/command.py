@@ -80,7 +80,7 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
         return run_scale(options, options.scale, environ)
     if options.verify is not None:
         return run_verify(options, options.verify, environ)
-    if options.explain is not None and job is None:
+    if options.explain is not None:
         return run_explain(options, options.explain, environ)
     if job is None:
         return run_with_restarts(options, environ)
@@ -94,7 +94,7 @@ def _refuse_what_only_all_can(job: Job, options: Options) -> None:
     """Raises a ValueError if one task among many is to start jobs, or the job again."""
     if options.scale or options.verify or options.explain:
         raise ValueError(
-            f"This command starts jobs of several sizes one after the other, but this program is "
+            "This command starts jobs of several sizes one after the other, but this program is "
             f"one of {job.num_processes} that {job.source} has started. Run it once, in the batch "
             "script without srun or mpirun."
         )

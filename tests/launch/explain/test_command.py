@@ -33,6 +33,10 @@ def test_options_of_explain():
     assert options.devices_per_node == 4
     with pytest.raises(ValueError, match="--max-restarts cannot be used with tnt-jax explain"):
         parse("--max-restarts", "1", "--", "t.py")
+    with pytest.raises(ValueError, match="--elastic cannot be used with tnt-jax explain"):
+        parse("--elastic", "-n", "2", "--", "t.py")
+    with pytest.raises(ValueError, match="--run-timeout must be above 0, but is -1"):
+        parse("--run-timeout", "-1", "--", "t.py")
     with pytest.raises(ValueError, match="--ray cannot be used with tnt-jax explain"):
         parse("--ray", "-n", "2", "--", "t.py")
 

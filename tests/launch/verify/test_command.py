@@ -5,8 +5,13 @@ import json
 import pytest
 from processes import SCRIPTS, environment
 
+from tnt_jax.launch import trials
 from tnt_jax.launch.planning.options import Verify, parse_options
+from tnt_jax.launch.verify import command
+from tnt_jax.launch.verify.comparison import Rounding
 from tnt_jax.launch.verify.receipt import Receipt
+from tnt_jax.launch.verify.recording import Recording, Step
+from tnt_jax.settings import RECORD_MARK
 
 SCRIPT = SCRIPTS / "train_planted.py"
 # Virtual devices of one process start faster than processes.
@@ -46,7 +51,10 @@ def test_options_without_meaning_are_refused(words, message):
     [
         (["--against", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
         (["--against", __file__], "is no receipt of tnt-jax verify"),
+        (["--against", "/"], "The receipt cannot be read: "),
         (["--receipt", __file__], "exists already, and is kept"),
+        (["--receipt", "/nowhere/receipt.json"], "/nowhere is no folder that can be written to"),
+        (["--no-gpu", "--scratch", __file__], "No folder can be made for the run that is resumed"),
         (["a.json"], "compares two receipts without running anything"),
     ],
 )
@@ -55,6 +63,39 @@ def test_receipts_that_cannot_be_read_or_written_are_refused(run, words, message
     code, out, err = run("verify", *words, *script)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "goes_on_at", "text"),
+    [
+        (8, 4, "2 ranks killed after 4 steps, resumed on 1: the same"),
+        (8, 0, "FAILED. It goes on after step 0, but was killed after step 4."),
+        (4, 4, "left out. Training ends after 4 step(s), see --steps."),
+    ],
+)
+def test_the_resumed_run_must_go_on_where_the_other_was_killed(num_steps, goes_on_at, text):
+    def step(number):
+        place = {"epoch": 0, "batch": number - 1, "num_rows": 4} if number else {}
+        return Step(number, place, None, {}, {"a": {"digest": str(number)}})
+
+    def recorded(first, last, **facts):
+        rest = (step(number) for number in range(first + 1, last + 1))
+        facts = {"ranks": 1, "unit": 2.0**-23} | facts
+        return Recording(facts, step(first), tuple(rest))
+
+    class Runs:
+        def run(self, ranks, keep, *, recording, checkpoint_dir):
+            first, last = {"killed": (0, 4), "resumed": (goes_on_at, 8)}[recording[0]]
+            kept = recorded(first, last).to_dict()
+            start, *steps = kept["steps"]
+            lines = [kept["facts"] | start, *(each | each["place"] for each in steps)]
+            return trials.Told([RECORD_MARK + json.dumps(line) for line in lines], 1, "")
+
+    reference = recorded(0, num_steps)
+    rounding = Rounding(reference, None)
+    (check,) = command._with_a_fault(Runs(), Verify((1, 2)), "folder", reference, rounding)
+    assert text in check.lines()[0]
+    assert check.is_good == ("FAILED" not in text)
 
 
 def verify(run, *words, ranks=(1, 2), flags=DEVICES):

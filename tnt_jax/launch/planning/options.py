@@ -385,9 +385,13 @@ def _check_runs(given: argparse.Namespace, command: str) -> str:
     ranks = " ".join(map(str, given.ranks))
     if len(set(given.ranks)) < len(given.ranks):
         raise ValueError(f"--ranks must name each number once, but got {ranks}.")
-    if given.run_timeout_s <= 0:
-        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
+    _check_limit(given)
     return ranks
+
+
+def _check_limit(given: argparse.Namespace) -> None:
+    if not given.run_timeout_s > 0:
+        raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
 
 
 def _read_verify(given: argparse.Namespace) -> Verify:
@@ -397,10 +401,12 @@ def _read_verify(given: argparse.Namespace) -> Verify:
 
 
 def _read_explain(given: argparse.Namespace) -> Explain:
-    for name in ("max_restarts", "min_hosts", "min_devices", "checkpoint_dir", "cleanup"):
-        if getattr(given, name) not in (None, 0):
+    _check_limit(given)
+    for name, option in _NOT_WITH_SCALE.items():
+        is_refused = name not in ("num_processes", "timeline")
+        if is_refused and getattr(given, name) not in (None, 0, False):
             raise ValueError(
-                f"{_NOT_WITH_SCALE[name]} cannot be used with tnt-jax explain, which runs a script "
+                f"{option} cannot be used with tnt-jax explain, which runs a script "
                 "for a few steps. Leave it out."
             )
     if given.ray:

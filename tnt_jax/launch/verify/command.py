@@ -50,8 +50,8 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
         ValueError, FileNotFoundError, HostError: If nothing can be run.
     """
     theirs = None if verify.against is None else read_receipt(verify.against)
-    if verify.receipt is not None and os.path.exists(verify.receipt):
-        raise ValueError(f"--receipt {verify.receipt} exists already, and is kept. Name another.")
+    if verify.receipt is not None:
+        _check_file(Path(verify.receipt))
     layouts = {}
     if options.ray_address is None:
         layouts = choose_layouts(job_hosts(options, environ), options, verify.ranks, environ)
@@ -71,11 +71,32 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
     except Stopped as stopped:
         return stopped.code
     print(receipt.text, flush=True)
-    if verify.receipt is not None:
-        Path(verify.receipt).write_text(receipt.to_json() + "\n")
-        say(f"Wrote {verify.receipt}.")
     code = int(not receipt.is_good)
+    if verify.receipt is not None and not _write(receipt, Path(verify.receipt)):
+        code = 1
     return code if theirs is None else max(code, tell(receipt, theirs))
+
+
+def _check_file(path: Path) -> None:
+    """Raises a ValueError unless a receipt can be written there without replacing a file."""
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"--receipt {path} exists already, and is kept. Name another.")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"--receipt {path} cannot be written: {path.parent} is no folder that can be written "
+            "to. Name another."
+        )
+
+
+def _write(receipt: Receipt, path: Path) -> bool:
+    """Writes a receipt; returns whether it could be written."""
+    try:
+        path.write_text(receipt.to_json() + "\n")
+    except OSError as error:
+        say(f"error: the receipt could not be written: {error}")
+        return False
+    say(f"Wrote {path}.")
+    return True
 
 
 def verify_receipts(paths: Sequence[str]) -> int:
@@ -105,7 +126,14 @@ def _scratch(verify: Verify, num_hosts: int) -> Iterator[str | None]:
     if verify.scratch is None and num_hosts > 1:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="tnt-jax-verify-", dir=verify.scratch) as folder:
+    try:
+        held = tempfile.TemporaryDirectory(prefix="tnt-jax-verify-", dir=verify.scratch)
+    except OSError as error:
+        raise ValueError(
+            f"No folder can be made for the run that is resumed: {error}. Name another place by "
+            "--scratch."
+        ) from None
+    with held as folder:
         yield folder
 
 
@@ -158,6 +186,8 @@ def _with_a_fault(
     if folder is None:
         return [Check(name, "The hosts need a folder that all of them see: --scratch DIR.")]
     killed = _Run(name, highest, "killed")
+    if len(reference.steps) <= half:
+        return [Check(name, f"Training ends after {len(reference.steps)} step(s), see --steps.")]
     recorded, because = _record(trials, killed, verify.steps, checkpoint_dir=folder)
     if recorded is not None and recorded.left_out:
         return [Check(name, recorded.left_out)]
@@ -166,8 +196,13 @@ def _with_a_fault(
     if (difference := compare(reference, recorded, rounding)) is not None:
         return [Check(name, difference=difference)]
     resumed = _Run(f"{name} (going on)", lowest, "resumed")
+    saved = recorded.steps[-1]
     steps = verify.steps - half
     recorded, because = _record(trials, resumed, steps, checkpoint_dir=folder)
+    start = recorded and recorded.start
+    if start and start.step != saved.step:
+        because = f"It goes on after step {start.step}, but was killed after step {saved.step}."
+        return [Check(name, because, has_failed=True)]
     return [_checked(name, reference, recorded, because, rounding)]
 
 
