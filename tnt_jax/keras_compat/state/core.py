@@ -388,13 +388,13 @@ class Core:
         """
         trainer, compilation = self.trainer, self.require_compiled()
         num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
+        if num_rows == 1:
+            return "A rank has one row"
         problem = compilation.dependence or why_in_one_pass(
             self.step_parts(), trainer.require_state(), batch, num_rows, trainer.runtime.mesh
         )
-        if num_rows == 1:
-            problem = "A rank has one row"
         if problem is None:
-            self.at_once.training = memory_choice.equal_rows(num_rows, num_rows // 2)
+            self.at_once.training = math.ceil(num_rows / 2)
             self._compile_steps()
         return problem
 

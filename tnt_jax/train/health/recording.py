@@ -81,9 +81,10 @@ class Recorder:
         self._rows = None
         if self._runtime.shares_ranks:  # Several processes have the same rows.
             return
-        parts = [
-            checksums_of_rows(part, dim) for part in (batch.inputs, (batch.targets, batch.weight))
-        ]
+        inputs = checksums_of_rows(batch.inputs, dim)
+        others = checksums_of_rows((batch.targets, batch.weight), dim)
+        # There may be neither targets nor weights.
+        parts = [inputs, others if len(others) else np.zeros_like(inputs)]
         whole = collectives.all_gather(np.array(parts, np.int64)).swapaxes(0, 1)
         places = np.concatenate([np.arange(rows.start, rows.stop) for rows in real_rows])
         self._rows = [part.reshape(-1)[places].tolist() for part in whole]

@@ -91,9 +91,9 @@ class Engine:
         last = batch.index + (batch.num_steps or 1)
         timeline.add(kind, "step", start_ns, epoch=batch.epoch + 1, step=last)
         if self._recorder is not None:
-            place = {"epoch": batch.epoch, "batch": batch.index, "num_rows": batch.num_rows}
-            told = state_arrays(metrics)
-            self._recorder.end_step(batch.step + 1, state_arrays(state), told, **place)
+            place = {"epoch": batch.epoch, "batch": last - 1, "num_rows": batch.num_rows}
+            step = batch.step + last - batch.index
+            self._recorder.end_step(step, state_arrays(state), state_arrays(metrics), **place)
         return state, metrics
 
     def _begin_record(

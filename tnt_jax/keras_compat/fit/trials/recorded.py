@@ -65,7 +65,9 @@ class RecordedLoop(FitLoop):
             for callback in callbacks.unwrapped
             if first_base(callback, RATE_CALLBACKS) is not None
         ]
-        first = _first_batch(plan.stream.source, self._recorder.steps)
+        arguments = plan.arguments
+        is_last = arguments.epochs == arguments.initial_epoch + 1
+        first = _first_batch(plan.stream.source, self._recorder.steps, is_last=is_last)
         if first and plan.stream.steps_per_epoch is None:
             kept.append(_StartAt(first))
         if self._recorder.kind in ("killed", "resumed"):
@@ -128,11 +130,11 @@ class _RecordingHooks(PhaseHooks):
         super().__init__(*arguments, **named)
         self._core, self._recorder, self._save_now = core, recorder, save_now
 
-    def announce(self, group: DeviceBatches, known: set[Any]) -> None:
-        """Notes the rows of the next step."""
-        super().announce(group, known)
+    def announce(self, group: DeviceBatches, known: set[Any]) -> bool:
+        """Notes the rows of the next step, and does the same as for training."""
         self._group = group
         self._recorder.note_batch(group.batch, group.real_rows)
+        return super().announce(group, known)
 
     def on_batch_begin(self, index: int) -> None:
         """Records the state before the first step."""
@@ -144,9 +146,7 @@ class _RecordingHooks(PhaseHooks):
         text = "" if lowered is None else lowered.as_text()
         arrays, state = self._arrays(), trainer.require_state()
         unit = rounding_unit(arrays, text, trainer.runtime.platform)
-        dependence = self._core.require_compiled().dependence
-        facts = {"trained_by": "fit", "drawn": [], "rows_of_rank": 0, "dependence": dependence}
-        self._recorder.begin(int(state.step), arrays, unit=unit, **facts)
+        self._recorder.begin(int(state.step), arrays, unit=unit, trained_by="fit")
         if self._recorder.kind == "rounded":
             params = changed_by_rounding(state.params, unit)
             trainer.state = replace(state, params=params)
@@ -158,7 +158,8 @@ class _RecordingHooks(PhaseHooks):
         place = {"epoch": self._progress.epoch, "batch": index, "num_rows": num_rows}
         self._recorder.end_step(step, self._arrays(), self._logs(sums), **place)
         if self._recorder.kind == "killed" and self._recorder.num_steps == self._half:
-            assert self._save_now()(), "The backup could not be written."
+            if not self._save_now()():
+                raise RuntimeError("The backup of the run that is to be resumed was not written.")
             collectives.barrier()
             # As a kill does, it closes nothing and tells nobody, but it is no failure.
             os._exit(0)
@@ -173,14 +174,14 @@ class _RecordingHooks(PhaseHooks):
         return state_arrays({"params": state.params, "model_state": state.model_state})
 
 
-def _first_batch(source: Source, steps: int) -> int:
+def _first_batch(source: Source, steps: int, *, is_last: bool) -> int:
     """Returns the batch to begin with, so that the end of the epoch is among the steps.
 
-    It is 0 if all batches are alike, or if data is not in memory.
+    It is 0 if all batches are alike, or if data is not in memory. No steps follow the last epoch.
     """
     number, size, rows = source.num_batches, source.global_batch_size, source.num_examples
     if not source.in_memory or not (number and size and rows):
         return 0
     if rows % size == 0 or number <= steps:
         return 0
-    return number - -(-steps // 2)
+    return number - (steps if is_last else -(-steps // 2))
