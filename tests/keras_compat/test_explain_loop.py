@@ -83,6 +83,18 @@ def test_a_slow_callback_is_named_and_leaving_it_out_is_tried(explain):
     assert share(found, "callbacks") > 0.5
 
 
+class SleepsBefore(tnt.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.05)
+
+
+def test_a_callback_that_acts_before_steps_is_named(explain):
+    found = explain(X, Y, batch_size=ROWS, callbacks=[SleepsBefore()])
+    (finding,) = [finding for finding in found.findings if finding.cause == "callback"]
+    assert finding.text.startswith("SleepsBefore holds steps up")
+    assert finding.gain.median > 0.5
+
+
 def test_slow_reading_is_named_and_keeping_batches_is_tried(explain):
     found = explain(Decodes(seconds=0.05))
     (finding,) = [finding for finding in found.findings if finding.cause == "reading"]

@@ -32,7 +32,7 @@ from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import full_batches
-from tnt_jax.log import tell_launcher
+from tnt_jax.log import logger, tell_launcher
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
 from tnt_jax.train.contracts import Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
@@ -308,7 +308,7 @@ class _Steps:
     def _without_callbacks(self, whole: Iterator[DeviceBatches]) -> list[dict[str, Any]]:
         """Leaves out the callbacks of each class that does something between steps."""
         plain = self._callbacks.callbacks
-        acting = [callback for callback in plain if overrides(callback, _END)]
+        acting = [c for c in plain if any(overrides(c, hook) for hook in _BATCH_HOOKS)]
         # The master has callbacks that the others lack, such as the bar.
         names = broadcast_object(sorted({type(callback).__name__ for callback in acting}))
         kinds = {"": lambda n: self._run(islice(whole, n), self._hooks(self._callbacks))}
@@ -383,7 +383,7 @@ class _Steps:
         return {"number": len(sizes), "small": small, "bytes": sum(sizes)}
 
 
-_END = "on_train_batch_end"
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end")
 
 
 def _first_rows(item: HostBatch, rows: int) -> HostBatch:
@@ -401,6 +401,6 @@ def _faults() -> tuple[int, int]:
     try:
         with open("/proc/vmstat") as file:
             swapped = sum(int(line.split()[1]) for line in file if line.startswith("pswpin "))
-    except OSError:
-        pass  # Not Linux's, or not mounted: the pages of the process tell.
+    except OSError as error:  # Not Linux's, or not mounted.
+        logger.info("Pages that are swapped in are not counted: %s.", error)
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt, swapped
