@@ -36,7 +36,7 @@ def configure_logging(settings: Settings, *, rank: int, is_master: bool) -> None
     logger.propagate = False
 
 
-def tell_launcher(line: str) -> None:
+def report_to_launcher(line: str) -> None:
     """Writes a line for the launcher to the process's own standard output."""
     # A script may have left a line open, or replaced sys.stdout.
     stream: Any = sys.__stdout__

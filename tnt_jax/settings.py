@@ -22,14 +22,14 @@ LOST_EXIT_CODE = 77
 """Exit code of a process that cannot continue because another ended without leaving the job."""
 
 RECORD_MARK = "tnt-jax record: "
-"""How a line begins in which process 0 tells its launcher what a step has done."""
+"""How a line begins in which process 0 reports to its launcher what a step has done."""
 Recording = Literal["plain", "rounded", "passes", "sharded", "killed", "resumed"]
 """How the steps run that are recorded: as the script says; from weights that are changed by
 rounding errors; with the rows of each rank in two passes; with the optimizer's state sharded; up to
 half of the steps, where the state is saved and the processes end as by a kill; and on from there.
 """
 EXPLAIN_MARK = "tnt-jax explain: "
-"""How the line begins in which process 0 tells its launcher what steps are made of."""
+"""How the line begins in which process 0 reports to its launcher what steps are made of."""
 
 
 class TrialsDone(BaseException):

@@ -19,7 +19,7 @@ X, Y = RNG.normal(size=(64, 16)).astype("f4"), RNG.integers(0, 3, 64)
 
 @pytest.fixture
 def explain(use_ranks, monkeypatch, capfd):
-    """Explains a `fit`, and returns what was told and the causes that were found."""
+    """Explains a `fit`, and returns what was measured and the causes that were found."""
 
     def run(x, y=None, *, callbacks=None, module=None, ranks=1, steps=6, **fit):
         monkeypatch.setenv("TNT_EXPLAIN_STEPS", str(steps))
@@ -126,16 +126,16 @@ def test_small_batches_are_named_and_several_steps_in_a_program_are_tried(explai
 
 def test_sums_between_ranks_are_counted(explain):
     found = explain(X, Y, batch_size=ROWS, ranks=2)
-    assert found.told["sums"]["number"] >= 1
-    assert found.told["sums"]["bytes"] >= 4 * 17 * 3
-    assert {"no sums", "half the rows"} < set(found.told["seconds"])
-    assert "one rank" not in found.told["seconds"], "There is one process."
+    assert found.measured["sums"]["number"] >= 1
+    assert found.measured["sums"]["bytes"] >= 4 * 17 * 3
+    assert {"no sums", "half the rows"} < set(found.measured["seconds"])
+    assert "one rank" not in found.measured["seconds"], "There is one process."
 
 
 def test_callbacks_that_save_are_not_called(explain, tmp_path):
     saving = tnt.callbacks.ModelCheckpoint(tmp_path / "saved", save_freq=1)
     found = explain(X, Y, batch_size=ROWS, callbacks=[saving])
-    assert found.told["callbacks_left_out"] == ["ModelCheckpoint"]
+    assert found.measured["callbacks_left_out"] == ["ModelCheckpoint"]
     assert "Not called: ModelCheckpoint, which would save." in found.text
     assert list(tmp_path.iterdir()) == []
 
@@ -148,4 +148,4 @@ def test_a_model_that_compares_rows_is_explained_too(explain):
             return x - jax.numpy.mean(x, 0)
 
     found = explain(X, Y, batch_size=ROWS, ranks=2, module=Compares())
-    assert {"no sums", "half the rows"} < set(found.told["seconds"])
+    assert {"no sums", "half the rows"} < set(found.measured["seconds"])

@@ -1,4 +1,4 @@
-"""Trains with `fit` or in a loop of its own, with a fault that makes ranks matter, if one is named.
+"""Trains with `fit` or in a custom loop, with a fault that makes ranks matter, if one is named.
 
 tnt-jax verify -- train_planted.py [fault]
 """

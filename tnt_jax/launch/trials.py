@@ -1,4 +1,4 @@
-"""Runs a script several times, as jobs that end early, and keeps what each run tells."""
+"""Runs a script several times, as jobs that end early, and keeps what each run reports."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from tnt_jax.launch.run import (
     run_attempt,
 )
 
-# A line may hold what is told of thousands of arrays.
+# A line may hold the report of thousands of arrays.
 _LONGEST_LINE_BYTES = 1 << 24
 
 
@@ -38,30 +38,30 @@ class Stopped(Exception):
 
 
 class Listener:
-    """Replaces the screen: keeps the lines in which process 0 tells something.
+    """Replaces the screen: keeps the lines in which process 0 reports something.
 
     Args:
-        is_told: Whether a line is kept.
+        is_kept: Whether a line is kept.
         screen: Shows what else the processes print; None keeps it from the user.
     """
 
-    def __init__(self, is_told: Callable[[bytes], bool], screen: Screen | None) -> None:
-        self.told: list[str] = []
-        self._is_told, self._screen = is_told, screen
+    def __init__(self, is_kept: Callable[[bytes], bool], screen: Screen | None) -> None:
+        self.kept: list[str] = []
+        self._is_kept, self._screen = is_kept, screen
         self._lines = Lines(_LONGEST_LINE_BYTES)
 
     def write(self, rank: int, name: str, data: bytes) -> None:
         """Takes a piece of output of a rank."""
         if rank == 0 and name == "stdout":
-            for line in filter(self._is_told, self._lines.feed(data)):
-                self.told.append(line.decode(errors="replace").rstrip())
+            for line in filter(self._is_kept, self._lines.feed(data)):
+                self.kept.append(line.decode(errors="replace").rstrip())
         if self._screen is not None:
             self._screen.write(rank, name, data)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a run has told, on how many hosts, and why it has failed; empty if it has not."""
+class Report:
+    """What a run has reported, on how many hosts, and why it has failed; empty if it has not."""
 
     lines: list[str]
     num_hosts: int
@@ -149,8 +149,8 @@ class Trials:
     limit_s: float
     wanted: str
 
-    def run(self, ranks: int, is_told: Callable[[bytes], bool], **changes: Any) -> Told:
-        """Runs the script once, with changes of the options, and keeps the lines that are told.
+    def run(self, ranks: int, is_kept: Callable[[bytes], bool], **changes: Any) -> Report:
+        """Runs the script once, with changes of the options, and keeps the lines that are reported.
 
         Raises:
             Stopped: If a signal has ended it.
@@ -166,7 +166,7 @@ class Trials:
             else:
                 options = replace(options, devices_per_node=layout.per_host)
                 entries = list(layout.entries)
-            listener = Listener(is_told, Screen([]) if options.output_on_all_devices else None)
+            listener = Listener(is_kept, Screen([]) if options.output_on_all_devices else None)
             ending = run_attempt(
                 Attempt(new_job_id(options.script_name), entries),
                 options,
@@ -177,6 +177,6 @@ class Trials:
         if ending.was_signalled:
             raise Stopped(ending.code or 128 + signal.SIGINT)
         because = ending.because if ending.code else ""
-        if not (because or listener.told):
+        if not (because or listener.kept):
             because = f"{options.script_name} has ended without {self.wanted}."
-        return Told(listener.told, len(entries), because)
+        return Report(listener.kept, len(entries), because)

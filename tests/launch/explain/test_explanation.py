@@ -20,7 +20,7 @@ STEADY = {
 }
 
 
-def told(changes=None, *, own=None, **facts):
+def measured(changes=None, *, own=None, **facts):
     """Returns what was measured in five rounds, with a spread of 4 %, in seconds."""
     kinds = STEADY | (changes or {})
     spread = (1.0, 0.98, 1.02, 0.99, 1.01)
@@ -41,7 +41,7 @@ def told(changes=None, *, own=None, **facts):
 
 
 def explained(*args, **facts):
-    return Explanation("train.py", json.loads(json.dumps(told(*args, **facts))))
+    return Explanation("train.py", json.loads(json.dumps(measured(*args, **facts))))
 
 
 def trial(what, name, before, after, **more):
@@ -170,9 +170,9 @@ def test_a_way_that_rounds_gradients_is_advised_only_where_no_exact_one_helps():
 
 def test_fewer_processes_are_advised_if_they_were_faster():
     fewer = {"all": [100.0, 110.0, 90.0], "half": [150.0, 140.0, 160.0]}
-    found = Explanation("train.py", told({"one rank": 5}), fewer)
+    found = Explanation("train.py", measured({"one rank": 5}), fewer)
     assert "Start 1 processes: tried, a step takes 33 % less" in found.findings[0].line
-    slower = Explanation("train.py", told({"one rank": 5}), {"all": [100.0], "half": [90.0]})
+    slower = Explanation("train.py", measured({"one rank": 5}), {"all": [100.0], "half": [90.0]})
     assert "tried" not in slower.findings[0].line
 
 
@@ -194,7 +194,7 @@ def test_an_explanation_is_kept_as_json_and_drawn_without_a_network():
 
 
 def test_one_process_has_neither_sums_nor_others_to_wait_for():
-    data = told({"as is": 20}, ranks=1, processes=1)
+    data = measured({"as is": 20}, ranks=1, processes=1)
     data["seconds"] = {
         name: [[times[0]] for times in rounds]
         for name, rounds in data["seconds"].items()

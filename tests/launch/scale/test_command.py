@@ -116,13 +116,13 @@ def test_what_was_measured_is_found_in_whatever_pieces_it_comes(capsysbinary):
     for piece in (b"loss 0.1\rtnt-jax", b" scale: no\n" + MARK[:9].encode(), MARK[9:].encode()):
         listener.write(0, "stdout", piece)
         in_table.write(0, "stdout", piece)
-    assert listener.told == []
+    assert listener.kept == []
     listener.write(0, "stdout", b"{}\n")
     listener.write(1, "stdout", MARK.encode() + b"of another\n")
     listener.write(0, "stderr", MARK.encode() + b"of another\n")
     in_table.write(0, "stdout", b"{}\n" + table)
-    assert listener.told == [f"{MARK}{{}}"]
-    assert in_table.told == table.decode().splitlines()
+    assert listener.kept == [f"{MARK}{{}}"]
+    assert in_table.kept == table.decode().splitlines()
     assert capsysbinary.readouterr() == (b"", b"")
 
 

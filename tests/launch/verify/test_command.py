@@ -89,7 +89,7 @@ def test_the_resumed_run_must_go_on_where_the_other_was_killed(num_steps, goes_o
             kept = recorded(first, last).to_dict()
             start, *steps = kept["steps"]
             lines = [kept["facts"] | start, *(each | each["place"] for each in steps)]
-            return trials.Told([RECORD_MARK + json.dumps(line) for line in lines], 1, "")
+            return trials.Report([RECORD_MARK + json.dumps(line) for line in lines], 1, "")
 
     reference = recorded(0, num_steps)
     rounding = Rounding(reference, None)
@@ -181,7 +181,7 @@ def test_a_loop_of_the_script_is_compared_too(run):
     code, out, err = verify(run, "loop")
     assert code == 0, out + err
     assert "8 steps by train_step, compared with 1 rank" in out
-    assert out.count("left out. train_step is a step of the script's own loop.") == 3
+    assert out.count("left out. train_step is a step of a custom training loop.") == 3
 
 
 @pytest.mark.multiprocess

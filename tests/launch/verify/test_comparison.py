@@ -11,7 +11,7 @@ from tnt_jax.launch.verify.comparison import (
     have_equal_bits,
     largest_difference,
 )
-from tnt_jax.launch.verify.recording import Recording, Step, is_told, read_lines
+from tnt_jax.launch.verify.recording import Recording, Step, is_record, read_lines
 from tnt_jax.settings import RECORD_MARK
 from tnt_jax.train.health.recording import describe_array
 
@@ -33,7 +33,7 @@ def record(
 
     facts = {"ranks": ranks, "unit": 2.0**-23, "drawn": list(drawn), "rows_of_rank": ROWS // ranks}
     begin = Step(first, {}, None, {}, arrays())
-    told = []
+    done = []
     for number in range(first, first + steps):
         x = data[number]
         grad = x.T @ (x @ w - 1) / len(x)
@@ -41,8 +41,8 @@ def record(
         place = {"epoch": 0, "batch": number, "num_rows": num_rows}
         of_batch = [[number * ROWS + i for i in range(ROWS)]] * 2
         metrics = {"loss": [float(np.mean((x @ w - 1) ** 2))]}
-        told.append(Step(number + 1, place, rows(number) if rows else of_batch, metrics, arrays()))
-    return Recording(facts, begin, tuple(told))
+        done.append(Step(number + 1, place, rows(number) if rows else of_batch, metrics, arrays()))
+    return Recording(facts, begin, tuple(done))
 
 
 REFERENCE = record()
@@ -190,7 +190,7 @@ def test_lines_are_read_as_they_are_told():
         RECORD_MARK + json.dumps(start),
         RECORD_MARK + json.dumps(one | {"arrays": {"a": array}}),
     ]
-    assert all(is_told(line.encode()) for line in lines)
+    assert all(is_record(line.encode()) for line in lines)
     recording = read_lines(lines)
     assert (recording.ranks, recording.start.step, recording.steps[0].metrics) == (
         2,

@@ -399,7 +399,7 @@ class Core:
         return problem
 
     def shard_optimizer_state(self) -> str | None:
-        """Lets training go on with the optimizer's state in parts; returns why it cannot, or None.
+        """Lets training go on with the optimizer's state sharded; returns why it cannot, or None.
 
         Called as `compute_in_two_passes`.
         """

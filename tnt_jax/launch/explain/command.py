@@ -42,15 +42,17 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
     )
     if ending.was_signalled or options.dry_run:
         return ending.code
-    if not listener.told:
+    if not listener.kept:
         because = ending.because if ending.code else "it has ended without a call of fit."
         say(f"error: nothing was measured: {because}")
         return 1
-    told = json.loads(listener.told[-1].removeprefix(EXPLAIN_MARK))
-    explanation = Explanation(options.script_name, told)
+    measured = json.loads(listener.kept[-1].removeprefix(EXPLAIN_MARK))
+    explanation = Explanation(options.script_name, measured)
     if any(finding.cause == "sharing" for finding in explanation.findings):
         try:
-            explanation = replace(explanation, fewer=_with_fewer(options, explain, told, environ))
+            explanation = replace(
+                explanation, fewer=_with_fewer(options, explain, measured, environ)
+            )
         except Stopped as stopped:
             return stopped.code
     print(explanation.text, flush=True)
@@ -58,12 +60,12 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
 
 
 def _with_fewer(
-    options: Options, explain: Explain, told: Mapping, environ: Mapping[str, str]
+    options: Options, explain: Explain, measured: Mapping, environ: Mapping[str, str]
 ) -> dict[str, list[float]]:
     """Returns examples a second on all ranks and on half of them, in turns; empty without both."""
-    ranks = told["ranks"]
+    ranks = measured["ranks"]
     numbers = (ranks // 2, ranks)
-    if ranks != told["processes"] or ranks % 2 or options.ray_address is not None:
+    if ranks != measured["processes"] or ranks % 2 or options.ray_address is not None:
         return {}
     say(f"{numbers[0]} rank(s) are tried, too.")
     scale = Scale(numbers, steps=explain.steps, rounds=_ROUNDS)

@@ -87,17 +87,17 @@ class Explanation:
 
     Attributes:
         script: The script.
-        told: What its first process has measured.
+        measured: What its first process has measured.
         fewer: Examples a second on all ranks, and on half of them, by round, if that was tried.
     """
 
     script: str
-    told: Mapping[str, Any]
+    measured: Mapping[str, Any]
     fewer: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def slowest(self, kind: str) -> list[float] | None:
         """Returns the seconds of a step of a kind on the slowest process, by round."""
-        rounds = self.told["seconds"].get(kind)
+        rounds = self.measured["seconds"].get(kind)
         if rounds is None:
             return None
         return [max(x for x in times if not math.isnan(x)) for times in rounds]
@@ -126,7 +126,7 @@ class Explanation:
         """Returns the seconds of each part, by round: each kind lacks one thing more."""
         whole, quiet = self.slowest("as is") or [], self.slowest("no callbacks") or []
         kept, placed = self.slowest("kept batches") or [], self.slowest("placed batches") or []
-        compiled = self.told["compiled_s"]
+        compiled = self.measured["compiled_s"]
         zeros = [0.0] * len(whole)
         in_whole, in_quiet = (compiled.get(name, zeros) for name in ("as is", "no callbacks"))
         whole, quiet = _less(whole, in_whole), _less(quiet, in_quiet)
@@ -136,8 +136,8 @@ class Explanation:
             "reading": _less(quiet, kept),
             "placing": _less(kept, placed),
         }
-        local = self.told["seconds"].get("no sums")
-        if local is None or self.told["ranks"] == 1:
+        local = self.measured["seconds"].get("no sums")
+        if local is None or self.measured["ranks"] == 1:
             return found | {"computing": placed}
         slowest, usual = self.slowest("no sums") or [], [statistics.median(x) for x in local]
         found |= {"sums": _less(placed, slowest), "waiting": _less(slowest, usual)}
@@ -157,7 +157,7 @@ class Explanation:
         )
         return (
             f"A step takes {_ms(self.step.median)} ({_ms(low)} to {_ms(high)}), "
-            f"{self.told['rows'] / self.step.median:.4g} rows/s: {shares}."
+            f"{self.measured['rows'] / self.step.median:.4g} rows/s: {shares}."
         )
 
     @property
@@ -184,15 +184,15 @@ class Explanation:
         )
 
     def _of_compiling(self) -> list[Finding]:
-        told = self.told
+        measured = self.measured
         if not self._is_large("compiling"):
             return []
-        shapes = "; ".join(told["shapes"])
+        shapes = "; ".join(measured["shapes"])
         return [
             _tried(
                 "recompilation",
                 f"Programs are compiled while steps run, because batches come in "
-                f"{told['num_shapes']} shapes: {shapes}.",
+                f"{measured['num_shapes']} shapes: {shapes}.",
                 "Pad them to a few shapes",
                 self.slowest("as is"),
                 self.slowest("kept batches"),
@@ -202,7 +202,7 @@ class Explanation:
     def _of_callbacks(self) -> list[Finding]:
         if not self._is_large("callbacks"):
             return []
-        tried = [trial for trial in self.told["trials"] if trial["what"] == "callback"]
+        tried = [trial for trial in self.measured["trials"] if trial["what"] == "callback"]
         helping = [trial for trial in tried if _gain(trial["before"], trial["after"]) is not None]
         return [
             _tried(
@@ -217,25 +217,25 @@ class Explanation:
         ] or [Finding("callback", "Callbacks hold steps up; no single one does.")]
 
     def _of_reading(self) -> list[Finding]:
-        told, found = self.told, []
+        measured, found = self.measured, []
         placed = self.slowest("placed batches") or [math.nan]
         if self._is_large("reading"):
             how = (
                 "longer than the rest of a step"
-                if told["read_s"] > statistics.median(placed)
+                if measured["read_s"] > statistics.median(placed)
                 else "and takes time from the devices, whose processors it shares"
             )
             found.append(
                 _tried(
                     "reading",
-                    f"Reading a batch takes {_ms(told['read_s'])}, {how}.",
+                    f"Reading a batch takes {_ms(measured['read_s'])}, {how}.",
                     "Keep what is read in memory, as dataset.cache() does",
                     self.slowest("no callbacks"),
                     self.slowest("kept batches"),
                 )
             )
-        first, step = told["first_batch_s"], self.step.median
-        if first > _SLOW_FIRST_BATCH * max(told["read_s"], step):
+        first, step = measured["first_batch_s"], self.step.median
+        if first > _SLOW_FIRST_BATCH * max(measured["read_s"], step):
             found.append(
                 Finding(
                     "first batch",
@@ -244,16 +244,16 @@ class Explanation:
                 )
             )
         if self._is_large("placing"):
-            text = f"Preparing and copying a batch of {told['batch_bytes'] / 1e6:.3g} MB takes "
+            text = f"Preparing and copying a batch of {measured['batch_bytes'] / 1e6:.3g} MB takes "
             seconds = statistics.median(self._seconds()["placing"])
             found.append(Finding("placing", f"{text}{_ms(seconds)} of a step."))
         return found
 
     def _of_sums(self) -> list[Finding]:
-        told = self.told
+        measured = self.measured
         if not self._is_large("sums"):
             return []
-        sums = told["sums"]
+        sums = measured["sums"]
         seconds = statistics.median(self._seconds()["sums"])
         text = (
             f"{sums['number']} exchange(s) of {sums['bytes'] / 1e6:.3g} MB take {_ms(seconds)}, "
@@ -263,21 +263,22 @@ class Explanation:
             text += f"; {sums['small']} of them are below 64 KiB, whose time is that of a start"
         tried = [
             trial
-            for trial in told["trials"]
+            for trial in measured["trials"]
             if trial["what"] == "sums" and _gain(trial["before"], trial["after"])
         ]
         if not tried:
             return [Finding("sums", f"{text}. No other way to sum them that was tried is faster.")]
-        # A way that rounds gradients is for those who may accept that.
+        # A form of sums that rounds gradients is for those who may accept that.
         best = min(tried, key=lambda each: (not each["exact"], statistics.median(each["after"])))
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
         return [_tried("sums", f"{text}.", advice, best["before"], best["after"])]
 
     def _of_ranks(self) -> list[Finding]:
-        told, found = self.told, []
+        measured, found = self.measured, []
         if self._is_large("waiting"):
             own = [
-                statistics.median(times) for times in zip(*told["seconds"]["no sums"], strict=True)
+                statistics.median(times)
+                for times in zip(*measured["seconds"]["no sums"], strict=True)
             ]
             slow = max(range(len(own)), key=own.__getitem__)
             others = statistics.median(own[:slow] + own[slow + 1 :])
@@ -285,7 +286,7 @@ class Explanation:
                 text = f"Process {slow} computes a step in {_ms(own[slow])}, the others in "
                 found.append(Finding("slow rank", f"{text}{_ms(others)}: all wait for it."))
         if self._is_large("sharing"):
-            number, cores = told["processes"], told["cores_of_machine"]
+            number, cores = measured["processes"], measured["cores_of_machine"]
             text = (
                 f"One process alone computes its rows faster than all {number} at a time: they "
                 f"share {cores} cores."
@@ -303,7 +304,7 @@ class Explanation:
         if half is None or whole is None:
             return []
         ratio = statistics.median(h / w for h, w in zip(half, whole, strict=True))
-        fused = next((trial for trial in self.told["trials"] if trial["what"] == "fused"), None)
+        fused = next((trial for trial in self.measured["trials"] if trial["what"] == "fused"), None)
         if ratio < _MOSTLY_FIXED or not self._is_large("computing"):
             return []
         text = (
@@ -316,16 +317,17 @@ class Explanation:
         return [_tried("small batch", text, advice, fused["before"], fused["after"])]
 
     def _of_machine(self) -> list[Finding]:
-        told, found = self.told, []
-        if max(told["faults"].values()) > _MANY_PAGES:
+        measured, found = self.measured, []
+        faults, compile_s = measured["faults"], measured["compile_s"]
+        if max(faults.values()) > _MANY_PAGES:
             text = (
-                f"Memory is short: while steps ran, {told['faults']['major']} pages of the process "
-                f"were read from disk, and {told['faults']['swapped']} were swapped in."
+                f"Memory is short: while steps ran, {faults['major']} pages of the process "
+                f"were read from disk, and {faults['swapped']} were swapped in."
             )
             found.append(Finding("memory", text))
-        if not told["cache"] and told["compile_s"] > _LONG_COMPILATION_S:
+        if not measured["cache"] and compile_s > _LONG_COMPILATION_S:
             text = (
-                f"Each start compiles for {told['compile_s']:.1f} s, because no programs are kept "
+                f"Each start compiles for {compile_s:.1f} s, because no programs are kept "
                 "(JAX_COMPILATION_CACHE_DIR is not set)."
             )
             found.append(Finding("cache", text))
@@ -334,12 +336,12 @@ class Explanation:
     @property
     def text(self) -> str:
         """Everything that was found, as text."""
-        told = self.told
+        measured = self.measured
         title = (
-            f"{self.script}: {told['ranks']} rank(s) in {told['processes']} process(es) on "
-            f"{told['device']}, global batch {told['rows']}"
+            f"{self.script}: {measured['ranks']} rank(s) in {measured['processes']} process(es) on "
+            f"{measured['device']}, global batch {measured['rows']}"
         )
-        left_out = told["callbacks_left_out"]
+        left_out = measured["callbacks_left_out"]
         notes = [f"Not called: {', '.join(left_out)}, which would save."] if left_out else []
         lines = [f"- {finding.line}" for finding in self.findings]
         return "\n".join([title, self.sentence, *lines, *notes])
@@ -357,7 +359,7 @@ class Explanation:
             "shares": {part.name: round(part.share, 4) for part in self.parts},
             "findings": [{**vars(each), "line": each.line} for each in self.findings],
             "fewer": self.fewer,
-            "told": self.told,
+            "measured": self.measured,
         }
         return json.dumps(kept, indent=1)
 
@@ -368,14 +370,14 @@ class Explanation:
         Raises:
             ValueError: If the text is something else.
         """
-        kept = read_results(text, "explain", _FORMAT, "told")
-        return cls(kept["script"], kept["told"], kept["fewer"])
+        kept = read_results(text, "explain", _FORMAT, "measured")
+        return cls(kept["script"], kept["measured"], kept["fewer"])
 
     def to_html(self) -> str:
         """Returns a page that a browser shows without a network."""
         title, *_ = self.text.splitlines()
         bars = [Bar(_PARTS[part.name], part.share, part.seconds) for part in self.parts]
-        kinds = {name: self.slowest(name) or [] for name in self.told["seconds"]}
+        kinds = {name: self.slowest(name) or [] for name in self.measured["seconds"]}
         return draw_page(
             title, self.sentence, bars, kinds, [finding.line for finding in self.findings]
         )

@@ -13,7 +13,7 @@ from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.projection import why_not_projected
 from tnt_jax.launch.scale.runs import MARK, Run, read_line
 from tnt_jax.launch.scale.scaling import RESULTS, Scaling, continue_curve
-from tnt_jax.launch.trials import Stopped, Told, Trials, check_folder, choose_layouts
+from tnt_jax.launch.trials import Report, Stopped, Trials, check_folder, choose_layouts
 
 _PICTURE = "scaling.png"
 _TRIALS = re.compile(rb"\d+ rank\(s\) on \w+, \d+ rounds of \d+ steps each$")
@@ -105,16 +105,16 @@ def take_turns(trials: Trials, scale: Scale) -> tuple[list[Run], dict[int, str]]
         for ranks in (number for number in scale.ranks if number not in failures):
             say(f"Round {round + 1} of {scale.rounds}: {ranks} rank(s).")
             try:
-                told = trials.run(ranks, _is_measured)
+                report = trials.run(ranks, _is_measured)
             except (HostError, OSError) as error:
                 if not runs:
                     raise
-                told = Told([], 0, str(error))
-            if told.because:
-                failures[ranks] = told.because
-                say(f"{ranks} rank(s) are left out: {told.because}")
+                report = Report([], 0, str(error))
+            if report.because:
+                failures[ranks] = report.because
+                say(f"{ranks} rank(s) are left out: {report.because}")
             else:
-                runs.append(read_line(told.lines[-1], round=round, hosts=told.num_hosts))
+                runs.append(read_line(report.lines[-1], round=round, hosts=report.num_hosts))
     return [run for run in runs if run.ranks not in failures], failures
 
 
@@ -125,13 +125,13 @@ def _try_sums(trials: Trials, scale: Scale, failures: Mapping[int, str]) -> list
         return []
     say(f"Ways to sum gradients: {ranks} rank(s).")
     try:
-        told = trials.run(ranks, _Table(), tune_steps=scale.steps)
+        report = trials.run(ranks, _Table(), tune_steps=scale.steps)
     except (HostError, OSError) as error:
         # What was measured before is not to be lost.
-        told = Told([], 0, str(error))
-    if told.because:
-        return [f"Ways to sum gradients were not compared: {told.because}"]
-    return ["Ways to sum gradients, by tnt-jax tune:", *told.lines]
+        report = Report([], 0, str(error))
+    if report.because:
+        return [f"Ways to sum gradients were not compared: {report.because}"]
+    return ["Ways to sum gradients, by tnt-jax tune:", *report.lines]
 
 
 def _with_projection(scaling: Scaling, to_ranks: int, link_gbit: float | None) -> Scaling:

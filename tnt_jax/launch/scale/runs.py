@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MARK = "tnt-jax scale: "
-"""How the line begins in which the first process tells its launcher what was measured."""
+"""How the line begins in which the first process reports to its launcher what was measured."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Run:
 
 
 def as_line(measured: dict[str, Any]) -> str:
-    """Returns the line in which a process tells the fields of a `Run` but `round` and `hosts`."""
+    """Returns the line in which a process reports the fields of a `Run` but `round` and `hosts`."""
     return MARK + json.dumps(measured)
 
 
 def read_line(line: str, *, round: int, hosts: int) -> Run:
-    """Returns the run that a line of `as_line` tells of."""
+    """Returns the run that a line of `as_line` reports."""
     return read_run(json.loads(line.removeprefix(MARK)) | {"round": round, "hosts": hosts})
 
 

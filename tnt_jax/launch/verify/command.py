@@ -1,4 +1,4 @@
-"""Trains a script's first steps in several ways, and says where the results differ."""
+"""Trains a script's first steps several times, and says where the results differ."""
 
 import os
 import tempfile
@@ -24,7 +24,7 @@ from tnt_jax.launch.verify.receipt import (
     describe,
     read_receipt,
 )
-from tnt_jax.launch.verify.recording import Recording, is_told, read_lines
+from tnt_jax.launch.verify.recording import Recording, is_record, read_lines
 from tnt_jax.settings import Recording as Kind
 
 _WANTED = "a call of fit, or of a distributed step, that trains"
@@ -32,7 +32,7 @@ _WANTED = "a call of fit, or of a distributed step, that trains"
 
 @dataclass(frozen=True)
 class _Run:
-    """One way to run the script."""
+    """How the script runs once."""
 
     name: str
     ranks: int
@@ -40,7 +40,7 @@ class _Run:
 
 
 def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> int:
-    """Runs the script in all ways, prints what was found, and writes a receipt if asked to.
+    """Runs the script several times, prints what was found, and writes a receipt if asked to.
 
     Returns:
         0 if all results are the same up to rounding; 1 if one differs or a run failed; 128 + signal
@@ -58,7 +58,7 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
     trials = Trials(layouts, options, environ, verify.run_timeout_s, _WANTED)
     if options.dry_run:
         for ranks in verify.ranks:
-            trials.run(ranks, is_told, recording=("plain", verify.steps))
+            trials.run(ranks, is_record, recording=("plain", verify.steps))
         return 0
     hosts = max((len(layout.entries) for layout in layouts.values()), default=2)
     try:
@@ -74,7 +74,7 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
     code = int(not receipt.is_good)
     if verify.receipt is not None and not _write(receipt, Path(verify.receipt)):
         code = 1
-    return code if theirs is None else max(code, tell(receipt, theirs))
+    return code if theirs is None else max(code, print_comparison(receipt, theirs))
 
 
 def _check_file(path: Path) -> None:
@@ -107,10 +107,10 @@ def verify_receipts(paths: Sequence[str]) -> int:
             f"this machine, name the script: tnt-jax verify --against {paths[0]} -- train.py"
         )
     first, second = map(read_receipt, paths)
-    return tell(second, first)
+    return print_comparison(second, first)
 
 
-def tell(ours: Receipt, theirs: Receipt) -> int:
+def print_comparison(ours: Receipt, theirs: Receipt) -> int:
     """Prints what differs from another receipt; returns 1 if the training does, else 0."""
     notes, difference = compare_receipts(ours, theirs)
     for note in notes:
@@ -138,7 +138,7 @@ def _scratch(verify: Verify, num_hosts: int) -> Iterator[str | None]:
 
 
 def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | None:
-    """Returns what all ways to run the script have given; None if the first has not run."""
+    """Returns what all runs of the script have given; None if the first has not run."""
     lowest, highest = verify.ranks[0], verify.ranks[-1]
     reference, because = _record(trials, _Run(_ranks(lowest), lowest, "plain"), verify.steps)
     if reference is None:
@@ -229,13 +229,13 @@ def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Reco
     """Returns what a run has recorded, or None and why it has recorded nothing."""
     say(f"{run.name}.")
     try:
-        told = trials.run(run.ranks, is_told, recording=(run.kind, steps), **changes)
+        report = trials.run(run.ranks, is_record, recording=(run.kind, steps), **changes)
     except (HostError, OSError) as error:
         return None, str(error)
     # Of processes that end as by a kill, one may see that another has gone.
-    if told.because and not (run.kind == "killed" and told.lines):
-        return None, told.because
-    recording = read_lines(told.lines)
+    if report.because and not (run.kind == "killed" and report.lines):
+        return None, report.because
+    recording = read_lines(report.lines)
     return replace(recording, facts={**recording.facts, "as": run.kind}), ""
 
 
@@ -243,7 +243,7 @@ def _measured(trials: Trials, verify: Verify) -> Scaling | None:
     """Returns speed and efficiency on all numbers of ranks; None if they cannot be measured."""
     scale = Scale(verify.ranks, rounds=verify.rounds)
     options = replace(trials.options, verify=None, scale=scale)
-    wanted = "a call of fit: the speed of the script's own loop is not measured"
+    wanted = "a call of fit: the speed of a custom training loop is not measured"
     runs, failures = take_turns(replace(trials, options=options, wanted=wanted), scale)
     return Scaling(options.script_name, False, runs, failures) if runs else None
 

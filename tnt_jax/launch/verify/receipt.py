@@ -18,10 +18,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Check:
-    """One way to run the script, and how it compares with the reference.
+    """A run of the script, and how it compares with the reference.
 
     Attributes:
-        name: The way in words, such as `"4 ranks"`.
+        name: The run in words, such as `"4 ranks"`.
         because: Why it has not run; empty if it has.
         has_failed: Whether the run failed, rather than being left out.
         difference: Where it first differs by more than rounding; None if it does not.

@@ -1,4 +1,4 @@
-"""What one run has recorded of its steps, as it is told, compared and kept."""
+"""What one run has recorded of its steps, as it is reported, compared and kept."""
 
 import json
 import math
@@ -45,7 +45,7 @@ class Recording:
 
     Attributes:
         facts: `ranks`, `processes`, `device`, `versions`, `unit` (the relative error of one
-            rounding), `trained_by` and what else the run tells.
+            rounding), `trained_by` and what else the run reports.
         start: The state before the first step.
         steps: Its steps, in order.
         left_out: Why it could not run as it was asked for; empty if it has.
@@ -81,24 +81,24 @@ class Recording:
         return cls(kept["facts"], start, tuple(steps))
 
 
-def is_told(line: bytes) -> bool:
-    """Returns whether a line of a process tells of a recording."""
+def is_record(line: bytes) -> bool:
+    """Returns whether a line of a process belongs to a recording."""
     return line.startswith(RECORD_MARK.encode())
 
 
 def read_lines(lines: Iterable[str]) -> Recording:
-    """Returns the recording of which a process has told in some lines."""
+    """Returns the recording that a process has reported in some lines."""
     start: dict[str, Any] | None = None
     steps = []
     for line in lines:
-        told = json.loads(line.removeprefix(RECORD_MARK))
-        if "left_out" in told:
-            return Recording(left_out=told["left_out"])
+        found = json.loads(line.removeprefix(RECORD_MARK))
+        if "left_out" in found:
+            return Recording(left_out=found["left_out"])
         if start is None:
-            start = told
+            start = found
             continue
-        place = {name: told[name] for name in ("epoch", "batch", "num_rows")}
-        steps.append(Step(told["step"], place, told["rows"], told["metrics"], told["arrays"]))
+        place = {name: found[name] for name in ("epoch", "batch", "num_rows")}
+        steps.append(Step(found["step"], place, found["rows"], found["metrics"], found["arrays"]))
     if start is None:
         return Recording(left_out="No step was recorded.")
     facts = {name: value for name, value in start.items() if name not in ("step", "arrays")}

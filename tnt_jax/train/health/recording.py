@@ -20,7 +20,7 @@ import numpy as np
 
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
-from tnt_jax.log import tell_launcher
+from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import RECORD_MARK, Recording, TrialsDone
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.state_arrays import digest
@@ -60,7 +60,7 @@ class Recorder:
             step: Number of steps before it.
             arrays: The arrays of the state, by path.
             unit: Relative error of one rounding in the step.
-            facts: What else the launcher is told, as JSON values.
+            facts: What else is reported to the launcher, as JSON values.
         """
         self.has_begun = True
         self._write(
@@ -103,12 +103,12 @@ class Recorder:
             raise TrialsDone
 
     def leave_out(self, reason: str) -> None:
-        """Tells why the steps cannot run as it was asked for, and ends the script."""
+        """Reports why the steps cannot run as it was asked for, and ends the script."""
         if is_master_rank():
-            tell_launcher(f"{RECORD_MARK}{json.dumps({'left_out': reason})}")
+            report_to_launcher(f"{RECORD_MARK}{json.dumps({'left_out': reason})}")
         raise TrialsDone
 
-    def _write(self, told: dict[str, Any], arrays: Mapping[str, Any]) -> None:
+    def _write(self, known: dict[str, Any], arrays: Mapping[str, Any]) -> None:
         is_master = is_master_rank()
         found = {}
         for path, leaf in arrays.items():
@@ -116,7 +116,7 @@ class Recorder:
             if is_master:
                 found[path] = describe_array(np.asarray(whole))
         if is_master:
-            tell_launcher(f"{RECORD_MARK}{json.dumps(told | {'arrays': found})}")
+            report_to_launcher(f"{RECORD_MARK}{json.dumps(known | {'arrays': found})}")
 
 
 def describe_array(x: np.ndarray) -> dict[str, Any]:

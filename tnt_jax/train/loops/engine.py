@@ -125,7 +125,7 @@ class Engine:
             if recorder.kind == "rounded":
                 state = changed_by_rounding(state, unit)
             elif recorder.kind != "plain":
-                recorder.leave_out(f"{self._program.name} is a step of the script's own loop.")
+                recorder.leave_out(f"{self._program.name} is a step of a custom training loop.")
         recorder.note_batch(batch.arrays, batch.real_rows, dim=dim)
         return state
 

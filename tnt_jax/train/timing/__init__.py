@@ -1,1 +1,1 @@
-"""Times steps, tells what they are made of, and finds faster settings."""
+"""Times steps, finds out what they are made of, and finds faster settings."""

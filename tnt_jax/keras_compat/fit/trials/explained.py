@@ -32,7 +32,7 @@ from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import full_batches
-from tnt_jax.log import logger, tell_launcher
+from tnt_jax.log import logger, report_to_launcher
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
 from tnt_jax.train.contracts import Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
@@ -69,17 +69,17 @@ class ExplainLoop(FitLoop):
         return super().prepare(data, replace(arguments, validation_data=None))
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Tells the launcher, on the master, and hands back to the entry of the process."""
+        """Reports to the launcher, on the master, and hands back to the entry of the process."""
         given = flat(callbacks.callbacks)
         saving = [c for c in given if first_base(getattr(c, "callback", c), _SAVING) is not None]
         kept = replace(callbacks, callbacks=[c for c in given if c not in saving])
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with kept.open("Model.fit", **counts) as opened, self._core.fitting():
             seen = {**counts, "verbose": callbacks.verbose, "model": callbacks.model}
-            told = _Steps(self._shared, plan, opened, seen).explained()
-        told["callbacks_left_out"] = [type(getattr(c, "callback", c)).__name__ for c in saving]
+            measured = _Steps(self._shared, plan, opened, seen).explained()
+        measured["callbacks_left_out"] = [type(getattr(c, "callback", c)).__name__ for c in saving]
         if is_master_rank():
-            tell_launcher(f"{EXPLAIN_MARK}{json.dumps(told)}")
+            report_to_launcher(f"{EXPLAIN_MARK}{json.dumps(measured)}")
         raise TrialsDone
 
 
@@ -135,7 +135,7 @@ class _Steps:
             faults = [after - early for early, after in zip(before, _faults(), strict=True)]
             trials = self._trials(seconds, whole, kept, group)
         compile_s = goodput.account().report()["compiling_s"]
-        told = {
+        measured = {
             **self._facts(),
             "seconds": {
                 name: (times / self._num_steps).tolist() for name, times in seconds.items()
@@ -154,8 +154,8 @@ class _Steps:
             "trials": trials,
             "sums": self._describe_sums(kept),
         }
-        told["trials"] += self._tried_sums(seconds, kept)
-        return told
+        measured["trials"] += self._tried_sums(seconds, kept)
+        return measured
 
     def _facts(self) -> dict[str, Any]:
         runtime = self._trainer.runtime

@@ -161,7 +161,7 @@ class _RecordingHooks(PhaseHooks):
             if not self._save_now()():
                 raise RuntimeError("The backup of the run that is to be resumed was not written.")
             collectives.barrier()
-            # As a kill does, it closes nothing and tells nobody, but it is no failure.
+            # As a kill does, it closes and reports nothing, but it is no failure.
             os._exit(0)
         return is_over
 

@@ -22,7 +22,7 @@ from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.runs import as_line
-from tnt_jax.log import tell_launcher
+from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import Settings, TrialsDone
 from tnt_jax.sharded.planning import plan_step
 from tnt_jax.train.timing import tuning
@@ -130,7 +130,7 @@ class ScaleLoop(FitLoop):
         return plan
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
-        """Tells the launcher, on the master, and hands back to the entry of the process."""
+        """Reports to the launcher, on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         source = plan.stream.source
         steps = trainer.runtime.settings.scale_steps
@@ -165,7 +165,7 @@ class ScaleLoop(FitLoop):
             "versions": {name: version(name) for name in _LIBRARIES},
         }
         if is_master_rank():
-            tell_launcher(as_line(measured))
+            report_to_launcher(as_line(measured))
         raise TrialsDone
 
 
