@@ -21,6 +21,7 @@ def recorded(use_ranks, monkeypatch, capfd):
     """Runs a training that is recorded, and returns the recording."""
 
     def run(train, *, ranks=1, kind="plain", steps=4):
+        monkeypatch.setenv("TNT_SCALE_FROM", "1")
         monkeypatch.setenv("TNT_RECORD_STEPS", str(steps))
         monkeypatch.setenv("TNT_RECORD_AS", kind)
         monkeypatch.setattr("sys.__stdout__", sys.stdout)
@@ -33,12 +34,12 @@ def recorded(use_ranks, monkeypatch, capfd):
     return run
 
 
-def fit(batch_size, *, epochs=3, made=None):
+def fit(batch_size, *, made=None, compiled=None, **arguments):
     model = tnt.Model(nn.Dense(2))
-    model.compile(tnt.optimizers.SGD(0.1), "mse")
+    model.compile(tnt.optimizers.SGD(0.1, momentum=0.9), "mse", **(compiled or {}))
     if made is not None:
         made.append(model)
-    model.fit(X, Y, batch_size=batch_size, epochs=epochs, verbose=0)
+    model.fit(X, Y, batch_size=batch_size, verbose=0, **{"epochs": 3} | arguments)
 
 
 def test_two_passes_have_half_of_the_rows_of_a_rank_each(recorded):
@@ -61,6 +62,55 @@ def test_the_incomplete_batch_is_among_the_steps(recorded, epochs, first):
     numbers = [(step.place["epoch"], step.place["batch"]) for step in steps]
     assert numbers == [divmod(number, 6) for number in range(first, first + 4)]
     assert [step.place["num_rows"] for step in steps].count(5) == 1
+
+
+def test_rows_that_ranks_share_unevenly_are_compared_without_padding(recorded):
+    one, two = (recorded(lambda: fit(7), ranks=ranks) for ranks in (1, 2))
+    assert [len(step.rows[0]) for step in two.steps] == [7, 5, 7, 7]
+    assert compare(one, two, Rounding(one, None)) is None
+
+
+def test_the_state_of_the_optimizer_is_sharded(recorded):
+    models = []
+    plain = recorded(lambda: fit(8), ranks=2)
+    sharded = recorded(lambda: fit(8, made=models), ranks=2, kind="sharded")
+    momentum = jax.tree.leaves(models[0]._core.trainer.require_state().opt_state)
+    assert any(not x.is_fully_replicated for x in momentum)
+    assert compare(plain, sharded, Rounding(plain, None)) is None
+
+
+def test_weights_are_changed_by_rounding_errors_after_the_start(recorded):
+    plain, rounded = (recorded(lambda: fit(8), kind=kind) for kind in ("plain", "rounded"))
+    assert plain.start.arrays == rounded.start.arrays
+    path = "params/kernel"
+    ours, theirs = (run.steps[0].arrays[path]["sums"] for run in (plain, rounded))
+    assert ours != theirs
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+class Counts(tnt.callbacks.Callback):
+    calls = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        Counts.calls += 1
+
+
+def test_of_the_callbacks_only_those_of_the_rate_take_part(recorded):
+    scheduler = tnt.callbacks.LearningRateScheduler(lambda epoch: 0.0)
+    callbacks = [Counts(), scheduler]
+    found = recorded(lambda: fit(8, callbacks=callbacks, validation_data=(X, Y)))
+    assert Counts.calls == 0
+    assert found.start.arrays["params/kernel"] == found.steps[-1].arrays["params/kernel"]
+
+
+def test_steps_run_one_at_a_time(recorded):
+    found = recorded(lambda: fit(8, compiled={"steps_per_execution": 4}))
+    assert [step.step for step in found.steps] == [1, 2, 3, 4]
+
+
+def test_the_global_batch_is_that_of_the_lowest_number_of_ranks(recorded):
+    found = recorded(lambda: fit(None, tnt_micro_batch_size=8), ranks=2)
+    assert {step.place["num_rows"] for step in found.steps} == {8}
 
 
 def loop(*, targets=True, stacked=None):

@@ -70,7 +70,7 @@ def test_receipts_that_cannot_be_read_or_written_are_refused(run, words, message
     [
         (8, 4, "2 ranks killed after 4 steps, resumed on 1: the same"),
         (8, 0, "FAILED. It goes on after step 0, but was killed after step 4."),
-        (4, 4, "left out. Training ends after 4 step(s), see --steps."),
+        (4, 4, "left out. Training ends after 4 steps; see --steps."),
     ],
 )
 def test_the_resumed_run_must_go_on_where_the_other_was_killed(num_steps, goes_on_at, text):

@@ -21,6 +21,7 @@ from tnt_jax.launch.verify.receipt import (
     checksum_of,
     commit_of,
     compare_receipts,
+    counted,
     describe,
     read_receipt,
 )
@@ -140,20 +141,22 @@ def _scratch(verify: Verify, num_hosts: int) -> Iterator[str | None]:
 def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | None:
     """Returns what all runs of the script have given; None if the first has not run."""
     lowest, highest = verify.ranks[0], verify.ranks[-1]
-    reference, because = _record(trials, _Run(_ranks(lowest), lowest, "plain"), verify.steps)
+    reference, because = _record(
+        trials, _Run(counted(lowest, "rank"), lowest, "plain"), verify.steps
+    )
     if reference is None:
         say(f"error: nothing was compared: {because}")
         return None
-    name = f"{_ranks(lowest)} again, from weights changed by rounding errors"
+    name = f"{counted(lowest, 'rank')} again, from weights changed by rounding errors"
     rounded, because = _record(trials, _Run(name, lowest, "rounded"), verify.steps)
     checks = [_checked(name, reference, rounded, because, Rounding(reference, rounded))]
     if not checks[0].is_good:
         rounded = None
     rounding = Rounding(reference, rounded)
     runs = [
-        *(_Run(_ranks(number), number, "plain") for number in verify.ranks[1:]),
-        _Run(f"{_ranks(lowest)}, rows in two passes", lowest, "passes"),
-        _Run(f"{_ranks(highest)}, optimizer state sharded", highest, "sharded"),
+        *(_Run(counted(number, "rank"), number, "plain") for number in verify.ranks[1:]),
+        _Run(f"{counted(lowest, 'rank')}, rows in two passes", lowest, "passes"),
+        _Run(f"{counted(highest, 'rank')}, optimizer state sharded", highest, "sharded"),
     ]
     for run in runs:
         if run.kind == "sharded" and highest == 1:
@@ -182,12 +185,16 @@ def _with_a_fault(
     """Lets all processes be killed in the middle, and a run on the lowest number of ranks go on."""
     lowest, highest = verify.ranks[0], verify.ranks[-1]
     half = max(verify.steps // 2, 1)
-    name = f"{_ranks(highest)} killed after {half} steps, resumed on {lowest}"
+    name = f"{counted(highest, 'rank')} killed after {half} steps, resumed on {lowest}"
     if folder is None:
         return [Check(name, "The hosts need a folder that all of them see: --scratch DIR.")]
     killed = _Run(name, highest, "killed")
     if len(reference.steps) <= half:
-        return [Check(name, f"Training ends after {len(reference.steps)} step(s), see --steps.")]
+        return [
+            Check(
+                name, f"Training ends after {counted(len(reference.steps), 'step')}; see --steps."
+            )
+        ]
     recorded, because = _record(trials, killed, verify.steps, checkpoint_dir=folder)
     if recorded is not None and recorded.left_out:
         return [Check(name, recorded.left_out)]
@@ -246,7 +253,3 @@ def _measured(trials: Trials, verify: Verify) -> Scaling | None:
     wanted = "a call of fit: the speed of a custom training loop is not measured"
     runs, failures = take_turns(replace(trials, options=options, wanted=wanted), scale)
     return Scaling(options.script_name, False, runs, failures) if runs else None
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"

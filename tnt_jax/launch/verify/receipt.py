@@ -98,10 +98,10 @@ class Receipt:
     @property
     def text(self) -> str:
         """What was found, in words."""
-        facts = self.reference.facts
+        facts, steps = self.reference.facts, counted(len(self.reference.steps), "step")
         lines = [
-            f"{self.script[0]}: {len(self.reference.steps)} steps by {facts['trained_by']}, "
-            f"compared with {_ranks(self.reference.ranks)} on {facts['device']}",
+            f"{self.script[0]}: {steps} by {facts['trained_by']}, "
+            f"compared with {counted(self.reference.ranks, 'rank')} on {facts['device']}",
             *(line for check in self.checks for line in check.lines()),
         ]
         if self.scaling is not None:
@@ -158,7 +158,9 @@ def read_receipt(path: str) -> Receipt:
     except OSError as error:
         raise ValueError(f"The receipt cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no receipt of tnt-jax verify: {error}") from None
+        raise ValueError(
+            f"{path} is no receipt of tnt-jax verify that can be read: {error}"
+        ) from None
 
 
 def compare_receipts(ours: Receipt, theirs: Receipt) -> tuple[list[str], Difference | None]:
@@ -206,5 +208,6 @@ def commit_of(script: str) -> str | None:
     return f"{commit}, with changes" if is_changed else commit
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `"4 ranks"`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
