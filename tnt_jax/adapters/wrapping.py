@@ -37,53 +37,68 @@ class WrappingAdapter(Adapter):
         return variables
 
     def sample_inputs(self) -> Any:
+        """Returns inputs to build the wrapped adapter with, or None."""
         return self.inner.sample_inputs()
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
+        """Returns fresh variables that training sees."""
         return self.outer(self.inner.init(inputs, seed=seed))
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
+        """Returns a function like `init` that JAX can trace; None if the variables exist."""
         make = self.inner.initializer(inputs, seed=seed)
         return None if make is None else lambda: self.outer(make())
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
+        """Returns the program that makes what `init` returns; None if that exists."""
         fresh = self.inner.fresh_variables(inputs, seed=seed)
         if fresh is None:
             return None
         return fresh._replace(finish=lambda results: self.outer(fresh.finish(results)))
 
     def attach(self, inputs: Any) -> None:
+        """Prepares the wrapped adapter to compute with variables of another model."""
         self.inner.attach(inputs)
 
     def apply(self, params: Any, model_state: Any, inputs: Any, **options: Any) -> Applied:
+        """Returns the wrapped adapter's forward pass; see `Adapter.apply`."""
         variables = self.inside(Variables(params, model_state))
         return self.inner.apply(*variables, inputs, **options)
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Returns the wrapped adapter's names of dimensions; see `Adapter.axis_names`."""
         return self.inner.axis_names()
 
     def held_variables(self) -> Mapping[str, Any]:
+        """Returns a Keras model's variables; see `Adapter.held_variables`."""
         return self.inner.held_variables()
 
     def held_metrics(self) -> dict[str, Any]:
+        """Returns the model's own metrics; see `Adapter.held_metrics`."""
         return self.inner.held_metrics()
 
     def metric_results(self, sums: Any) -> dict[str, float]:
+        """Returns the results of the model's own metrics; see `Adapter.metric_results`."""
         return self.inner.metric_results(sums)
 
     def export(self, variables: Variables) -> Any:
+        """Returns variables in the form that the model's library uses."""
         return self.inner.export(self.inside(variables))
 
     def trains_others(self) -> bool:
+        """Returns whether the user's object trains other variables than when last read."""
         return self.inner.trains_others()
 
     def has_assigned(self) -> bool:
+        """Returns whether arrays were assigned to the user's object; see `Adapter.has_assigned`."""
         return self.inner.has_assigned()
 
     def with_assigned(self, variables: Variables) -> Variables:
+        """Returns variables with the arrays that were assigned to the user's object."""
         return self.outer(self.inner.with_assigned(self.inside(variables)))
 
     def write_back(self, variables: Variables) -> None:
+        """Stores trained variables in the user's own object, if it holds any."""
         self.inner.write_back(self.inside(variables))
 
 
