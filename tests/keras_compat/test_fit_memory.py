@@ -16,8 +16,10 @@ import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, LossTerm, Measured
+from tnt_jax.train.execution import one_by_one
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.micro_batches import why_in_one_pass
+from tnt_jax.train.trainer import Trainer
 
 ROWS, WIDTH = 61, 16
 
@@ -403,6 +405,41 @@ def test_other_words_are_refused(use_ranks, micro):
     expected = f"tnt_micro_batch_size must be a number of rows or 'auto', but is {micro!r}"
     with pytest.raises(ValueError, match=expected):
         train(make_model(Net()), micro)
+
+
+class Convolutional(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.Conv(4, (3, 3))(x.reshape(-1, 4, 4, 1)))
+        return nn.Dense(5)(x.mean((1, 2)))
+
+
+def test_what_several_processes_do_before_a_first_step_suits_steps_one_by_one(
+    use_ranks, monkeypatch
+):
+    """One that lacks memory lets all compute fewer rows; CPUs run convolutions step by step."""
+    use_ranks(2)
+    x, y, _ = data()
+    options = {"batch_size": 8, "epochs": 1, "verbose": 0, "tnt_micro_batch_size": "auto"}
+    whole = make_model(Convolutional()).fit(x[:32], y[:32], **options)
+    monkeypatch.setattr(Trainer, "_first_run", Trainer._first_run_of_all)
+    asked = []
+    monkeypatch.setattr(
+        "tnt_jax.train.trainer._find_memory",
+        lambda devices, nbytes: asked.append(nbytes) or len(asked) > 1,
+    )
+    model = make_model(Convolutional())
+    model.compile(
+        tnt.optimizers.SGD(0.1, momentum=0.9),
+        loss=crossentropy(),
+        metrics=["accuracy"],
+        steps_per_execution=4,
+    )
+    history = model.fit(x[:32], y[:32], **options)
+    assert model._core.trainer.programs._train_steps.__name__ == one_by_one(None).__name__
+    assert asked[0] > asked[1] > 0
+    assert model._core.at_once.training == 2
+    assert_close(history.history, whole.history)
 
 
 def test_validation_takes_no_passes_of_its_own(use_ranks):

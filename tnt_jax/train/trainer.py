@@ -485,7 +485,11 @@ class Trainer:
 
     def memory_of(self, group: DeviceBatches) -> _jax.ProgramMemory:
         """Returns the memory of the step for a group of batches, which may be descriptions."""
-        return _jax.ProgramMemory.of(self.lower(group).compile())
+        lowered = self.lower(group)
+        if lowered is None:  # Its steps run one by one.
+            one, num_rows = execution.described_batch(group), group.num_rows // group.num_steps
+            lowered = self.lower(self.described_batch(one, num_rows))
+        return _jax.ProgramMemory.of(lowered.compile())
 
     def lower_train_step(self, batch: Batch) -> Any:
         """Returns the lowered program, or `Programs`, of a step on batches like `batch`."""
