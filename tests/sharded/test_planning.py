@@ -131,6 +131,8 @@ def test_a_summary_states_the_memory_of_a_step(use_ranks, capsys):
     assert "Most take: f32[2048,256] 2.0 MiB (" in said
     with pytest.raises(ValueError, match="has seen 0 kinds: pass x and y"):
         compiled_model().summary(batch_size=64)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, but is 0"):
+        model.summary(batch_size=0)
 
 
 def test_a_summary_of_whole_or_padded_batches(use_ranks, capsys):

@@ -102,17 +102,19 @@ class Inspection:
 
         Raises:
             RuntimeError: With a batch size, of a model that is not compiled.
-            ValueError: With a batch size, of a model that has no data, or to which none was passed.
+            ValueError: If the batch size is below 1, or no data is known.
         """
         step = None
         if x is not None or batch_size is not None:
-            step = self._memory_of_step(x, y, batch_size or 32)
+            step = self._memory_of_step(x, y, 32 if batch_size is None else batch_size)
         variables = self._built_variables()
         if runtime.is_master_rank() or runtime.init().settings.output_on_all_devices:
             table = summary_table(self._core.adapter.name, *variables)
             print(table if step is None else f"{table}\n{step}", flush=True)
 
     def _memory_of_step(self, x: Any, y: Any, batch_size: int) -> StepMemory:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
         compilation, trainer = self._core.require_compiled(), self._core.trainer
         known = compilation.known_kinds
         if x is not None:
