@@ -195,7 +195,18 @@ def weights_of_as_many_entries(params, batch, key):
     ]
 
 
+def without_our_gradient(params, batch, key):
+    return params - jax.grad(average)(params, batch, key), {}
+
+
+def computed_before(params, batch, key):
+    batch = batch._replace(inputs=2 * batch.inputs)
+    return params - tnt.grad(average)(params, batch, key), {}
+
+
 WRONG = {
+    "gradient of JAX": (without_our_gradient, "computes no gradient with tnt_jax.value_and_grad"),
+    "computed before": (computed_before, "or that were computed from these before"),
     "closed over": (step_of(average, closes=True), r"value_and_grad\(loss_fn\)\(params, batch, key\)"),
     "logarithm": (step_of(lambda *a: jnp.log(average(*a))), "LossOfPass"),
     "product": (step_of(lambda *a: average(*a) * average(*a)), "multiplied by numbers only"),

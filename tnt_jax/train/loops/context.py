@@ -107,6 +107,7 @@ class StepContext:
         records: Metrics that were updated, and what this rank's rows add to each.
         rows_at_once: Most rows whose gradients are computed at once; None for all.
         of_all: Within one of several passes, what is known of all of them; else None.
+        has_passes: Whether a gradient was computed in several passes.
     """
 
     name: str
@@ -119,7 +120,8 @@ class StepContext:
     parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
     records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
     rows_at_once: int | None = None
-    of_all: "Passes | None" = None
+    of_all: Passes | None = None
+    has_passes: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -194,8 +196,9 @@ def needs_arguments(name: str) -> str:
     """Returns the error for a loss function that takes rows of all passes from around it."""
     return (
         f"{name} computes its rows in several passes, but its loss function uses rows of the "
-        "batch, or a key, that are no arguments of it. Pass the batch, or its arrays, and the key "
-        "of the step: tnt_jax.value_and_grad(loss_fn)(params, batch, key)."
+        "batch, or a key, that are no arguments of it, or that were computed from these before. "
+        "Pass the batch, or its arrays, and the key of the step: "
+        "tnt_jax.value_and_grad(loss_fn)(params, batch, key)."
     )
 
 

@@ -190,6 +190,7 @@ class _InPasses:
 
     def __init__(self, loss_fn: Callable, has_aux: bool, step: StepContext, arguments: Any) -> None:
         self._loss_fn, self._has_aux, self._step = loss_fn, has_aux, step
+        step.has_passes = True
         self._rows = rows = MicroRows(step.num_rows, num_passes(step.num_rows, step.rows_at_once))
         self._passes = Passes(rows.num_parts, num_real_rows(step.batch), [])
         self._leaves, self._arguments = jax.tree.flatten(arguments)

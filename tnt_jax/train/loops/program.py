@@ -16,6 +16,7 @@ from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
 from tnt_jax.train.steps.epoch_sums import num_local_rows
+from tnt_jax.train.steps.micro_batches import num_passes
 from tnt_jax.train.steps.row_dependence import Exchanged, Mixed, dependences
 
 
@@ -236,6 +237,12 @@ class Program:
         function = self.function if self.trains else with_varying_loops(self.function)
         with tracing(context), padding_left_out(batch.mask):
             result = function(*arguments)
+        if num_passes(context.num_rows, self.rows_at_once) > 1 and not context.has_passes:
+            raise ValueError(
+                f"{self.name} computes no gradient with tnt_jax.value_and_grad or tnt_jax.grad, "
+                "which alone compute rows in several passes. Call one of them, or leave "
+                "rows_at_once out of tnt_jax.distributed_step."
+            )
         if not self.trains:
             return context, None, check_metrics(self.name, result)
         new_state, metrics = unpacked(self.name, result)
