@@ -2,12 +2,14 @@
 model.
 """
 
+import contextlib
 import re
 
 import flax.linen as nn
 import keras
 import numpy as np
 import pytest
+from crashes import Crash, CrashAt
 from event_files import events
 from keras_beside import Net, compile_linen, data, fit, keras_model, linen_model
 
@@ -68,6 +70,29 @@ def test_runtime_profiler_leaves_validation_out(monkeypatch):
     fit(model, None, epochs=1)
     fit(model, [profiler, slow], epochs=1)
     assert profiler.epochs[0]["epoch_runtime_s"] < 0.5
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_tensorboard_of_a_resumed_run_numbers_its_steps_as_one_run(tmp_path, steps_per_execution):
+    def train(label, *extra):
+        model = tnt.Model(nn.Dense(3))
+        model.compile("sgd", LOSS, steps_per_execution=steps_per_execution)
+        board = callbacks.TensorBoard(tmp_path / label, update_freq=1)
+        fit(model, [board, *extra], epochs=3)
+
+    def steps_of(label):
+        return [step for tag, step, *_ in events(tmp_path / label / "train") if tag == "batch_loss"]
+
+    train("whole")
+    # Within the second epoch of five steps. The backup is read after TensorBoard has begun.
+    for label, num_calls in (("interrupted", {1: 9, 2: 5}[steps_per_execution]), ("rest", -1)):
+        crash = CrashAt(num_calls)
+        backup = callbacks.BackupAndRestore(tmp_path / "backup", 2, delete_checkpoint=False)
+        with contextlib.suppress(Crash):
+            train(label, backup, crash)
+    first = steps_of("rest")[0]
+    assert 6 < first < 10
+    assert steps_of("rest") == [step for step in steps_of("whole") if step >= first]
 
 
 @pytest.mark.parametrize("update_freq", ["epoch", 2])

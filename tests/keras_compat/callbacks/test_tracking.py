@@ -106,6 +106,22 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     assert epochs == [0, 1, 2]
 
 
+def test_a_process_that_becomes_the_master_begins_a_run_within_an_epoch():
+    tracker, model = Recorded(), make_model()
+    fit(model, epochs=1)
+    track = callbacks.Track(tracker, update_freq=1)
+    track.set_model(model)
+    track.set_params({"steps": 5})
+    # What an elastic job calls on it: no epoch begins.
+    track.on_train_begin()
+    track.on_train_batch_begin(2)
+    track.on_train_batch_end(2, {"loss": 1.0})
+    track.on_epoch_end(0, {"loss": 2.0})
+    step = int(model.state.step) + 1
+    assert [(at, values.get("loss")) for at, values in tracker.logged] == [(step, None), (step, 2)]
+    assert len(tracker.started) == 1
+
+
 def test_options_out_of_range_are_refused():
     with pytest.raises(ValueError, match="update_freq must be 'epoch' or a number of steps"):
         callbacks.Track(Recorded(), update_freq=0)

@@ -199,6 +199,42 @@ def first_base(callback: Any, names: Sequence[str]) -> str | None:
     return next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
 
 
+class StepCount:
+    """Counts the steps of a model, as a callback sees them.
+
+    One call ends a group of steps, and training may begin within an epoch: in a resumed run, or on
+    a process that becomes the master.
+
+    Attributes:
+        done: Steps of the model so far; known from the first step that is seen.
+        of_run: Those that were seen.
+    """
+
+    def __init__(self) -> None:
+        self.done = self.of_run = 0
+        # Batches of the epoch that are done; None until that is known.
+        self._batches: int | None = None
+
+    def begin_epoch(self) -> None:
+        """Forgets the batches of the epoch before."""
+        self._batches = None
+
+    def begin(self, batch: int, model: Any) -> None:
+        """Notes where an epoch begins, if this is its first step."""
+        if self._batches is None:
+            self.done, self._batches = int(model.state.step), batch
+
+    def end(self, batch: int, model: Any, num_batches: int | None) -> None:
+        """Counts the steps up to a batch of an epoch, whose number of batches may be known."""
+        # A group that the end of the data leaves incomplete has the number of a whole one.
+        reached = min(batch + 1, num_batches or batch + 1)
+        if self._batches is None:
+            self.done, self._batches = int(model.state.step) - reached, 0
+        self.done += reached - self._batches
+        self.of_run += reached - self._batches
+        self._batches = reached
+
+
 class Callback:
     """Base class of callbacks: override the hooks you need.
 

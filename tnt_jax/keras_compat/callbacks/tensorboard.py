@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed.joining.runtime import get_rank
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.log import logger
 
@@ -261,7 +261,7 @@ class TensorBoard(Callback):
     The folders are `train` and `validation` below `log_dir`; in `OnAllRanks` each has a subfolder
     `rank_N`. The tags are `epoch_loss` and the like, including `epoch_learning_rate` (by epoch
     number), `batch_loss` (by step number, from 1), `evaluation_loss_vs_iterations` and `<path of a
-    weight>/histogram`. The optimizer counts the steps, so a resumed run continues its curves.
+    weight>/histogram`. The model counts the steps, so a resumed run continues its curves.
 
     Args:
         log_dir: Folder of the run.
@@ -317,25 +317,26 @@ class TensorBoard(Callback):
         self._profiled = _profiled_steps(profile_batch)
         _summary_writer()
         self._writers: dict[str, Any] = {}
-        self._steps_before = self._run_steps = self._steps_at_epoch = 0
+        self._steps = StepCount()
+        self._steps_at_epoch = 0
         self._epoch_start = 0.0
         self._last_write = (0.0, 0)
         self._is_profiling = self._is_training = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Records the steps of earlier runs."""
-        self._steps_before = self.model.optimizer.iterations
-        self._run_steps = 0
+        """Forgets the steps of earlier runs."""
+        self._steps = StepCount()
         self._is_training = True
         if self.write_graph and self.writes:
             write_keras_graph(self._writer("train"), self.model.module)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Starts the profiler at its first step."""
+        self._steps.begin(batch, self.model)
         first, last = self._profiled
         if (
             first
-            and first <= self._run_steps + 1 <= last
+            and first <= self._steps.of_run + 1 <= last
             and not self._is_profiling
             and self.writes
         ):
@@ -344,16 +345,14 @@ class TensorBoard(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes the logs of the step when due, and stops the profiler after its last step."""
-        before = self._run_steps
-        # A group of steps that the end of the data cuts short has the number of a whole one.
-        done = min(batch + 1, self.params["steps"] or batch + 1)
-        self._run_steps = self._steps_at_epoch + done
-        if self._is_profiling and self._run_steps >= self._profiled[1]:
+        before = self._steps.of_run
+        self._steps.end(batch, self.model, self.params["steps"])
+        if self._is_profiling and self._steps.of_run >= self._profiled[1]:
             self._stop_profiler(logs)
         if not isinstance(self.update_freq, int) or not self.writes:
             return
-        if self._run_steps // self.update_freq > before // self.update_freq:
-            step = self._steps_before + self._run_steps
+        if self._steps.of_run // self.update_freq > before // self.update_freq:
+            step = self._steps.done
             for name, value in (logs or {}).items():
                 self._write("train", f"batch_{name}", value, step)
             if self.write_steps_per_second:
@@ -363,10 +362,10 @@ class TensorBoard(Callback):
                 self._write(
                     "train",
                     "batch_steps_per_second",
-                    (self._run_steps - first) / (now - moment),
+                    (self._steps.of_run - first) / (now - moment),
                     step,
                 )
-                self._last_write = (now, self._run_steps)
+                self._last_write = (now, self._steps.of_run)
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Writes the results of an evaluation against the steps of training."""
@@ -378,9 +377,10 @@ class TensorBoard(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Starts the clock."""
+        self._steps.begin_epoch()
         self._epoch_start = time.perf_counter()
-        self._steps_at_epoch = self._run_steps
-        self._last_write = (self._epoch_start, self._run_steps)
+        self._steps_at_epoch = self._steps.of_run
+        self._last_write = (self._epoch_start, self._steps.of_run)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes the logs, the learning rate and the histograms of an epoch."""
@@ -391,7 +391,7 @@ class TensorBoard(Callback):
             values["learning_rate"] = self.model.optimizer.learning_rate
         if self.write_steps_per_second:
             seconds = time.perf_counter() - self._epoch_start
-            values["steps_per_second"] = (self._run_steps - self._steps_at_epoch) / seconds
+            values["steps_per_second"] = (self._steps.of_run - self._steps_at_epoch) / seconds
         for name, value in values.items():
             where = "validation" if name.startswith("val_") else "train"
             self._write(where, f"epoch_{name.removeprefix('val_')}", value, epoch)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
 from tnt_jax.keras_compat.callbacks.tensorboard import as_images, finite_values
 
 
@@ -84,9 +84,7 @@ class Track(Callback):
         self.write_images = write_images
         self._run: str | None = None
         self._has_started = False
-        self._steps = 0
-        # Batches of the epoch that are done; None before its first one.
-        self._batches: int | None = None
+        self._steps = StepCount()
 
     def state(self) -> dict[str, Any]:
         """Returns the name of the run in the tracker."""
@@ -98,56 +96,51 @@ class Track(Callback):
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Forgets an earlier run."""
-        self._run, self._has_started = None, False
+        self._run, self._has_started, self._steps = None, False, StepCount()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Begins the run: whether training resumes is known only when all callbacks have begun."""
-        self._batches = None
-        self._begin_run()
-
-    def on_generation(self) -> None:
-        """Begins another run in the place of the one of a master that is lost."""
-        self._begin_run()
-
-    def _begin_run(self) -> None:
-        if self.writes and not self._has_started:
-            self._run = self.tracker.start(self.model.resumption.run or {}, self._run)
-            self._has_started = True
-            self._steps = int(self.model.state.step)
+        self._steps.begin_epoch()
+        self._start()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Notes where the epoch begins, which may be in its middle."""
-        self._batches = batch if self._batches is None else self._batches
+        self._steps.begin(batch, self.model)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Counts the steps, which a group of them does by one call; records their logs when due."""
-        before = self._steps
-        # A group that the end of the data cuts short has the number of a whole one.
-        done = min(batch + 1, self.params["steps"] or batch + 1)
-        self._steps += done - (self._batches or 0)
-        self._batches = done
+        """Counts the steps, and records their logs when due."""
+        before = self._steps.done
+        self._steps.end(batch, self.model, self.params["steps"])
         if not isinstance(self.update_freq, int) or not self.writes:
             return
-        if self._steps // self.update_freq > before // self.update_freq:
+        if self._steps.done // self.update_freq > before // self.update_freq:
+            self._start()
             values = {f"batch_{name}": value for name, value in _numbers(logs).items()}
-            self.tracker.log(values, self._steps)
+            self.tracker.log(values, self._steps.done)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Records the logs of an epoch, and weights when due."""
         if not self.writes:
             return
+        self._start()
         values = _numbers(logs) | {"epoch": epoch}
         if hasattr(self.model.optimizer, "learning_rate"):
             values["learning_rate"] = float(self.model.optimizer.learning_rate)
-        self.tracker.log(values, self._steps)
+        self.tracker.log(values, self._steps.done)
         if self.histogram_freq and epoch % self.histogram_freq == 0:
-            self._log_weights(self._steps)
+            self._log_weights(self._steps.done)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Ends the run."""
         if self._has_started:
             self.tracker.finish()
             self._has_started = False
+
+    def _start(self) -> None:
+        """Begins the run, within an epoch on a process that has become the master."""
+        if self.writes and not self._has_started:
+            self._run = self.tracker.start(self.model.resumption.run or {}, self._run)
+            self._has_started = True
 
     def _log_weights(self, step: int) -> None:
         weights = self.model.weights_by_path()
