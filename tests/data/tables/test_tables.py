@@ -8,6 +8,7 @@ import pickle
 import tarfile
 
 import grain
+import jax
 import numpy as np
 import pytest
 from crashes import Crash, CrashAt
@@ -15,8 +16,10 @@ from flax import nnx
 
 import tnt_jax as tnt
 from tnt_jax.data.dispatch import as_source
+from tnt_jax.data.indexed.grain import rows_of_batched
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.sources import IterableSource
 from tnt_jax.data.tables import tar_shards as tar_shards_module
 
 datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
@@ -253,6 +256,84 @@ def test_other_grain_datasets_give_the_batches_that_they_make(change):
     truth = iter(dataset)
     for batch, _ in zip(source.batches(0), range(3), strict=False):
         np.testing.assert_array_equal(batch.data[0], next(truth)[0])
+
+
+def make_batch(rows):
+    """A function of the user that has the name of Grain's own."""
+    return tuple(np.stack(column)[::-1] for column in zip(*rows, strict=True))
+
+
+def flat_mapped(rows):
+    class Twice(grain.experimental.FlatMapTransform):
+        max_fan_out = 2
+
+        def flat_map(self, row):
+            return [row] * (1 + int(row[1] > 0))
+
+    return grain.experimental.FlatMapMapDataset(rows, Twice()).to_iter_dataset().batch(8)
+
+
+def noisy(row, generator):
+    return row[0] + generator.normal(size=3).astype(np.float32), row[1]
+
+
+GRAIN = {
+    "plain": lambda rows: rows.batch(8),
+    "dropped": lambda rows: rows.batch(8, drop_remainder=True),
+    "shuffled": lambda rows: rows.seed(3).shuffle().random_map(noisy).repeat(2).batch(8),
+    "windows": lambda rows: (
+        grain.experimental.WindowShuffleMapDataset(rows, window_size=5, seed=3)[3:]
+        .to_iter_dataset()
+        .batch(8)
+    ),
+    "mixed": lambda rows: grain.MapDataset.mix([rows[:9], rows.shuffle(seed=1)], [1, 2]).batch(8),
+    "lists": lambda rows: rows.map(lambda row: ([row[0], -row[0]], {"y": [row[1]]})).batch(8),
+    "own make_batch": lambda rows: rows.batch(8, batch_fn=make_batch),
+    "flat map": flat_mapped,
+}
+
+
+@pytest.mark.parametrize("kind", GRAIN)
+def test_rows_of_a_grain_dataset_are_those_of_its_batches(kind):
+    dataset = GRAIN[kind](grain.MapDataset.source(Counted()))
+    for epoch, start in ((0, 0), (1, 2)):
+        for number in range(2):
+            part = RankSlice(2, number, 1)
+            own = as_source(dataset, None, None, ReadOptions(part)).batches(epoch, start)
+            whole = IterableSource(dataset, rank_slice=part).batches(epoch, start)
+            for mine, theirs in zip(own, whole, strict=True):
+                assert mine.num_rows == theirs.num_rows
+                pairs = zip(
+                    jax.tree.leaves((mine.data, mine.mask)),
+                    jax.tree.leaves((theirs.data, theirs.mask)),
+                    strict=True,
+                )
+                for a, b in pairs:
+                    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["_batch_size", "_drop_remainder", "_batch_fn", "_parents", "class", "class of rows"]
+)
+def test_where_private_names_of_grain_are_others_whole_batches_are_read(name, monkeypatch):
+    dataset = batched(Counted(), "map")
+    assert rows_of_batched(dataset) is not None
+    if name.startswith("class"):
+        changed = dataset if name == "class" else dataset.parents[0]
+        kind = type(changed)
+        changed.__class__ = type("Other", (kind,), {"__module__": kind.__module__})
+    elif name == "_parents":
+        monkeypatch.setattr(dataset, name, ())
+    else:
+        monkeypatch.delattr(dataset, name)
+    assert rows_of_batched(dataset) is None
+
+
+def test_a_row_of_grain_that_is_none_is_named():
+    rows = grain.MapDataset.source(Counted()).map(lambda row: row if row[1] else None)
+    source = as_source(rows.to_iter_dataset().batch(8), None, None, ReadOptions(RankSlice(1)))
+    with pytest.raises(ValueError, match="A row of the Grain dataset is None"):
+        list(source.batches(0))
 
 
 class Line(nnx.Module):
