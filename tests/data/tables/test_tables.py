@@ -160,6 +160,100 @@ def test_shards_that_cannot_be_read_are_named(tmp_path):
         rows[9]
 
 
+def write_tar(path, *files):
+    """Writes an archive of files of 600 bytes each, of which a head and two blocks are stored."""
+    with tarfile.open(path, "w") as archive:
+        for name in files:
+            member = tarfile.TarInfo(name)
+            member.size = 600
+            archive.addfile(member, io.BytesIO(b"1" * 600))
+    return path
+
+
+def damaged(path, at, data):
+    """Overwrites the head of a file at a byte, with its checksum; without data the file ends there."""
+    raw = bytearray(path.read_bytes())
+    if data is None:
+        raw = raw[:at]
+    else:
+        head = at // 512 * 512
+        raw[at : at + len(data)] = data
+        raw[head + 148 : head + 156] = b" " * 8
+        raw[head + 148 : head + 156] = b"%06o\0 " % sum(raw[head : head + 512])
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("at", "data"),
+    [
+        (1536 + 1000, None),
+        (1536 + 200, None),
+        (1536, None),
+        (3072, None),
+        (1536 + 124, b"77777777777\0"),
+        (124, b"\xff" * 12),
+        (124, b"\x80" + b"\x7f" * 11),
+        (1536 + 156, b"S"),
+        (1536, b"a.txt\0"),
+        (0, b""),
+    ],
+    ids="in a file,in a head,between files,no end,too large,negative,enormous,sparse,twice,"
+    "whole".split(","),
+)
+def test_no_sample_of_a_damaged_shard_is_lost_in_silence(at, data, tmp_path):
+    path = write_tar(tmp_path / "a.tar", "a.txt", "b.txt")
+    damaged(path, at, data)
+    if data == b"":
+        assert len(tnt.data.tar_shards(path, inputs="txt")) == 2
+        return
+    with pytest.raises(ValueError, match=r"a\.tar is no uncompressed tar file, or is damaged: "):
+        tnt.data.tar_shards(path, inputs="txt")
+
+
+def test_names_of_files_in_shards_lead_nowhere(tmp_path):
+    path = write_tar(tmp_path / "a.tar", "../../a.txt", "/etc/passwd.txt")
+    rows = tnt.data.tar_shards(path, inputs="txt")
+    assert [row[0] for row in rows] == ["1" * 600] * 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_from_the_end_as_in_a_list(kind, tmp_path):
+    rows = make(kind, tmp_path)
+    for index in (-1, -NUM_ROWS):
+        np.testing.assert_array_equal(rows[index][0], X[index])
+    for index in (NUM_ROWS, -NUM_ROWS - 1):
+        with pytest.raises(IndexError, match=f"There is no row {index}: there are 29 rows"):
+            rows[index]
+
+
+def test_a_row_without_a_column_is_named(tmp_path):
+    path = write_tar(tmp_path / "a.tar", "a.txt", "a.id", "b.txt")
+    rows = tnt.data.tar_shards(path, inputs="txt", targets="id", decoders={"id": len})
+    assert rows[0][1] == 600
+    with pytest.raises(ValueError, match="targets names the column 'id'") as caught:
+        rows[1]
+    assert caught.value.__notes__ == ["This happened in row 1."]
+    parquet.write_table(pa.table({"x": [1.0], "y": [2]}), tmp_path / "0.parquet")
+    parquet.write_table(pa.table({"x": [1.0]}), tmp_path / "1.parquet")
+    paths = [str(tmp_path / f"{n}.parquet") for n in (0, 1)]
+    with pytest.raises(pa.ArrowInvalid, match=r"FieldRef\.Name\(y\)") as caught:
+        tnt.data.arrow_files(paths, inputs="x", targets="y")[1]
+    assert caught.value.__notes__ == [f"This happened in {paths[1]}."]
+
+
+def test_tables_without_rows_are_refused(tmp_path):
+    (tmp_path / "none").mkdir()
+    for paths in ([], tmp_path / "none"):
+        with pytest.raises(ValueError, match="needs one file at least"):
+            tnt.data.arrow_files(paths, inputs="x")
+    parquet.write_table(pa.table({"x": X[:0, 0], "y": Y[:0]}), tmp_path / "0.parquet")
+    rows = tnt.data.arrow_files(tmp_path / "0.parquet", inputs="x", targets="y")
+    assert len(rows) == 0
+    with pytest.raises(ValueError, match="The dataset is empty"):
+        as_source(rows, None, None, ReadOptions(RankSlice(1)))
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path):
     table = datasets.Dataset.from_dict(COLUMNS)
     for make_rows in (

@@ -49,8 +49,15 @@ class _ArrowFiles:
     def _read(self, piece: int) -> Any:
         last = self._last  # Another thread may replace it.
         if last is None or last[0] != piece:
-            last = self._last = (piece, self._pieces[piece].to_table(columns=self._names))
+            last = self._last = (piece, self._table_of(self._pieces[piece]))
         return last[1]
+
+    def _table_of(self, piece: Any) -> Any:
+        try:
+            return piece.to_table(columns=self._names)
+        except Exception as error:
+            error.add_note(f"This happened in {piece.path}.")
+            raise
 
 
 def _pieces(file: Any) -> list[tuple[Any, int]]:
@@ -93,6 +100,7 @@ def arrow_files(
     Raises:
         ModuleNotFoundError: If pyarrow is not installed.
         FileNotFoundError: If there is nothing at a path.
+        ValueError: If there is no file, or a name is that of no column.
     """
     try:
         from pyarrow import dataset as arrow
@@ -101,5 +109,7 @@ def arrow_files(
         raise ModuleNotFoundError("arrow_files needs pyarrow: pip install pyarrow.") from error
     given = os.fspath(paths) if isinstance(paths, str | os.PathLike) else list(paths)
     found = arrow.dataset(given, format=format, filesystem=fs.LocalFileSystem(use_mmap=True))
+    if not found.files:
+        raise ValueError(f"arrow_files() needs one file at least, but there is none in {given!r}.")
     roles = ColumnRoles(inputs, targets, sample_weight)
     return Rows(_ArrowFiles(found, roles.names(found.schema.names)), roles)

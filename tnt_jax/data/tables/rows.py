@@ -38,11 +38,21 @@ class Rows:
         return len(self._table)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return self.__getitems__([index])[0]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"There is no row {index}: there are {len(self)} rows.")
+        return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, ...]]:
         """Returns several examples, which are read by one call."""
-        return [self._roles.example(row) for row in self._table.rows(indices)]
+        rows = zip(indices, self._table.rows(indices), strict=True)
+        return [self._example(index, row) for index, row in rows]
+
+    def _example(self, index: int, row: dict[str, Any]) -> tuple[Any, ...]:
+        try:
+            return self._roles.example(row)
+        except ValueError as error:
+            error.add_note(f"This happened in row {index}.")
+            raise
 
 
 class _Dicts:

@@ -11,8 +11,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ _DECODERS: dict[str, Decoder] = {
 
 
 class _Part(NamedTuple):
-    """Where a column of a sample lies."""
+    """Where a column of a sample is stored."""
 
     name: str
     start: int
@@ -99,10 +99,9 @@ def _index(path: str) -> list[list[_Part]]:
     """Returns the samples of a shard."""
     samples: list[list[_Part]] = []
     last = None
-    try:
-        # Its files must lie there as they are.
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
+    with open(path, "rb") as file:
+        try:
+            for member in _members(file):
                 folder, _, base = member.name.rpartition("/")
                 stem, dot, name = base.partition(".")
                 if not member.isfile() or not dot:
@@ -110,14 +109,30 @@ def _index(path: str) -> list[list[_Part]]:
                 if (key := (folder, stem)) != last:
                     samples.append([])
                     last = key
+                if any(part.name == name for part in samples[-1]):
+                    raise ValueError(f"it has {member.name!r} twice")
                 samples[-1].append(_Part(name, member.offset_data, member.size))
-    except tarfile.ReadError as error:
-        raise ValueError(f"{path} is no uncompressed tar file, or is damaged: {error}.") from error
+        except (tarfile.TarError, OSError, OverflowError, ValueError) as error:
+            reason = f"{path} is no uncompressed tar file, or is damaged: {error}."
+            raise ValueError(reason) from error
     return samples
 
 
+def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yields the files of an archive, which must be there as they are, up to its end."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            if member.size < 0 or member.issparse():
+                raise tarfile.ReadError(f"{member.name!r} is not stored as it is")
+            yield member
+        # `tarfile` takes a damaged head for the end.
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no file and no end at byte {archive.offset}")
+
+
 def tar_shards(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     inputs: Names | None = None,
     targets: Names | None = None,
@@ -131,7 +146,7 @@ def tar_shards(
     shuffles go over all of them.
 
     Args:
-        paths: Uncompressed tar files, in the order of their samples.
+        paths: An uncompressed tar file, or several in the order of their samples.
         inputs: As in `tnt_jax.data.columns`; columns are called `jpg`, `cls` and so on.
         targets: As in `tnt_jax.data.columns`.
         sample_weight: As in `tnt_jax.data.columns`.
@@ -141,6 +156,7 @@ def tar_shards(
     Raises:
         ValueError: If a shard is compressed or damaged, or there is no shard.
     """
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not paths:
         raise ValueError("There is no shard: tar_shards() needs one path at least.")
     roles = ColumnRoles(inputs, targets, sample_weight)
