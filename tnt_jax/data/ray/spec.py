@@ -6,11 +6,11 @@ train = RayData(ray.data.read_parquet(path).map(decode), batch_size=256, targets
 model.fit(train, epochs=90)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tnt_jax.data.elements import is_of_library
+from tnt_jax.data.tables.columns import Names
 
 
 def is_ray_dataset(x: Any) -> bool:
@@ -33,9 +33,6 @@ def is_function_of_epoch(x: Any) -> bool:
     return callable(x) and not (isinstance(x, type) or is_ray_dataset(x) or is_ray_iterator(x))
 
 
-Columns = str | Sequence[str]
-
-
 @dataclass(frozen=True)
 class RayData:
     """A Ray dataset and the options for training on it.
@@ -44,13 +41,9 @@ class RayData:
         dataset: A `ray.data.Dataset`; a function that returns one for each epoch, counted from 0,
             such as `lambda epoch: dataset.random_shuffle(seed=epoch)`; or a `DataIterator`.
         batch_size: Rows of the global batch; None to derive it from `tnt_micro_batch_size`.
-        inputs: Column with the inputs, or a sequence of columns for several inputs. By default the
-            column `x` if there is one, else the only column or a dict of all columns that are
-            neither targets nor weights.
-        targets: Column with the targets, or a sequence of columns for several outputs; by default
-            the column `y` if there is one.
-        sample_weight: Column with the weights of rows; by default the column `sample_weight` if
-            there is one.
+        inputs: As in `tnt_jax.data.columns`.
+        targets: As in `tnt_jax.data.columns`.
+        sample_weight: As in `tnt_jax.data.columns`.
         drop_remainder: Whether an incomplete last batch is dropped.
 
     Raises:
@@ -59,8 +52,8 @@ class RayData:
 
     dataset: Any
     batch_size: int | None = None
-    inputs: Columns | None = None
-    targets: Columns | None = None
+    inputs: Names | None = None
+    targets: Names | None = None
     sample_weight: str | None = None
     drop_remainder: bool = False
 
