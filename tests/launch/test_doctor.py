@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from tnt_jax.distributed.host.link_probe import choose_pairs
+from tnt_jax.launch.doctor import report
 from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
 from tnt_jax.launch.doctor.command import describe
 from tnt_jax.launch.doctor.examine import Examination, examine
@@ -154,9 +155,9 @@ def test_pairs_connect_all_processes(num_processes):
 def test_doctor_measures_this_host_and_speaks_json(run, tmp_path):
     code, out, err = run("doctor", "--no-gpu", "--json", cwd=tmp_path, timeout=120)
     assert code == 0, out + err
-    report = json.loads(out)
-    assert report["ok"]
-    (link,) = report["links"]
+    found = json.loads(out)
+    assert found["ok"]
+    (link,) = found["links"]
     assert (link["from"], link["to"]) == ("localhost", "localhost")
     assert link["latency_us"] > 0
     assert link["bandwidth_mb_per_s"] > 0
@@ -173,18 +174,41 @@ def test_the_environment_of_a_report_has_no_secrets():
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": "gs://ada:s3cret@bucket/cache",
         "SLURM_NTASKS": "2",
+        "SLURM_JWT": "s3cret",
+        "TNT_COORDINATOR_ADDRESS": "ada:s3cret@proxy:3128",
+        "JAX_URL": "https://ada:s3c@re/t@host/x?api_key=s3cret&size=2",
+        "TF_CONFIG": '{"password": "s3cret", "job": "a:b"}',
+        "PYTHONPATH": "/opt/python@3.11:/home/ada/lib",
+        "WANDB_API_KEY": "s3cret",
+        "https_proxy": "http://ada:s3cret@proxy:3128",
         "AWS_SECRET_ACCESS_KEY": "s3cret",
         "MAIL": "/var/mail/ada",
     }
     assert shown_environment(environ) == {
         "JAX_COMPILATION_CACHE_DIR": "gs://(hidden)@bucket/cache",
         "JAX_PLATFORMS": "cpu",
+        "JAX_URL": "https://(hidden)@host/x?api_key=(hidden)&size=2",
         "PATH": "~/bin:/usr/bin",
+        "PYTHONPATH": "/opt/python@3.11:~/lib",
+        "SLURM_JWT": "(hidden)",
         "SLURM_NTASKS": "2",
+        "TF_CONFIG": '{"password": "(hidden)", "job": "a:b"}',
         "TF_TOKEN_app": "(hidden)",
+        "TNT_COORDINATOR_ADDRESS": "(hidden)@proxy:3128",
         "TNT_JOB_SECRET": "(hidden)",
         "XLA_FLAGS": "--xla_dump_to=/tmp/x",
     }
+
+
+def test_what_the_doctor_found_is_in_a_report_without_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_list_devices", lambda environ: "no module in /home/ada/lib")
+    found = {"detail": "no directory /home/ada/x there; http://ada:s3cret@proxy", "number": 1}
+    diagnosis = {"ok": False, "findings": [found]}
+    report.write_report(tmp_path / "a.json", diagnosis, {"HOME": "/home/ada"})
+    written = json.loads((tmp_path / "a.json").read_text())
+    detail = "no directory ~/x there; http://(hidden)@proxy"
+    assert written["findings"] == [{"detail": detail, "number": 1}]
+    assert written["devices"] == "no module in ~/lib"
 
 
 @pytest.mark.multiprocess
@@ -202,12 +226,12 @@ def test_a_report_has_versions_devices_and_findings(run, tmp_path):
     assert code == 0, out + err
     assert "wrote tnt_jax_report.json" in err
     (file,) = tmp_path.iterdir()
-    report = json.loads(file.read_text())
-    assert report["versions"]["jax"] == importlib.metadata.version("jax")
-    assert [device["platform"] for device in report["devices"]] == ["cpu"] * 3
-    assert report["environment"]["JAX_PLATFORMS"] == "cpu"
-    assert report["ok"] is True
-    assert len(report["findings"]) > 5
+    written = json.loads(file.read_text())
+    assert written["versions"]["jax"] == importlib.metadata.version("jax")
+    assert [device["platform"] for device in written["devices"]] == ["cpu"] * 3
+    assert written["environment"]["JAX_PLATFORMS"] == "cpu"
+    assert written["ok"] is True
+    assert len(written["findings"]) > 5
     assert secret not in file.read_text()
 
 

@@ -1,7 +1,6 @@
 """The file that `tnt-jax doctor --report` writes: what an issue needs, without secrets."""
 
 import json
-import os
 import platform
 import re
 import subprocess
@@ -19,9 +18,17 @@ _PACKAGES = (
     "h5py safetensors tensorflow tensorflow-cpu tensorflow-datasets ray optuna grain torch"
 ).split()
 _PREFIXES_OF_CLUSTERS = ("CUDA_", "SLURM_", "OMPI_", "PMIX_")
-_SECRET = re.compile(r"secret|token|key|passw|credential|auth|cookie", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"//[^/@\s]*@")
 _HIDDEN = "(hidden)"
+# SLURM_JWT and precondition_transports of Open MPI are keys of these.
+_SOUNDS_SECRET = (
+    "secret|token|key|pass|pwd|credential|auth|cookie|jwt|signature|precondition_transports"
+)
+_SECRET = re.compile(_SOUNDS_SECRET, re.IGNORECASE)
+_USER = re.compile(r"//\S*@|(?<![\w/])[\w.%-]+:[^\s/@]+@")
+# Within a value, as in `?token=...`, `--api-key=...` and `{"password": "..."}`.
+_NAMED = re.compile(
+    rf"""([\w-]*(?:{_SOUNDS_SECRET})[\w-]*(?:=|["']\s*:\s*)["']?)[^\s"'&,;}}]+""", re.IGNORECASE
+)
 _LIST_DEVICES = """
 import json, jax
 print(json.dumps([
@@ -42,8 +49,9 @@ def write_report(path: Path, diagnosis: Mapping[str, Any], environ: Mapping[str,
         "environment": shown_environment(environ),
         **diagnosis,
     }
+    shown = _without_secrets(report, environ.get("HOME", ""))
     with replacing(path) as file:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        file.write_text(json.dumps(shown, indent=2) + "\n")
 
 
 def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,13 +65,21 @@ def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
     chosen = carried_environment(environ) | of_clusters
     return {
-        name: _HIDDEN if _SECRET.search(name) else _without_user(value, environ.get("HOME", ""))
+        name: _HIDDEN if _SECRET.search(name) else _without_secrets(value, environ.get("HOME", ""))
         for name, value in sorted(chosen.items())
     }
 
 
-def _without_user(value: str, home: str) -> str:
-    value = _USER_IN_URL.sub(f"//{_HIDDEN}@", value)
+def _without_secrets(value: Any, home: str) -> Any:
+    """Returns a JSON value without users and passwords, named secrets and the home directory."""
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(part, home) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(part, home) for part in value]
+    if not isinstance(value, str):
+        return value
+    value = _USER.sub(lambda user: "//" * user[0].startswith("//") + f"{_HIDDEN}@", value)
+    value = _NAMED.sub(rf"\g<1>{_HIDDEN}", value)
     return value.replace(home, "~") if len(home) > 1 else value
 
 
@@ -77,5 +93,5 @@ def _list_devices(environ: Mapping[str, str]) -> list[dict[str, Any]] | str:
     except subprocess.TimeoutExpired:
         return f"JAX has not listed its devices within {_DEVICES_TIMEOUT_S} s."
     if done.returncode:
-        return _without_user(done.stderr[-2000:], os.path.expanduser("~"))
+        return done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
