@@ -23,7 +23,7 @@ class ToFile:
         self.logged.append((step, values["epoch"]))
 
     def log_arrays(self, kind, arrays, step):
-        raise AssertionError("not asked for")
+        self.logged.append("not asked for")
 
     def finish(self):
         file = Path(sys.argv[1]) / f"{tnt.get_process_index()}.json"

@@ -122,6 +122,33 @@ def test_a_process_that_becomes_the_master_begins_a_run_within_an_epoch():
     assert len(tracker.started) == 1
 
 
+@pytest.mark.parametrize("method", ["log", "log_arrays", "finish"])
+def test_a_tracker_that_fails_ends_no_training(method, caplog):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    fail.__name__ = method
+    tracker, model = Recorded(), make_model()
+    setattr(tracker, method, fail)
+    fit(model, callbacks=[callbacks.Track(tracker, histogram_freq=1)], epochs=2)
+    whole = make_model()
+    fit(whole, epochs=2)
+    assert int(model.state.step) == int(whole.state.step)
+    (text,) = [text for text in caplog.messages if "The tracker Recorded failed" in text]
+    assert f"failed in {method}." in text
+    assert "No space left on device" in text
+
+
+def test_a_tracker_that_cannot_start_ends_the_call():
+    def fail(*args):
+        raise ConnectionError("no key")
+
+    tracker = Recorded()
+    tracker.start = fail
+    with pytest.raises(ConnectionError, match="no key"):
+        fit(make_model(), callbacks=[callbacks.Track(tracker)])
+
+
 def test_options_out_of_range_are_refused():
     with pytest.raises(ValueError, match="update_freq must be 'epoch' or a number of steps"):
         callbacks.Track(Recorded(), update_freq=0)

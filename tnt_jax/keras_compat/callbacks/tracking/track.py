@@ -4,13 +4,15 @@ tracker = tnt.callbacks.MLflow(experiment="digits")
 model.fit(dataset, epochs=90, resume="auto", callbacks=[tnt.callbacks.Track(tracker)])
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from tnt_jax.distributed.leaving.last_words import gist
 from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
 from tnt_jax.keras_compat.callbacks.tensorboard import as_images, finite_values
+from tnt_jax.log import logger
 
 
 class Tracker(Protocol):
@@ -52,6 +54,8 @@ class Track(Callback):
     (the settings of model, optimizer, loss and data with their checksums, seed and versions) is its
     configuration. A run that resumes from a backup goes on in the same run of the tracker.
 
+    A tracker that cannot start is an error; if it fails later, training goes on with a warning.
+
     Args:
         tracker: Such as a `WeightsAndBiases`, an `MLflow` or a `Comet`; see `Tracker` for others.
         update_freq: `"epoch"`, or the number of steps between two records of step logs, which wait
@@ -84,6 +88,8 @@ class Track(Callback):
         self.write_images = write_images
         self._run: str | None = None
         self._has_started = False
+        # Methods of the tracker that have failed in this run.
+        self._failed: set[str] = set()
         self._steps = StepCount()
 
     def state(self) -> dict[str, Any]:
@@ -97,6 +103,7 @@ class Track(Callback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Forgets an earlier run."""
         self._run, self._has_started, self._steps = None, False, StepCount()
+        self._failed.clear()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Begins the run: whether training resumes is known only when all callbacks have begun."""
@@ -116,7 +123,7 @@ class Track(Callback):
         if self._steps.done // self.update_freq > before // self.update_freq:
             self._start()
             values = {f"batch_{name}": value for name, value in _numbers(logs).items()}
-            self.tracker.log(values, self._steps.done)
+            self._send(self.tracker.log, values, self._steps.done)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Records the logs of an epoch, and weights when due."""
@@ -126,14 +133,14 @@ class Track(Callback):
         values = _numbers(logs) | {"epoch": epoch}
         if hasattr(self.model.optimizer, "learning_rate"):
             values["learning_rate"] = float(self.model.optimizer.learning_rate)
-        self.tracker.log(values, self._steps.done)
+        self._send(self.tracker.log, values, self._steps.done)
         if self.histogram_freq and epoch % self.histogram_freq == 0:
             self._log_weights(self._steps.done)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Ends the run."""
         if self._has_started:
-            self.tracker.finish()
+            self._send(self.tracker.finish)
             self._has_started = False
 
     def _start(self) -> None:
@@ -145,12 +152,28 @@ class Track(Callback):
     def _log_weights(self, step: int) -> None:
         weights = self.model.weights_by_path()
         finite = {path: finite_values(path, weight) for path, weight in weights.items()}
-        self.tracker.log_arrays("histogram", {p: x for p, x in finite.items() if x.size}, step)
+        histograms = {p: x for p, x in finite.items() if x.size}
+        self._send(self.tracker.log_arrays, "histogram", histograms, step)
         if self.write_images:
             images = {path: as_images(weight) for path, weight in weights.items()}
             first = {path: found[0] for path, found in images.items() if found is not None}
             shown = {p: x[..., 0] if x.shape[-1] == 1 else x for p, x in first.items()}
-            self.tracker.log_arrays("image", shown, step)
+            self._send(self.tracker.log_arrays, "image", shown, step)
+
+    def _send(self, method: Callable[..., None], *args: Any) -> None:
+        """Calls a method of the tracker; a failure ends no training."""
+        try:
+            method(*args)
+        except Exception as error:
+            if method.__name__ not in self._failed:
+                self._failed.add(method.__name__)
+                logger.warning(
+                    "The tracker %s failed in %s. Training goes on without what it was to record; "
+                    "further failures of this kind are not reported: %s",
+                    type(self.tracker).__name__,
+                    method.__name__,
+                    gist(error),
+                )
 
 
 def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
