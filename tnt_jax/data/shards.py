@@ -17,7 +17,7 @@ from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, ReadAhead
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of
+from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of, started
 from tnt_jax.job import Slot
 
 # Batches per report; as many are held in memory. More batches mean fewer messages, each of which
@@ -69,7 +69,7 @@ class ShardSource:
         """Yields this process's rows, one batch a step, until the data of all has ended."""
         exchange = Exchange(self._board, f"{self._name}/{self._num_passes}")
         self._num_passes += 1
-        batches = self._running if self._running is not None else iter(self._batches)
+        batches = self._running if self._running is not None else started(self._batches, epoch)
         reader = ReadAhead(
             map(as_batch, batches),
             lambda batch: (batch_length(batch), form_of(batch)),

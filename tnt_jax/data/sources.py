@@ -28,6 +28,7 @@ from tnt_jax.data.layout import (
     resolve_batch_size,
 )
 from tnt_jax.data.permutation import RowOrder
+from tnt_jax.data.tables.rows import ColumnStream
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -191,8 +192,7 @@ class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
     A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
-    each epoch, after `set_epoch(epoch)` if it has that method. Its length is that of `batches`,
-    where it has one, or `length`.
+    each epoch. Its length is that of `batches`, where it has one, or `length`.
 
     Attributes:
         is_infinite: Whether the iterable says that it has no end.
@@ -225,10 +225,8 @@ class IterableSource:
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each batch, after dropping `start_batch` batches."""
-        if hasattr(self._batches, "set_epoch"):
-            self._batches.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
         for index, element in enumerate(
-            self._running if self._running is not None else iter(self._batches)
+            self._running if self._running is not None else started(self._batches, epoch)
         ):
             batch = as_batch(element)
             num_rows = batch_length(batch)
@@ -240,6 +238,13 @@ class IterableSource:
                 )
             if index >= start_batch:
                 yield select_rows(batch, local_rows(num_rows, self._rank_slice), num_rows)
+
+
+def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
+    """Returns batches from the first on, those of a `ColumnStream` in the order of an epoch."""
+    if isinstance(batches, ColumnStream):
+        batches.set_epoch(epoch)
+    return iter(batches)
 
 
 def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:

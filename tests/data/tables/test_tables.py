@@ -279,7 +279,8 @@ def test_streams_are_not_taken_for_tables_nor_for_batches():
         as_source(stream, None, None, ReadOptions(RankSlice(1)))
 
 
-def test_a_shuffled_stream_has_an_order_of_its_own_in_each_epoch(use_ranks):
+@pytest.mark.parametrize("distribute", [True, False])
+def test_a_shuffled_stream_has_an_order_of_its_own_in_each_epoch(distribute, use_ranks):
     use_ranks(1)
     stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=3)
     shuffled = stream.shuffle(seed=3, buffer_size=5)
@@ -287,15 +288,34 @@ def test_a_shuffled_stream_has_an_order_of_its_own_in_each_epoch(use_ranks):
         tnt.data.stream_columns(shuffled, 8, inputs="x", targets="y"),
         None,
         None,
-        ReadOptions(RankSlice(1)),
+        ReadOptions(RankSlice(1), distribute=distribute),
     )
     for epoch in (0, 1, 0):
         shuffled.set_epoch(epoch)
         expected = [row["x"][0] for row in shuffled]
-        found = [x for batch in source.batches(epoch) for x in batch.data[0][:, 0]]
+        batches = source.batches(epoch)
+        found = [x for batch in batches for x in batch.data[0][: batch.num_rows, 0]]
         np.testing.assert_array_equal(found, expected)
-        rest = [x for batch in source.batches(epoch, 2) for x in batch.data[0][:, 0]]
+        batches = source.batches(epoch, 2)
+        rest = [x for batch in batches for x in batch.data[0][: batch.num_rows, 0]]
         np.testing.assert_array_equal(rest, expected[16:])
+
+
+def test_the_epoch_that_a_loader_of_the_user_was_given_stays():
+    class Loader:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            yield np.full((4, 1), self.epoch, np.float32)
+
+    loader = Loader()
+    source = as_source(loader, None, None, ReadOptions(RankSlice(1)))
+    loader.set_epoch(7)
+    (batch,) = source.batches(0)
+    np.testing.assert_array_equal(batch.data, np.full((4, 1), 7))
 
 
 class Counted:
