@@ -28,7 +28,6 @@ from tnt_jax.data.layout import (
     resolve_batch_size,
 )
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.tables.rows import ColumnStream
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -188,6 +187,15 @@ class ArraySource:
             yield HostBatch(data, rows.mask, num_rows)
 
 
+@runtime_checkable
+class Reordered(Protocol):
+    """Batches with an order for each epoch, such as a `ColumnStream`."""
+
+    def batches_of_epoch(self, epoch: int) -> Iterator[Any]:
+        """Returns the batches in the order of an epoch."""
+        ...
+
+
 class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
@@ -241,10 +249,8 @@ class IterableSource:
 
 
 def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
-    """Returns batches from the first on, those of a `ColumnStream` in the order of an epoch."""
-    if isinstance(batches, ColumnStream):
-        batches.set_epoch(epoch)
-    return iter(batches)
+    """Returns batches from the first on, in the order of an epoch where they have one for each."""
+    return batches.batches_of_epoch(epoch) if isinstance(batches, Reordered) else iter(batches)
 
 
 def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:

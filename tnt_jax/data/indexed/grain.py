@@ -78,7 +78,7 @@ def rows_of_batched(dataset: Any) -> RandomAccess | None:
 
 def _grain_name(x: Any) -> str:
     """Returns the name of a function of Grain, or of the class of an object; else nothing."""
-    named = x if hasattr(x, "__name__") else type(x)
+    named = x if hasattr(x, "__name__") and hasattr(x, "__module__") else type(x)
     return named.__name__ if named.__module__.startswith("grain.") else ""
 
 

@@ -137,9 +137,10 @@ class ColumnStream:
         self._roles = roles
         self._drops_remainder = drop
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of a shuffled stream."""
+    def batches_of_epoch(self, epoch: int) -> Iterator[tuple[Any, Any, Any]]:
+        """Returns the batches in the order that a shuffled stream has in an epoch."""
         self._stream.set_epoch(epoch)
+        return iter(self)
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         batches = self._stream.iter(self._batch_size, drop_last_batch=self._drops_remainder)
