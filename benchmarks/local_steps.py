@@ -54,7 +54,7 @@ class Task:
 
 TASKS = {
     "mlp": Task(256, 6, 0.05, 25_600),
-    "resnet20": Task(128, 3, 0.05, 5_120),
+    "resnet20": Task(128, 3, 0.05, 7_680),
     "decoder_tiny": Task(128, 3, 0.003, 12_800),
 }
 
