@@ -55,7 +55,6 @@ from tnt_jax._jax.processes import (
     call_service_by,
     coordination_client,
     coordinator_listens,
-    delay_aborts,
     is_distributed,
     leave_job,
     outlive_service,

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -246,14 +246,14 @@ def leave_job() -> None:
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
 
 
-def stop_threads_that_fail() -> Callable[[], None]:
+@cache
+def stop_threads_that_fail() -> None:
     """Has threads of C++ wait for ever that would end this process by an uncaught error.
 
-    Not the main thread. Returns what undoes that, which must be kept: C holds no reference.
+    While the interpreter ends, the main thread waits as well, as nothing distinguishes it then.
     """
     # The handler of jaxlib's library of C++; std::set_terminate, by its name in the library.
-    library = ctypes.CDLL("libstdc++.so.6")
-    set_terminate = library._ZSt13set_terminatePFvvE
+    set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
     set_terminate.restype = ctypes.c_void_p
     set_terminate.argtypes = [ctypes.c_void_p]
 
@@ -263,27 +263,14 @@ def stop_threads_that_fail() -> Callable[[], None]:
             time.sleep(_LONGEST_LAST_CALL_S)
         ctypes.CFUNCTYPE(None)(before)()
 
+    def end() -> None:
+        # Once Python has ended, `handle` cannot be called.
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+        del handles[:]
+
+    handles = [handle]
     before = set_terminate(ctypes.cast(handle, ctypes.c_void_p))
-    kept = [handle]
-
-    def undo() -> None:
-        set_terminate(before)
-        kept.clear()
-
-    return undo
-
-
-def delay_aborts() -> None:
-    """Lets an abort wait for some seconds, in which the interpreter ends.
-
-    Clients of services that this process has left abort when those end, and Python can no longer be
-    called then.
-    """
-    process = ctypes.CDLL(None)
-    process.signal.restype = ctypes.c_void_p
-    process.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    # As a handler, sleep is called with the number of the signal, which is 6.
-    process.signal(signal.SIGABRT, ctypes.cast(process.sleep, ctypes.c_void_p))
+    atexit.register(end)
 
 
 def before_abort(function: Callable[[], None]) -> Callable[[], None]:

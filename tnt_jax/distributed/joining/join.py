@@ -74,7 +74,7 @@ def join_job() -> Settings:
     own_link = link()
     if own_link is not None:
         _jax.call_service_by(unless_ended)
-        exits.outlive_services()
+        _jax.stop_threads_that_fail()
     joins_later = own_link is not None and not own_link.has_joined
     job = None if joins_later else detect_job(os.environ)
     is_worker = job is not None and job.source == RAY_TRAIN

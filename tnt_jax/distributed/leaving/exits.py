@@ -457,25 +457,6 @@ def _do_nothing() -> None:
     pass
 
 
-def _stop_threads_that_fail() -> Callable[[], None]:
-    undo = _jax.stop_threads_that_fail()
-    # Once Python has ended, a function of Python cannot be called.
-    atexit.register(_jax.delay_aborts)
-    atexit.register(undo)
-    return undo
-
-
-_stops = Slot(_stop_threads_that_fail, lasts=True)
-
-
-def outlive_services() -> None:
-    """Lets this process of an elastic job outlive the coordination services that it leaves.
-
-    Their clients end it when those end, from threads of their own, which are stopped instead.
-    """
-    _stops.get()
-
-
 def _hook_in(own: Membership) -> Callable[[], None]:
     """Lets a membership see how the interpreter ends, and returns what undoes that."""
     report = sys.excepthook
@@ -499,7 +480,7 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     if link() is None:
         aborts_again = _jax.before_abort(own.end_without_service)
     else:
-        aborts_again = _do_nothing  # `outlive_services` has seen to it.
+        aborts_again = _do_nothing  # `_jax.stop_threads_that_fail` prevents aborts.
     # Once Python has ended, a function of Python cannot be called.
     atexit.register(aborts_again)
     # Runs before JAX's own, which was registered earlier.
