@@ -89,7 +89,7 @@ def once_per_job(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 secret = Slot[bytes](bytes, lasts=True)
-"""What only the processes of the job know; empty if they were started without one."""
+"""Secret of the processes of the job; empty if they were started without one."""
 
 
 def sign(purpose: str, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What programs hold in memory: by an estimate before they are compiled, and by the compiler."""
+"""Memory of programs: by an estimate before they are compiled, and by the compiler."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the profiler records, in memory."""
+"""Recordings of the profiler, in memory."""
 
 import tempfile
 from collections.abc import Iterator

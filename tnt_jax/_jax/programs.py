@@ -1,4 +1,4 @@
-"""What traced programs compute."""
+"""Analysis of traced programs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

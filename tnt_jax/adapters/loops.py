@@ -1,4 +1,4 @@
-"""What a forward pass needs inside `shard_map`: random numbers by row, and loops from constants.
+"""Forward passes inside `shard_map`: random numbers by row, and loops from constants.
 
 A recurrent layer of any library starts its `scan` from zeros, which are the same on every rank, and
 continues with activations, which are not. A layer may keep a state value in one branch of a `cond`

@@ -14,7 +14,7 @@ GpuCounter = Callable[[Mapping[str, str]], int]
 
 @dataclass(frozen=True)
 class Job:
-    """What a process must know to join its job.
+    """Settings with which a process joins its job.
 
     Attributes:
         coordinator_address: `host:port` where process 0 listens.

@@ -53,7 +53,7 @@ class RankSlice:
 
     @property
     def kind(self) -> str:
-        """What messages call the ranks."""
+        """Name of the ranks in messages."""
         return "virtual ranks" if self.are_virtual else "ranks"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowOrder:
-    """What the order of a source's rows depends on.
+    """Values that decide the order of a source's rows.
 
     A source says so by its attribute `row_order`; one without it may have any order.
 

@@ -159,7 +159,7 @@ class ArraySource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which rows come when, by name; the same on every process."""
+        """Settings that decide the order of rows, by name; the same on every process."""
         return {
             "shuffle": self._shuffle,
             "seed of the order": self._seed if self._shuffle else None,

@@ -31,7 +31,7 @@ _CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S, _LOOK_EVERY_S = 5.0, 60.0, 5.0
 
 @dataclass(frozen=True)
 class Wish:
-    """What the launcher asks for: a command to run on each node of the cluster at an address.
+    """Request of the launcher: a command to run on each node of the cluster at an address.
 
     Attributes:
         num_processes: Bundles; None for each node that is alive, without a reservation.

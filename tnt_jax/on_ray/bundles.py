@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What is reserved; without a placement group, nothing.
+    """Resources that are reserved; without a placement group, none.
 
     Attributes:
         actor_options: For each node the options of the actors there, one of which runs a program.

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster for the launcher: a program, and its three streams.
+"""A program on each node of a Ray cluster for the launcher, and its three streams.
 
 Ray sends these classes to the node as they are, so that the node needs no tnt_jax for them, and
 makes them actors. An actor ends with the driver that made it. The program, whose standard input

@@ -28,7 +28,7 @@ _TICK_S = 0.05
 
 
 class RayStorage:
-    """What this process reports to Ray, and the `folder` where checkpoints lie before.
+    """Reports of this process to Ray, and the `folder` where checkpoints lie before.
 
     It has the same path on every process. Process 0 writes to it, and the others see what Ray had
     stored when the job began. `is_over` is set when the training function has ended, and the folder

@@ -39,7 +39,7 @@ _SHAPES = -1
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value of the program depends on.
+    """Dependence of a value of the program on rows and variables.
 
     Attributes:
         name: `"same"`, `"rows"` or `"whole"`. All elements of an array that is the same are equal.

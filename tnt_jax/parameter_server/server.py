@@ -1,4 +1,4 @@
-"""What one server does: holds its rows of the variables, and applies gradients to them.
+"""A server: holds its rows of the variables, and applies gradients to them.
 
 It runs in a Ray actor, but knows nothing of Ray. Calls of one coordinator run in their order, which
 is the order of the versions on every server.
@@ -254,7 +254,7 @@ class WrongVersion(Exception):
 
 
 class Push(NamedTuple):
-    """What a worker sends to one server, of what it holds, for a batch or a share of one.
+    """Message of a worker to one server about its rows, for a batch or a share of one.
 
     Attributes:
         grads: Gradients as sent (`to_wire`).
@@ -282,7 +282,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What all servers and workers of a model know: structures and dtypes of its variables."""
+    """Structures and dtypes of the variables of a model, for all its servers and workers."""
 
     optimizer: ServedOptimizer
     params: Any

@@ -46,7 +46,7 @@ class StalenessBound:
 
 @dataclass
 class Statistics:
-    """What happened since a parameter server was started.
+    """Counts since a parameter server was started.
 
     Attributes:
         updates: Updates of the variables: the version of the latest gradient.

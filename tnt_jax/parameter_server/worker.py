@@ -1,4 +1,4 @@
-"""What one worker does: computes gradients with variables that it is given, on its own devices.
+"""A worker: computes gradients with variables that it is given, on its own devices.
 
 It runs in a Ray actor, but knows nothing of Ray. A batch may be computed in several shares, each by
 one worker. The share's gradients are those of the global batch's loss, because the divisors of the
@@ -53,7 +53,7 @@ class Share(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the coordinator hears of the rows of a batch, or of a share of one.
+    """Numbers that a worker sends to the coordinator for the rows of a batch, or of a share of one.
 
     Attributes:
         loss: The rows' part of the batch's loss.
@@ -154,7 +154,7 @@ def counts_need_params(counts: Callable, params: Any, model_state: Any, batch: B
 
 @dataclass(frozen=True)
 class WorkerModel:
-    """What a worker needs to build the model of its coordinator.
+    """Description from which a worker builds the model of its coordinator.
 
     Attributes:
         options: Options of `tnt_jax.adapters.wrap`.

@@ -26,7 +26,7 @@ _ADVICE = (
 
 
 class ModelArrays(NamedTuple):
-    """What a program needs of the state; outside training, `first_row` rows of the data precede.
+    """Arrays of the state that a program needs; outside training, `first_row` rows of data precede.
 
     Attributes:
         key: The words of the run's key with the step; None outside training.

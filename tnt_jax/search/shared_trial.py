@@ -101,7 +101,7 @@ class SharedTrial:
 
     @property
     def user_attrs(self) -> dict[str, Any]:
-        """What `set_user_attr` has noted."""
+        """Attributes that `set_user_attr` has set."""
         return self._ask("user_attrs", lambda trial: dict(trial.user_attrs))
 
     @property

@@ -83,7 +83,7 @@ def optimize(
 
 
 class _Next(NamedTuple):
-    """What comes next on all processes: a trial, the best ones at the end, or an error."""
+    """Next event on all processes: a trial, the best ones at the end, or an error."""
 
     is_trial: bool = False
     best: Sequence[Any] = ()

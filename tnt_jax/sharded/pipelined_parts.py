@@ -87,7 +87,7 @@ class PipelinedParts:
 
 
 class _Sums(NamedTuple):
-    """What micro-batches add up beside the loss: its divisor, and increments of the metrics."""
+    """Sums over micro-batches beside the loss: its divisor, and increments of the metrics."""
 
     count: jax.Array
     increments: Any

@@ -1,4 +1,4 @@
-"""What a training step needs on each device, before one runs: `tnt-jax plan -- train.py`."""
+"""Needs of a training step on each device, before one runs: `tnt-jax plan -- train.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a training step needs: arrays, memory of each device, and collectives.
+    """Needs of a training step: arrays, memory of each device, and collectives.
 
     `state` are all arrays but the parameters; `notes` say why the mesh was chosen, and what a
     pipeline costs.

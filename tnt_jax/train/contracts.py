@@ -65,7 +65,7 @@ class Apply(Protocol):
 
 
 class Measured(NamedTuple):
-    """What a step computes from one rank's rows.
+    """Numbers that a step computes from one rank's rows.
 
     Attributes:
         terms: Summands of the loss.

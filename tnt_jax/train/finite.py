@@ -145,7 +145,7 @@ def _is_scaled(node: Any) -> bool:
 
 
 OnNaN = Literal["raise", "skip", "rollback"]
-"""What follows a step whose loss or gradients are not finite."""
+"""Reaction to a step whose loss or gradients are not finite."""
 
 CHECKED = "checked"
 """Key of the sums of an epoch under which the counts of `first_counts` lie."""

@@ -553,7 +553,7 @@ class Trainer:
 
 
 OF_GROUPS = "groups/"
-"""What paths begin with of the arrays that groups of ranks have for themselves."""
+"""Start of the paths of arrays that groups of ranks have for themselves."""
 
 
 def _find_memory(devices: Sequence[Any], nbytes: int) -> bool:

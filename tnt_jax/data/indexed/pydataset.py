@@ -79,7 +79,7 @@ class PyDatasetSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which batches come when, by name; the same on every process."""
+        """Settings that decide the order of batches, by name; the same on every process."""
         return {
             "shuffle": self._shuffle,
             "seed of the order": self._seed if self._shuffle else None,

@@ -135,7 +135,7 @@ class RandomAccessSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which rows come when, by name; the same on every process."""
+        """Settings that decide the order of rows, by name; the same on every process."""
         return {
             "shuffle of the RandomAccess": self._spec.shuffle,
             "seed of the order": self._seed,

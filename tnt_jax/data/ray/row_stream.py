@@ -26,7 +26,7 @@ _CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What a process asks for: its part of the global batch at `first_row` of pass `number`.
+    """Request of a process for its part of the global batch at `first_row` of pass `number`.
 
     The pass is that of `epoch`, which decides the order of its rows.
     """

@@ -1,4 +1,4 @@
-"""What `streaming_split` has cut: each process reads the rows that Ray gives it."""
+"""Parts of `streaming_split`: each process reads the rows that Ray gives it."""
 
 from collections.abc import Iterator
 from dataclasses import replace

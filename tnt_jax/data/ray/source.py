@@ -200,7 +200,7 @@ class RaySource:
 
     @property
     def row_order(self) -> RowOrder:
-        """What the order of the rows depends on: of the first ones it is known by a checksum."""
+        """Values that decide the order of the rows: of the first ones it is known by a checksum."""
         targets = None if self.first_checksums is None else self.first_checksums[1]
         return RowOrder(
             parts={} if targets is None else {"order of the first rows (checksum)": targets},

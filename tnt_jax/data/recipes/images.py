@@ -40,7 +40,7 @@ UNIT_DEVIATIONS = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What a preprocessed image looks like.
+    """Format of a preprocessed image.
 
     Attributes:
         size: Height and width.

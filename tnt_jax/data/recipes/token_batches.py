@@ -121,7 +121,7 @@ class TokenBatchSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which pairs come when, by name; the same on every process."""
+        """Settings that decide the order of pairs, by name; the same on every process."""
         return {
             "seed of the order": self._spec.seed,
             "tokens_per_batch": self._spec.tokens_per_batch,

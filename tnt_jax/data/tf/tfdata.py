@@ -245,7 +245,7 @@ class TfDataSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which rows come when, by name; the same on every process."""
+        """Settings that decide the order of rows, by name; the same on every process."""
         return {"split": self._split, "rows are selected early": self._is_early}
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:

@@ -126,7 +126,7 @@ class Here:
 
     @property
     def awaits(self) -> str:
-        """What this process waits for, or nothing: a thread that reads ahead delays nobody."""
+        """The wait of this process, or none: a thread that reads ahead delays nobody."""
         readers = () if self.doing[0] in ("", "data") else self.readers
         waits = list(self.waits.items())
         return next((what for thread, what in waits if thread not in readers), "")

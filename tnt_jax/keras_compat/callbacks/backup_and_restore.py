@@ -189,7 +189,7 @@ def _is_arrays(value: Any) -> bool:
 
 
 BACKUP_PREFIX = "tnt_jax_backup"
-"""What the names of the folders of backups begin with."""
+"""Start of the names of the folders of backups."""
 # Settings that `optax.inject_hyperparams` keeps in the state of an optimizer, by path.
 _SETTING = re.compile(r"(?:^|/)hyperparams/(\w+)$")
 # Seconds between two looks whether a backup could be written.

@@ -1,1 +1,1 @@
-"""What `compile` is given, made into the objective of the training step."""
+"""Arguments of `compile`, made into the objective of the training step."""

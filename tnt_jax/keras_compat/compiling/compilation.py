@@ -47,7 +47,7 @@ class Compilation:
 
     @property
     def on_nan(self) -> OnNaN | None:
-        """What follows a step that is not finite; None to take it."""
+        """Reaction to a step that is not finite; None to take it."""
         return self.given["on_nan"]
 
     @property

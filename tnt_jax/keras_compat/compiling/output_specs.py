@@ -27,7 +27,7 @@ class OutputSpec:
 
     @property
     def prefix(self) -> str:
-        """What the names of this output's logs begin with."""
+        """Start of the names of this output's logs."""
         return f"{self.name}_" if self.name else ""
 
     @property

@@ -83,7 +83,7 @@ class Layer:
 
 
 class Inspection:
-    """What a `Model` tells of itself."""
+    """Summaries, names and plans of a `Model`."""
 
     _core: Core
     _shared: Shared

@@ -300,7 +300,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Shared:
-    """What `fit`, `evaluate`, `predict` and the calls for single batches share."""
+    """State that `fit`, `evaluate`, `predict` and the calls for single batches share."""
 
     core: Core
     state: ModelState

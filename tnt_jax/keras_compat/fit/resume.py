@@ -46,7 +46,7 @@ from tnt_jax.train.state_arrays import state_arrays, with_arrays, without_accumu
 
 _DIR, _EVERY = "TNT_CHECKPOINT_DIR", "TNT_CHECKPOINT_EVERY"
 CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "batch_size")
-"""What `tnt_ignore_changes` may name."""
+"""Names that `tnt_ignore_changes` takes."""
 # Options of `Model` that change results by more than rounding, besides the seed.
 _OPTIONS = (
     "precision",

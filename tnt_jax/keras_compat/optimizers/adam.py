@@ -46,7 +46,7 @@ class Adam(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the moments; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         velocity = moments["velocity"]
         if self.amsgrad:
@@ -106,7 +106,7 @@ class Adamax(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update, the first moment and the norm; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"] + (1 - self.beta_1) * (grad - slots["momentum"])
         norm = jnp.maximum(self.beta_2 * slots["norm"], jnp.abs(grad))
         update = -rate * momentum / ((1 - self.beta_1**step) * (norm + self.epsilon))
@@ -150,7 +150,7 @@ class Nadam(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and both moments; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         product = shared["u_product"]
         following = self._u(step + 1)

@@ -58,7 +58,7 @@ class Ftrl(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the step to the closed solution, and both sums; see `Optimizer.update_leaf`."""
         power = -self.learning_rate_power
         before = slots["accumulator"]
         accumulator = before + jnp.square(grad)
@@ -107,7 +107,7 @@ class ScheduleFreeAdamW(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the step of the average, z and the second moment; see `Optimizer.update_leaf`."""
         if self.warmup_steps > 0:
             rate = rate * jnp.minimum(step / self.warmup_steps, 1)
         before = slots["momentum"]

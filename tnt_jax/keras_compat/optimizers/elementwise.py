@@ -39,7 +39,7 @@ class SGD(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the momentum, if there is any; see `Optimizer.update_leaf`."""
         if not slots:
             return -rate * grad, slots
         momentum = self.momentum * slots["momentum"] - rate * grad
@@ -80,7 +80,7 @@ class RMSprop(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the means of the gradients; see `Optimizer.update_leaf`."""
         rho = self.rho
         slots = dict(slots)
         slots["velocity"] = variance = rho * slots["velocity"] + (1 - rho) * jnp.square(grad)
@@ -116,7 +116,7 @@ class Adadelta(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the means of both squares; see `Optimizer.update_leaf`."""
         rho, epsilon = self.rho, self.epsilon
         squares = rho * slots["accumulated_grad"] + (1 - rho) * jnp.square(grad)
         delta = -jnp.sqrt(slots["accumulated_delta"] + epsilon) * grad / jnp.sqrt(squares + epsilon)
@@ -144,7 +144,7 @@ class Adagrad(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the sum of squares; see `Optimizer.update_leaf`."""
         accumulator = slots["accumulator"] + jnp.square(grad)
         return -rate * grad / jnp.sqrt(accumulator + self.epsilon), {"accumulator": accumulator}
 
@@ -173,7 +173,7 @@ class Lion(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the momentum; see `Optimizer.update_leaf`."""
         momentum = slots["momentum"]
         update = -rate * jnp.sign(self.beta_1 * momentum + (1 - self.beta_1) * grad)
         return update, {"momentum": self.beta_2 * momentum + (1 - self.beta_2) * grad}

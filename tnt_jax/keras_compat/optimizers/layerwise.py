@@ -40,7 +40,7 @@ class Lamb(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the scaled update and both moments; see `Optimizer.update_leaf`."""
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         momentum = moments["momentum"] / (1 - self.beta_1**step)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
@@ -92,7 +92,7 @@ class Adafactor(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the clipped update and the means of squares; see `Optimizer.update_leaf`."""
         square = jnp.square(grad) + self.epsilon_1
         kept = 1 - step**self.beta_2_decay
         means = {"velocity": square}
@@ -180,7 +180,7 @@ class Muon(Optimizer):
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
     ) -> tuple[Array, Slots]:
-        """Applies the rule of the class; see `Optimizer.update_leaf`."""
+        """Returns the update and the moments; see `Optimizer.update_leaf`."""
         if "velocity" in slots:
             return self._adam(grad, slots, rate * self.adam_lr_ratio, step)
         momentum = grad + self.momentum * slots["momentum"]

@@ -1,1 +1,1 @@
-"""What a launch was asked for, and which processes it starts where."""
+"""Options of a launch, and which processes it starts where."""

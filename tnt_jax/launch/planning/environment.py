@@ -26,7 +26,7 @@ _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 @dataclass(frozen=True)
 class Launch:
-    """What the processes of a job have in common.
+    """Settings that the processes of a job have in common.
 
     Attributes:
         coordinator_address: `host:port` where process 0 listens.

@@ -104,7 +104,7 @@ def _run_timeout() -> Any:
 
 @dataclass(frozen=True)
 class Scale:
-    """What `tnt-jax scale` measures; with `is_weak` the global batch grows with the ranks."""
+    """Options of `tnt-jax scale`; with `is_weak` the global batch grows with the ranks."""
 
     ranks: tuple[int, ...] = _number(
         "N",
@@ -141,7 +141,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Verify:
-    """What `tnt-jax verify` runs."""
+    """Options of `tnt-jax verify`."""
 
     ranks: tuple[int, ...] = _number(
         "N",
@@ -185,7 +185,7 @@ class Explain:
 
 @dataclass(frozen=True)
 class Options:
-    """What `tnt-jax` is asked for: what its options say, and what follows from them.
+    """Options of `tnt-jax`, and values that follow from them.
 
     Attributes:
         script: The script to run, or "-m" for the module that is the first of `script_args`; empty

@@ -1,4 +1,4 @@
-"""What the launcher says about the end of a process, from its exit code and its last words."""
+"""Reports on the end of a process, from its exit code and its last words."""
 
 import re
 import signal

@@ -49,7 +49,7 @@ class HostError(RuntimeError):
 
 
 class _Actions:
-    """What a session does for the membership of its job."""
+    """Actions of a session for the membership of its job."""
 
     def __init__(self, session: "Session") -> None:
         self.start, self.kill, self.show = session.start_again, session.kill, session.show

@@ -183,7 +183,7 @@ class Step(NamedTuple):
 
 @dataclass
 class _Match:
-    """What is found backward from the ends of blocks: what the first starts from, and equations."""
+    """Match backward from the ends of blocks: the start of the first one, and equations."""
 
     start: dict[int, Any] = field(default_factory=dict)
     steps: dict[tuple[int, ...], Step] = field(default_factory=dict)

@@ -101,7 +101,7 @@ def loop_body(equation: Any) -> Callable:
 
 
 class LoopOperands(NamedTuple):
-    """What an equation of `jax.lax.scan` works on: constants, the start, and what it runs over."""
+    """Operands of an equation of `jax.lax.scan`: constants, the start, and the items."""
 
     consts: list[Any]
     carried: list[Any]

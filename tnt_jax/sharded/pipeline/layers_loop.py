@@ -117,7 +117,7 @@ def _equal_constants(program: Any) -> dict[Any, Any]:
 
 
 class Moving(NamedTuple):
-    """What passes from stage to stage: activations, and other values that depend on parameters."""
+    """Values between stages: activations, and others that depend on parameters."""
 
     carried: list[Any]
     extras: list[Any]

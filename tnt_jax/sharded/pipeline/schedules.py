@@ -69,7 +69,7 @@ def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STA
 
 
 class Ends(NamedTuple):
-    """What stands before and after the stack of layers.
+    """Functions before and after the stack of layers.
 
     Attributes:
         enter: Function `(shared, micro_batch) -> x`, which the first stage runs.
@@ -83,7 +83,7 @@ class Ends(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What a stage carries from slot to slot.
+    """State of a stage between slots.
 
     Attributes:
         x: Activations that the stage before sent in the last slot.

@@ -42,7 +42,7 @@ from tnt_jax.train.state_arrays import state_arrays, without_accumulated
 
 OnSaveError = Literal["warn", "raise"]
 STEP_PREFIX = "tnt_jax_step"
-"""What the names of the folders of checkpoints begin with, unless another prefix is chosen."""
+"""Start of the names of the folders of checkpoints, unless another prefix is chosen."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds.
+    """Content of a checkpoint that was read.
 
     Attributes:
         number: Number of the checkpoint.

@@ -49,7 +49,7 @@ class DamagedCheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, copied to the host: arrays by tree and path, and a text about them.
+    """Content of a checkpoint on the host: arrays by tree and path, and a text about them.
 
     `is_best` says whether it is the best so far, `is_spread` whether each process writes a part.
     """

@@ -39,7 +39,7 @@ _REPLICATED: Any = PartitionSpec()
 
 
 class Diagnosis(NamedTuple):
-    """What is not finite in a step.
+    """Numbers of a step that are not finite.
 
     Attributes:
         loss: Loss of the global batch.
@@ -203,7 +203,7 @@ class _Started(NamedTuple):
 
 @dataclass
 class _Copy:
-    """What `on_nan="rollback"` goes back to: state and sums after `index` steps of the epoch."""
+    """Copy that `on_nan="rollback"` restores: state and sums after `index` steps of the epoch."""
 
     state: TrainState
     sums: Any

@@ -43,7 +43,7 @@ class DistributedBatch:
 
     @property
     def arrays(self) -> Batch:
-        """What a program takes of the batch."""
+        """Arrays of the batch that a program takes."""
         return Batch(self.inputs, self.targets, self.weight, self.mask)
 
     def without_padding(self, rows: Any) -> Any:

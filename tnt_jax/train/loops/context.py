@@ -1,4 +1,4 @@
-"""What functions inside a distributed step know of it while it is traced."""
+"""Context of a distributed step for functions inside it while it is traced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ class Passes(NamedTuple):
 
 
 class LossOfPass:
-    """What the rows of one of several passes add to a loss of the global batch.
+    """Contribution of the rows of one of several passes to a loss of the global batch.
 
     Sums and multiples are that again; anything else would need the loss itself.
     """

@@ -166,7 +166,7 @@ def _checked(loss: Any) -> Any:
 
 
 class _Outcome(NamedTuple):
-    """What a loss function gives for the rows of a pass, besides the loss.
+    """Results of a loss function for the rows of a pass, besides the loss.
 
     Attributes:
         values: Leaves of what it returns besides the loss; of losses their parts.

@@ -96,7 +96,7 @@ _STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 
 
 class Prepared(NamedTuple):
-    """What tracing a program tells.
+    """Properties of a program that tracing has found.
 
     Attributes:
         metrics: Metrics that it updates, in the order of their first updates.

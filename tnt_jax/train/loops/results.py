@@ -1,4 +1,4 @@
-"""What ranks know of their own rows as results for the global batch, inside a distributed step."""
+"""Results for the global batch from those for each rank's rows, inside a distributed step."""
 
 from typing import Any, Literal
 

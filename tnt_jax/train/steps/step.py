@@ -146,7 +146,7 @@ def compiled(function: Callable, mesh: Mesh, **options: Any) -> Callable:
 
 
 class LocalStep(NamedTuple):
-    """What one rank computes in a step before it communicates.
+    """Results of one rank in a step before it communicates.
 
     Attributes:
         numbers: Loss, loss of each term, and increments of the metrics.

@@ -178,7 +178,7 @@ def _trace(loop: _Loop, num_programs: int) -> tuple[float, ...]:
 
 
 class Event(NamedTuple):
-    """What a device (an operation) or the thread that trains (an annotation) did, in ns."""
+    """Operation of a device, or annotation of the thread that trains, with its times in ns."""
 
     name: str
     start: float

@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the trials run; `num_steps` are those of one program."""
+    """Step that the trials run; `num_steps` are those of one program."""
 
     parts: Parts
     optimizer: optax.GradientTransformation
