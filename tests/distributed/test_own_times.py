@@ -35,10 +35,10 @@ def test_a_thread_that_reads_ahead_waits_for_itself_until_its_data_is_needed():
 
 
 def test_the_thread_counts_all_time_that_passes():
-    here, stopped = Here(), threading.Event()
+    here, stopped, passed = Here(), threading.Event(), []
     here.doing = ("step", "")
     times = OwnTimes(here, 1.0, lambda: False)
-    thread = threading.Thread(target=times.run, args=(stopped,))
+    thread = threading.Thread(target=times.run, args=(stopped, passed.append))
     start_s = time.monotonic()
     thread.start()
     while times.seconds.get("step", 0.0) < 0.1:
@@ -48,13 +48,15 @@ def test_the_thread_counts_all_time_that_passes():
     thread.join()
     assert times.seconds["step"] == pytest.approx(time.monotonic() - start_s, abs=0.2)
     assert times.seconds["step"] <= time.monotonic() - start_s
+    assert sum(passed) == pytest.approx(times.seconds["step"])
 
 
 def test_the_random_numbers_of_the_user_are_left_alone():
     random.seed(3)
     expected = random.getstate()
     stopped = threading.Event()
-    thread = threading.Thread(target=OwnTimes(Here(), 0.2, lambda: False).run, args=(stopped,))
+    times = OwnTimes(Here(), 0.2, lambda: False)
+    thread = threading.Thread(target=times.run, args=(stopped, lambda passed_s: None))
     thread.start()
     time.sleep(0.05)
     stopped.set()

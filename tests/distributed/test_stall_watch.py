@@ -70,6 +70,22 @@ def test_a_judgement_that_fails_keeps_no_note_from_the_others(monkeypatch, servi
     assert "division by zero" in caplog.text
 
 
+def test_a_service_that_does_not_answer_ends_the_process(monkeypatch, service):
+    may_answer, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(service, "key_value_set", lambda *_, **__: may_answer.wait(20))
+    causes_found = []
+
+    def end_job(cause, service_answers):
+        causes_found.append((cause.process, cause.is_silent, service_answers))
+        ended.set()
+
+    own = stall_watch._Watch(Patience(0.1, 0.5), end_job, lambda: False)
+    assert ended.wait(20)
+    may_answer.set()
+    own.stop()
+    assert causes_found[0] == (0, True, False)
+
+
 def test_the_threads_end_with_the_service(monkeypatch, service, caplog):
     def gone(key):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")

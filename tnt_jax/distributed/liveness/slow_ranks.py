@@ -35,8 +35,8 @@ class OwnTimes:
         self._is_waiting = is_waiting
         self._period_s = min(window_s / _SAMPLES, _LONGEST_PERIOD_S)
 
-    def run(self, stopped: threading.Event) -> None:
-        """Samples until an event is set."""
+    def run(self, stopped: threading.Event, then: Callable[[float], None]) -> None:
+        """Samples until an event is set, and gives `then` the seconds since the last one."""
         before_s = time.monotonic()
         # Periods of random length, as steps may have a fixed one. The global generator belongs to
         # the user.
@@ -44,6 +44,7 @@ class OwnTimes:
         while not stopped.wait(self._period_s * lengths.uniform(0.5, 1.5)):
             now_s = time.monotonic()
             self.sample(now_s - before_s)
+            then(now_s - before_s)
             before_s = now_s
 
     def sample(self, passed_s: float) -> None:

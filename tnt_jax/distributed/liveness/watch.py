@@ -47,8 +47,10 @@ _NO_POSTS = (
     "Process {} failed to say where it is, or to look where the others are. If that goes on, the "
     "others take it for one that is stopped, and it finds none that is:"
 )
-_NO_SILENCE = "Process {} does not notice any more if process 0 is stopped or cut off:"
-_NO_TIMES = "How long process {} takes is not measured any more, so that it is never named as slow:"
+_NO_SAMPLES = (
+    "Process {} does not notice any more if process 0 is stopped or cut off, and is never named as "
+    "slow:"
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class _Clock:
     """Counts seconds in which this process ran: a stopped one cannot judge the others."""
 
     def __init__(self, tick_s: float) -> None:
-        self._longest_s = 2 * tick_s + _LONGEST_CALL_S
+        self.longest_s = 2 * tick_s + _LONGEST_CALL_S
         self._read_at, self._now_s = time.monotonic(), 0.0
 
     def now_s(self) -> float:
         """Returns the seconds so far."""
         moment = time.monotonic()
-        self._now_s += min(moment - self._read_at, self._longest_s)
+        self._now_s += min(moment - self._read_at, self.longest_s)
         self._read_at = moment
         return self._now_s
 
@@ -99,7 +101,8 @@ class _Watch:
         self._stack = ""
         # The last post of each process, and when it was first seen.
         self._seen: dict[int, tuple[str, float]] = {}
-        self._answered_at = time.monotonic()
+        # Since the service has answered.
+        self._silent_s = 0.0
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
@@ -107,14 +110,11 @@ class _Watch:
         self._stopped = threading.Event()
         self._has_failed = False
         process = self._process
-        # The first, whose end the second sees.
         self._threads = [start_thread(self._run, name="stall", lost=_NO_POSTS.format(process))]
-        self._threads += [
-            start_thread(self._run_silence, name="silence", lost=_NO_SILENCE.format(process)),
-            start_thread(
-                self._own_times.run, self._stopped, name="samples", lost=_NO_TIMES.format(process)
-            ),
-        ]
+        # This one asks the service nothing, and so sees that it does not answer.
+        sample = self._own_times.run, self._stopped, self._count_silence
+        lost = _NO_SAMPLES.format(process)
+        self._threads.append(start_thread(*sample, name="samples", lost=lost))
 
     def stop(self) -> None:
         """Ends the threads: none must be in a call to the service at the interpreter's exit."""
@@ -142,25 +142,19 @@ class _Watch:
                 if not self._has_failed:
                     say_lost(_NO_POSTS.format(self._process))
                 self._has_failed = True
-            self._answered_at = time.monotonic()
+            self._silent_s = 0.0
 
-    def _run_silence(self) -> None:
+    def _count_silence(self, passed_s: float) -> None:
         """Ends this process if the service, which runs in process 0, does not answer."""
-        clock = _Clock(self._patience.tick_s)
-        answered_at, answered_s = self._answered_at, 0.0
-        while self._patience.timeout_s and not self._stopped.wait(self._patience.tick_s):
-            now_s = clock.now_s()
-            if not self._threads[0].is_alive():
-                return
-            if answered_at != self._answered_at:
-                answered_at, answered_s = self._answered_at, now_s
-            if now_s - answered_s > self._patience.timeout_s:
-                text = (
-                    f"Process 0, which coordinates the job, has not answered process "
-                    f"{self._process} for {now_s - answered_s:.0f} s: it is stopped or swapped "
-                    "out, or its host or the network is down."
-                )
-                self._end_job(Cause(0, f"{text} {ADVICE}", is_silent=True), False)
+        self._silent_s += min(passed_s, self._clock.longest_s)
+        timeout_s = self._patience.timeout_s
+        if timeout_s and self._silent_s > timeout_s and self._threads[0].is_alive():
+            text = (
+                f"Process 0, which coordinates the job, has not answered process {self._process} "
+                f"for {self._silent_s:.0f} s: it is stopped or swapped out, or its host or the "
+                "network is down."
+            )
+            self._end_job(Cause(0, f"{text} {ADVICE}", is_silent=True), False)
 
     def _look(self) -> None:
         now_s = self._clock.now_s()
