@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -83,46 +84,33 @@ def test_a_process_that_a_process_of_the_job_has_started_cannot_join_in_its_plac
     assert "if __name__ == '__main__'" in result.stderr
 
 
-def test_a_missing_process_is_reported_with_the_remedy():
-    code = "import tnt_jax as tnt; tnt.init()"
-    job = {
-        "TNT_COORDINATOR_ADDRESS": free_address(),
-        "TNT_NUM_PROCESSES": "2",
-        "TNT_PROCESS_ID": "0",
-    }
-    result = run(code, **job, TNT_INIT_TIMEOUT_S="3")
-    assert result.returncode != 0
-    assert "Check that all 2 processes were started" in result.stderr
+def test_a_process_without_the_others_is_told_the_remedy():
+    job = {"TNT_NUM_PROCESSES": "2", "TNT_INIT_TIMEOUT_S": "3", "http_proxy": "http://proxy:3128"}
+
+    def start(process):
+        job_of_one = job | {"TNT_COORDINATOR_ADDRESS": free_address(), "TNT_PROCESS_ID": process}
+        return run("import tnt_jax as tnt; tnt.init()", **job_of_one)
+
+    with ThreadPoolExecutor() as pool:
+        coordinator, other = pool.map(start, ("0", "1"))
+    assert coordinator.returncode != 0
+    assert "Check that all 2 processes were started" in coordinator.stderr
+    assert other.returncode != 0
+    assert "could not start with the others within 3 s" in other.stderr
+    assert "http_proxy" in other.stderr
 
 
-def test_a_coordinator_that_does_not_answer_is_reported_with_the_remedy():
-    code = "import tnt_jax as tnt; tnt.init()"
-    job = {
-        "TNT_COORDINATOR_ADDRESS": free_address(),
-        "TNT_NUM_PROCESSES": "2",
-        "TNT_PROCESS_ID": "1",
-    }
-    result = run(code, **job, TNT_INIT_TIMEOUT_S="3", http_proxy="http://proxy:3128")
-    assert result.returncode != 0
-    assert "could not start with the others within 3 s" in result.stderr
-    assert "http_proxy" in result.stderr
-
-
-def test_virtual_devices_get_threads_enough_to_meet():
-    code = "import os, tnt_jax as tnt; print(tnt.get_size(), int(os.environ['PJRT_NPROC']) >= 2 * tnt.get_size())"
-    result = run(
-        f"import os; os.environ.pop('PJRT_NPROC')\n{code}",
-        XLA_FLAGS="--xla_force_host_platform_device_count=6",
-    )
-    assert result.stdout.split() == ["6", "True"]
-
-
-def test_a_single_process_job_trains_alone():
-    code = "import tnt_jax as tnt; print(tnt.get_size(), tnt.get_process_count())"
-    result = run(
-        code, TNT_COORDINATOR_ADDRESS="127.0.0.1:1", TNT_NUM_PROCESSES="1", TNT_PROCESS_ID="0"
-    )
-    assert result.stdout.split() == ["1", "1"]
+def test_a_job_of_one_process_trains_alone_with_threads_enough_for_its_virtual_devices():
+    code = """
+import os
+os.environ.pop("PJRT_NPROC")
+import tnt_jax as tnt
+print(tnt.get_size(), tnt.get_process_count(), int(os.environ["PJRT_NPROC"]) >= 2 * tnt.get_size())
+"""
+    job = {"TNT_COORDINATOR_ADDRESS": "127.0.0.1:1", "TNT_NUM_PROCESSES": "1"}
+    flags = "--xla_force_host_platform_device_count=6"
+    result = run(code, **job, TNT_PROCESS_ID="0", XLA_FLAGS=flags)
+    assert result.stdout.split() == ["6", "1", "True"], result.stderr
 
 
 @pytest.mark.parametrize(

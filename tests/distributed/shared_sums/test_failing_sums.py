@@ -1,6 +1,5 @@
 """What is left, and what the others are told, where a process or a program fails."""
 
-import os
 import re
 import subprocess
 import sys
@@ -56,21 +55,3 @@ def test_sums_that_do_not_belong_together_are_refused_for_good(kind):
     done = launch(2, SCRIPT, "differs", kind, flags=["--output-on-all-devices"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("values of another size or type: every process must run the") == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["stops", "killed"])
-def test_no_file_is_left(tmp_path, how):
-    (tmp_path / "how").write_text(how)
-    folders = [tmp_path / "temporary", tmp_path / "cache"]
-    for folder in folders:
-        folder.mkdir()
-    before = set(os.listdir("/dev/shm"))
-    launch(
-        2, SCRIPT, "waits", tmp_path / "how",
-        TMPDIR=str(folders[0]), XDG_CACHE_HOME=str(folders[1]),
-    )  # fmt: skip
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "tnt" in name]
-    assert os.listdir(folders[0]) == []
-    kept = sorted(file.suffix for file in folders[1].rglob("*") if file.is_file())
-    assert kept == [".lock", ".so"]

@@ -1,6 +1,7 @@
 """Sums in memory that processes share, in real jobs."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -61,21 +62,30 @@ def test_several_hosts_sum_within_each_first():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", ["killed", "exits"])
-def test_the_end_of_a_process_ends_the_sums_of_the_others(tmp_path, how):
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "num_processes"), [("killed", 3), ("exits", 2), ("stops", 2)])
+def test_a_process_that_ends_ends_the_sums_of_the_others_and_no_file_is_left(
+    tmp_path, how, num_processes
+):
     (tmp_path / "how").write_text(how)
+    folders = [tmp_path / "temporary", tmp_path / "cache"]
+    for folder in folders:
+        folder.mkdir()
     began = time.monotonic()
-    done = launch(3, SCRIPT, "waits", tmp_path / "how")
-    assert done.returncode != 0
-    assert "Rank 1 on localhost" in done.stderr
-    assert time.monotonic() - began < 40
+    variables = {"TMPDIR": str(folders[0]), "XDG_CACHE_HOME": str(folders[1])}
+    flags = ["--output-on-all-devices"]
+    done = launch(num_processes, SCRIPT, "waits", tmp_path / "how", flags=flags, **variables)
+    if how == "stops":  # It goes on after a while.
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("waits done") == num_processes
+    else:
+        assert done.returncode != 0
+        assert "Rank 1 on localhost" in done.stderr
+        assert time.monotonic() - began < 40
     assert not [name for name in os.listdir("/dev/shm") if "tnt" in name]
-
-
-@pytest.mark.multiprocess
-def test_a_process_that_was_stopped_goes_on(tmp_path):
-    (tmp_path / "how").write_text("stops")
-    assert succeed(2, SCRIPT, "waits", tmp_path / "how").count("waits done") == 2
+    assert os.listdir(folders[0]) == []
+    kept = sorted(file.suffix for file in folders[1].rglob("*") if file.is_file())
+    assert kept == [".lock", ".so"]
 
 
 @pytest.mark.multiprocess
@@ -93,31 +103,36 @@ def test_two_jobs_of_a_machine_do_not_meet():
         assert job.returncode == 0, output
 
 
-@pytest.fixture
-def train(tmp_path):
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
     """Returns a function that trains in two processes and returns what they print."""
-    script = tmp_path / "train.py"
+    script = tmp_path_factory.mktemp("train") / "train.py"
     script.write_text(TRAIN)
     return lambda **variables: succeed(2, script, TNT_LOG_LEVEL="INFO", **variables)
 
 
+@pytest.fixture(scope="module")
+def usual(train, tmp_path_factory):
+    """The folder of the library that two processes have made and summed with, and their loss."""
+    cache = tmp_path_factory.mktemp("cache")
+    output = train(XDG_CACHE_HOME=str(cache))
+    assert output.count("by memory") == 2
+    return cache, output.split("loss ")[1].split(" ")[0]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_without_a_compiler_processes_sum_through_sockets(train, tmp_path):
-    usual = train(XDG_CACHE_HOME=str(tmp_path / "usual"))
-    assert usual.count("by memory") == 2
-    loss = usual.split("loss ")[1].split(" ")[0]
-    broken = train(CC="false", XDG_CACHE_HOME=str(tmp_path / "broken"))
+def test_without_a_compiler_processes_sum_through_sockets(train, usual, tmp_path):
+    _, loss = usual
+    broken = train(CC="false", XDG_CACHE_HOME=str(tmp_path))
     assert "sum through sockets, because the C compiler (false) failed: exit status 1" in broken
     assert broken.count(f"loss {loss} by XLA") == 2
     assert broken.count("through sockets") == 1
-    refused = train(TNT_SHARED_MEMORY="0")
-    assert refused.count(f"loss {loss} by XLA") == 2
-    assert "sockets, because TNT_SHARED_MEMORY is 0 in process 0" in refused
 
 
 @pytest.mark.multiprocess
-def test_one_process_that_refuses_is_enough(tmp_path):
+@pytest.mark.slow
+def test_one_process_that_refuses_is_enough(usual, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os\nif os.environ['TNT_PROCESS_ID'] == '1': os.environ['TNT_SHARED_MEMORY'] = '0'\n"
@@ -125,7 +140,7 @@ def test_one_process_that_refuses_is_enough(tmp_path):
     )
     output = succeed(2, script, TNT_LOG_LEVEL="INFO")
     assert "sockets, because TNT_SHARED_MEMORY is 0 in process 1" in output
-    assert output.count("by XLA") == 2
+    assert output.count(f"loss {usual[1]} by XLA") == 2
 
 
 @pytest.mark.multiprocess
@@ -137,13 +152,13 @@ def test_one_process_that_refuses_is_enough(tmp_path):
         *(pytest.param(x, marks=pytest.mark.long) for x in ("foreign", "a file", "open to others")),
     ],
 )
-def test_the_cache_may_be_damaged_or_not_be_ours(train, tmp_path, damage):
+def test_the_cache_may_be_damaged_or_not_be_ours(train, usual, tmp_path, damage):
     cache = tmp_path / "cache"
     folder = cache / "tnt_jax" / "native"
     if damage == "a file":
         cache.write_text("")
     else:
-        assert train(XDG_CACHE_HOME=str(cache)).count("by memory") == 2
+        shutil.copytree(usual[0], cache)
         (kept,) = folder.glob("*.so")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         if damage == "open to others":
