@@ -58,6 +58,8 @@ def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
     Those that only the master has run there, as in `OnMaster`. Settings are compared of callbacks
     that control training or save together.
     """
+    if get_process_count() == 1:
+        return list(callbacks)
     agreed = _agree_on_kinds(callbacks, call)
     together = [item for item in agreed if not is_keras_writer(item)]
     compared = [item for item in together if first_base(item, _COMPARED) is not None]
