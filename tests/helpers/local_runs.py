@@ -29,8 +29,12 @@ def run(num_processes, folder, recipes, *, num_devices=1, succeeds=True, **optio
     }
 
 
-def rounded(x):
-    """Returns an array as it comes out of eight bits for each element."""
+def rounded(x, compress="int8"):
+    """Returns an array as it comes out of eight, or four, bits for each element."""
+    if compress == "float4":
+        powers = np.max(np.abs(x)) * np.float32([0, *(2.0**power for power in range(-6, 1))])
+        levels = np.concatenate([-powers, powers])
+        return levels[np.argmin(np.abs(x[..., None] - levels), axis=-1)]
     scale = np.max(np.abs(x)) / np.float32(127)
     return np.round(x / scale).astype(np.int8).astype(np.float32) * scale if scale else x
 
@@ -69,10 +73,10 @@ def train_plainly(
             own = []
             for i in fragments[number]:
                 move = shared[i] - groups[group][i]
-                if compress == "int8":
+                if compress != "none":
                     move = move + residuals[group][i]
-                    residuals[group][i] = move - rounded(move)
-                    move = rounded(move)
+                    residuals[group][i] = move - rounded(move, compress)
+                    move = rounded(move, compress)
                 own.append(move)
             moves.append(own)
         shares = seen[:, number] / seen[:, number].sum()

@@ -47,7 +47,7 @@ def test_each_fragment_is_sent_once_in_a_round_and_no_two_together(every, fragme
         assert sent[-1] == [fragments - 1]
 
 
-@pytest.mark.parametrize("compress", ["none", "int8"])
+@pytest.mark.parametrize("compress", ["none", "int8", "float4"])
 def test_a_message_holds_what_was_sent(compress):
     arrays = [RNG.normal(size=shape).astype(np.float32) for shape in SHAPES]
     message = np.asarray(jax.jit(lambda x: packed(17, x, compress))(arrays))
@@ -56,13 +56,23 @@ def test_a_message_holds_what_was_sent(compress):
     rows, found = jax.jit(lambda x: unpacked(x, SHAPES, compress))(message)
     assert float(rows) == 17
     for array, other in zip(arrays, found, strict=True):
+        largest = np.max(np.abs(array), initial=0)
         if compress == "none":
             np.testing.assert_array_equal(other, array)
+        elif compress == "int8":
+            np.testing.assert_allclose(other, array, atol=largest / 254 + 1e-7, rtol=0)
         else:
-            step = np.max(np.abs(array), initial=0) / 127
-            np.testing.assert_allclose(other, array, atol=step / 2 + 1e-7, rtol=0)
+            powers = largest * np.array([0, *(2.0**power for power in range(-6, 1))], np.float32)
+            levels = np.concatenate([-powers, powers])
+            nearest = np.argmin(np.abs(np.ravel(array)[:, None] - levels), axis=1)
+            np.testing.assert_allclose(np.ravel(other), levels[nearest], rtol=1e-6)
 
 
-def test_zeros_are_sent_as_zeros_in_eight_bits():
-    message = packed(1, [np.zeros(4, np.float32)], "int8")
-    np.testing.assert_array_equal(unpacked(message, [(4,)], "int8")[1][0], np.zeros(4))
+@pytest.mark.parametrize("compress", ["int8", "float4"])
+def test_zeros_are_sent_as_zeros_in_few_bits(compress):
+    message = packed(1, [np.zeros(5, np.float32)], compress)
+    np.testing.assert_array_equal(unpacked(message, [(5,)], compress)[1][0], np.zeros(5))
+
+
+def test_float4_takes_half_a_byte_for_an_element():
+    assert message_bytes([(1000,)], "float4") == 4 + 4 + 500

@@ -57,7 +57,7 @@ def test_a_default_that_makes_one_group_is_noted(groups, warns, monkeypatch, cap
         ({"every": 2.0}, ValueError, "every must be an integer"),
         ({"every": 2, "fragments": 3}, ValueError, "at most every"),
         ({"every": 2, "delay": 2}, ValueError, "below every"),
-        ({"compress": "int4"}, ValueError, "'none' or 'int8'"),
+        ({"compress": "int4"}, ValueError, "one of 'none', 'int8', 'float4', but is 'int4'"),
         ({"outer": 0.7}, TypeError, "an Optax transformation or a tnt_jax.optimizers object"),
     ],
 )

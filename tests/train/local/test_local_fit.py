@@ -49,6 +49,7 @@ def pairs(tmp_path_factory):
         "int8": DATA | {"sync": STREAMING | {"compress": "int8"}, "shuffle": False},
         "streaming": DATA | {"sync": STREAMING, "momentum": 0.9, "dropout": 0.3},
         "streaming, one row": LIKE_RANKS | {"sync": STREAMING},
+        "float4": DATA | {"sync": STREAMING | {"compress": "float4"}, "shuffle": False},
     }
     return run(2, tmp_path_factory.mktemp("pairs"), recipes)
 
@@ -84,7 +85,7 @@ def test_one_group_is_fit_without_sync(pairs):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", ["rounds", "fragments", "int8"])
+@pytest.mark.parametrize("name", ["rounds", "fragments", "int8", "float4"])
 def test_rounds_equal_a_plain_loop(pairs, name):
     if name == "rounds":
         options = {}
@@ -96,7 +97,7 @@ def test_rounds_equal_a_plain_loop(pairs, name):
         num_groups=2,
         every=4,
         outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
-        compress="int8" if name == "int8" else "none",
+        compress=name if name in ("int8", "float4") else "none",
         **options,
     )
     for result in pairs[name]:

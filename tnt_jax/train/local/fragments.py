@@ -1,11 +1,12 @@
 """Which arrays travel together, after which steps, and as which bytes.
 
-A message is the number of rows, float32, and then the arrays: as float32, or, with int8, the scale
-of each followed by a byte for each element.
+A message is the number of rows, float32, and then the arrays: as float32, or, if compressed, the
+scale of each followed by a byte, or half a byte, for each element.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -15,6 +16,11 @@ from tnt_jax.train.local.groups import Compression
 
 # The largest of 8-bit integers that has a negative.
 _LARGEST = 127.0
+# The numbers of 0 and more that a sign, three bits of exponent and no mantissa write (E3M0, which
+# Streaming DiLoCo sends, section 2.4), and where the next larger one becomes the nearest.
+_LEVELS = (0.0, *(2.0**power for power in range(-6, 1)))
+_LIMITS = tuple((low + high) / 2 for low, high in pairwise(_LEVELS))
+_SIGN = 8
 
 
 def plan_fragments(nbytes: Sequence[int], fragments: int) -> list[list[int]]:
@@ -71,10 +77,12 @@ def packed(rows: Any, arrays: Sequence[jax.Array], compress: Compression) -> jax
     for array in arrays:
         if compress == "none":
             parts.append(_bytes(array.ravel()))
-        else:
-            scale = jnp.max(jnp.abs(array), initial=0.0) / _LARGEST
-            whole = jnp.round(array / jnp.where(scale > 0, scale, 1.0))
-            parts += [_bytes(scale[None]), _bytes(whole.astype(jnp.int8).ravel())]
+            continue
+        largest = _LARGEST if compress == "int8" else _LEVELS[-1]
+        scale = jnp.max(jnp.abs(array), initial=0.0) / largest
+        scaled = (array / jnp.where(scale > 0, scale, 1.0)).ravel()
+        pack = _packed_int8 if compress == "int8" else _packed_float4
+        parts += [_bytes(scale[None]), pack(scaled)]
     return jnp.concatenate(parts)
 
 
@@ -85,21 +93,44 @@ def unpacked(
     rows, message = _floats(message, 1)[0], message[4:]
     arrays = []
     for shape in shapes:
-        size = math.prod(shape)
+        size, end = math.prod(shape), _array_bytes(shape, compress)
         if compress == "none":
-            values, message = _floats(message, size), message[4 * size :]
+            values = _floats(message, size)
+        elif compress == "int8":
+            whole = jax.lax.bitcast_convert_type(message[4:end], jnp.int8)
+            values = whole.astype(jnp.float32) * _floats(message, 1)
         else:
-            scale, message = _floats(message, 1)[0], message[4:]
-            whole = jax.lax.bitcast_convert_type(message[:size], jnp.int8)
-            values, message = whole.astype(jnp.float32) * scale, message[size:]
+            values = _unpacked_float4(message[4:end], size) * _floats(message, 1)
         arrays.append(values.reshape(shape))
+        message = message[end:]
     return rows, arrays
 
 
 def message_bytes(shapes: Sequence[tuple[int, ...]], compress: Compression) -> int:
     """Returns the size of a message."""
-    sizes = [math.prod(shape) for shape in shapes]
-    return 4 + sum(4 * size if compress == "none" else 4 + size for size in sizes)
+    return 4 + sum(_array_bytes(shape, compress) for shape in shapes)
+
+
+def _array_bytes(shape: tuple[int, ...], compress: Compression) -> int:
+    size = math.prod(shape)
+    return {"none": 4 * size, "int8": 4 + size, "float4": 4 + (size + 1) // 2}[compress]
+
+
+def _packed_int8(scaled: jax.Array) -> jax.Array:
+    return _bytes(jnp.round(scaled).astype(jnp.int8))
+
+
+def _packed_float4(scaled: jax.Array) -> jax.Array:
+    """Returns two elements in each byte, the first in its lower half."""
+    codes = sum((jnp.abs(scaled) >= limit).astype(jnp.uint8) for limit in _LIMITS)
+    codes = jnp.where(scaled < 0, codes + _SIGN, codes).astype(jnp.uint8)
+    pairs = jnp.pad(codes, (0, codes.size % 2)).reshape(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4)
+
+
+def _unpacked_float4(message: jax.Array, size: int) -> jax.Array:
+    codes = jnp.stack([message & 15, message >> 4], axis=1).ravel()[:size]
+    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], jnp.float32)[codes]
 
 
 def _bytes(array: jax.Array) -> jax.Array:

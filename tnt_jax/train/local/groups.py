@@ -7,7 +7,7 @@ compression as in Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -19,8 +19,7 @@ from tnt_jax.cluster.devices import machine_id
 from tnt_jax.distributed.host import collectives
 from tnt_jax.log import logger
 
-Compression = Literal["none", "int8"]
-_COMPRESSIONS = ("none", "int8")
+Compression = Literal["none", "int8", "float4"]
 _CALL = "LocalSteps"
 
 
@@ -45,8 +44,9 @@ class LocalSteps:
             within `every` steps.
         delay: Steps that run while a fragment travels; then the group's weights become the mean of
             theirs and the outer ones. With 0, steps wait for the update, and take its weights.
-        compress: `"int8"` sends a byte for each element, and what rounding leaves out the next
-            time; `"none"` sends float32.
+        compress: `"int8"` sends a byte for each element, `"float4"` half a byte (a sign and three
+            bits of exponent), and both what rounding leaves out the next time; `"none"` sends
+            float32.
         groups: `"host"` for the processes of each host, `"process"` for each process, or lists of
             process numbers.
 
@@ -79,8 +79,9 @@ class LocalSteps:
                 f"delay ({self.delay}) must be below every ({self.every}): a fragment arrives "
                 "before it is sent again."
             )
-        if self.compress not in _COMPRESSIONS:
-            raise ValueError(f"compress must be 'none' or 'int8', but is {self.compress!r}.")
+        if self.compress not in get_args(Compression):
+            names = ", ".join(map(repr, get_args(Compression)))
+            raise ValueError(f"compress must be one of {names}, but is {self.compress!r}.")
         self.transformation()
 
     def transformation(self) -> optax.GradientTransformation:
