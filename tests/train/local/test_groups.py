@@ -1,6 +1,7 @@
 """Which processes train together, and what is refused before any of them waits for another."""
 
 import flax.linen as nn
+import numpy as np
 import optax
 import pytest
 
@@ -64,6 +65,14 @@ def test_a_default_that_makes_one_group_is_noted(groups, warns, monkeypatch, cap
 def test_invalid_rounds_are_refused(options, error, text):
     with pytest.raises(error, match=text):
         tnt.LocalSteps(**options)
+
+
+@pytest.mark.parametrize(("has_statistics", "expected"), [(False, -0.7 * 1.9), (True, -1.0)])
+def test_the_outer_weights_are_the_mean_where_there_are_moving_statistics(has_statistics, expected):
+    optimizer = tnt.LocalSteps().transformation(has_statistics=has_statistics)
+    move = {"w": np.float32(1.0)}
+    update, _ = optimizer.update(move, optimizer.init(move), move)
+    np.testing.assert_allclose(update["w"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ compression as in Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,11 +23,6 @@ Compression = Literal["none", "int8", "float4"]
 _CALL = "LocalSteps"
 
 
-def _nesterov() -> optax.GradientTransformation:
-    # Douillard et al. 2023, arXiv:2311.08105, section 3.1.
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
 @dataclass(frozen=True)
 class LocalSteps:
     """Steps of groups by themselves, and outer updates between the groups (DiLoCo).
@@ -39,7 +34,9 @@ class LocalSteps:
     Args:
         every: Steps of a group between two outer updates of an array.
         outer: Outer optimizer: an Optax transformation or a `tnt_jax.optimizers` object; by
-            default, as in the paper, SGD with rate 0.7 and Nesterov momentum 0.9.
+            default, as in the paper, SGD with rate 0.7 and Nesterov momentum 0.9. With moving
+            statistics, such as BatchNorm's, it is the mean of the groups' weights (SGD with rate
+            1): momentum leads to weights for which the statistics are wrong.
         fragments: Parts of the parameters that are sent one after the other, at equal distances
             within `every` steps.
         delay: Steps that run while a fragment travels; then the group's weights become the mean of
@@ -56,7 +53,7 @@ class LocalSteps:
     """
 
     every: int = 50
-    outer: Any = field(default_factory=_nesterov)
+    outer: Any = None
     fragments: int = 1
     delay: int = 0
     compress: Compression = "none"
@@ -84,8 +81,17 @@ class LocalSteps:
             raise ValueError(f"compress must be one of {names}, but is {self.compress!r}.")
         self.transformation()
 
-    def transformation(self) -> optax.GradientTransformation:
-        """Returns the outer optimizer as an Optax transformation."""
+    def transformation(self, *, has_statistics: bool = False) -> optax.GradientTransformation:
+        """Returns the outer optimizer as an Optax transformation.
+
+        Args:
+            has_statistics: Whether the model has arrays that groups compute themselves.
+        """
+        if self.outer is None and has_statistics:
+            return optax.sgd(1.0)
+        if self.outer is None:
+            # Douillard et al. 2023, arXiv:2311.08105, section 3.1.
+            return optax.sgd(0.7, momentum=0.9, nesterov=True)
         if isinstance(self.outer, optax.GradientTransformation):
             return self.outer
         if not hasattr(self.outer, "transformation"):

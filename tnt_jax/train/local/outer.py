@@ -69,7 +69,7 @@ class OuterUpdates:
     def __init__(self, group: Group, sync: LocalSteps, params: Arrays, averages: Arrays) -> None:
         _check_floating(params)
         self._group, self._sync = group, sync
-        self._optimizer = sync.transformation()
+        self._optimizer = sync.transformation(has_statistics=bool(averages))
         # Within programs, JAX sorts the keys of a dict.
         paths = sorted(params)
         self._fragments = [
