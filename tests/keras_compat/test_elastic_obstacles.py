@@ -42,6 +42,11 @@ def compiled(accumulation=None, on_nan=None, **options):
         ({"gradient_compression": "bfloat16"}, "what compression leaves out is sharded"),
         ({"accumulation": 2}, "accumulated gradients are sharded"),
         ({"on_nan": "skip"}, "on_nan looks back at steps on the devices"),
+        ({"sync": tnt.LocalSteps(groups="process")}, None),
+        (
+            {"sync": tnt.LocalSteps(groups=[[0]])},
+            "a group that trains by itself may lose a part of its ranks",
+        ),
     ],
     ids=str,
 )

@@ -32,6 +32,7 @@ from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, moved
+from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.global_step import row_sharding
 from tnt_jax.train.steps.step import make_predict_step
 
@@ -112,12 +113,32 @@ class Trainer:
         if self.owner is None:
             self.state = moved(state, places)
 
-    def reopen(self, runtime: Runtime, steps: Steps, state: TrainState) -> None:
-        """Goes on from a host copy of the state, on other devices; `compile` follows."""
+    def kept(self) -> Any:
+        """Returns a host copy of everything that training changes, for `reopen`."""
+        return jax.device_get(self.require_state())
+
+    def reopen(self, runtime: Runtime, steps: Steps, kept: Any) -> None:
+        """Goes on from what `kept` returned, on other devices; `compile` follows."""
         self._use(runtime, steps)
         self._compiled = None
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
-        self.set_state(state)
+        self.set_state(kept)
+
+    def follow(self, kept: Any, source: int) -> None:
+        """Takes what process `source` has kept, after `reopen`; all processes must call it."""
+        arrays = collectives.broadcast(state_arrays(kept), root=source)
+        self.set_state(with_arrays(kept, arrays))
+
+    def sums_after_loss(
+        self, own: Sequence[np.ndarray], newest: Sequence[np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        """Returns the host sums with which an epoch goes on after a loss.
+
+        Args:
+            own: Those of this process, or nothing if it has none of the epoch.
+            newest: Those of the process that it follows.
+        """
+        return newest
 
     @property
     def state(self) -> TrainState | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic import link as elastic
 from tnt_jax.distributed.joining.join import own_address
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import read_key
@@ -62,6 +63,8 @@ class Links:
         start_thread(self._send, name="links", lost=lost)
         for member in self._sockets:
             start_thread(self._receive, member, name=f"link-{member}", lost=lost)
+        if (own := elastic.link()) is not None:
+            own.when_ended(self._end_generation)
 
     def post(self, make: Callable[[], bytes]) -> None:
         """Sends what a function returns, which a thread calls, to the others; returns at once."""
@@ -71,13 +74,22 @@ class Links:
         """Waits for the oldest message of each member, this one included, that was not taken.
 
         Raises:
-            RuntimeError: If a member cannot send it any more.
+            ConnectionError: If a member cannot send it any more.
+            Interrupted: If the generation of an elastic job ends.
         """
         return [self._next(member) for member in self._came]
 
     def close(self) -> None:
         """Sends what was posted, and ends the connections once they have been read."""
         self._to_send.put(None)
+
+    def _end_generation(self) -> None:
+        """Ends what waits for members of an elastic job: some of them go on without the others."""
+        for link in self._sockets.values():
+            with contextlib.suppress(OSError):  # It has ended already.
+                link.shutdown(socket.SHUT_RDWR)
+        for came in self._came.values():
+            came.put(elastic.Interrupted(f"The exchange of {self._what} has ended."))
 
     def _next(self, member: int) -> Message:
         with phases.waiting(f"{self._what} of process {member}"):
@@ -88,7 +100,8 @@ class Links:
                 if left_alone := phases.here().left_alone:
                     raise RuntimeError(f"{left_alone} It owes {self._what}.")
         if isinstance(message, Exception):
-            raise RuntimeError(
+            elastic.raise_if_ended()
+            raise ConnectionError(
                 f"The {self._what} of process {member} cannot be exchanged ({message}): the "
                 "connection has ended. Look at the output of that process."
             ) from message
@@ -161,7 +174,7 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
                 links[member] = _connect(entry, process)
             except OSError as error:
                 host, port, _ = entry.split(" ")
-                raise RuntimeError(
+                raise ConnectionError(
                     f"Process {process} cannot connect to process {member} at {host} port {port} "
                     f"for {what} ({error}). Processes connect at any port: let the firewalls "
                     "between their hosts pass connections among them."
@@ -170,6 +183,7 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
         server.settimeout(_TICK_S)
         with phases.waiting(f"connections for {what}"):
             while later:
+                elastic.raise_if_ended()
                 if left_alone := phases.here().left_alone:
                     raise RuntimeError(f"{left_alone} It was to connect for {what}.")
                 try:

@@ -258,20 +258,21 @@ class FitLoop:
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
         if recovery.joins:
             plan, start = self._go_on(plan, recovery, None)
+        is_over = False
         try:
             while True:
                 try:
-                    self._train_from(start, plan, hooks, recovery)
+                    if not is_over:
+                        self._train_from(start, plan, hooks, recovery)
+                    self._core.trainer.of_group.end_training()
                     break
                 except Exception as error:
                     if not recovery.is_loss(error):
                         raise
                     plan, start = self._go_on(plan, recovery, error)
-                    if progress.stop_training and start.batch == 0:
-                        break
+                    is_over = progress.stop_training and start.batch == 0
         except Preempted:
             save_and_exit(self._shared.resumption.save_now, hooks, progress, recovery.logs)
-        self._core.trainer.of_group.end_training()
         optimizer = self._shared.state.optimizer
         if optimizer is not None and optimizer.use_ema:
             optimizer.use_average()  # Keras does the same.

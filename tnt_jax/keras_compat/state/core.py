@@ -139,11 +139,11 @@ class Core:
             return reproducible.ReproducibleSteps(ranks)
         return self._steps(job, whole=whole)
 
-    def reopen(self, state: TrainState) -> None:
-        """Goes on from a host copy of the state on the devices of another generation."""
+    def reopen(self, kept: Any) -> None:
+        """Goes on from what the trainer has kept, on the devices of another generation."""
         job = self._used.on_mesh(runtime.init(), self._sharding)
         whole = isinstance(self.trainer.steps, WholeBatches)
-        self.trainer.reopen(job, self._first_steps(job, whole=whole), state)
+        self.trainer.reopen(job, self._first_steps(job, whole=whole), kept)
         self._compile_steps()
         # The wrapped object holds arrays of devices that are closed.
         self._store()
@@ -157,7 +157,10 @@ class Core:
             "what compression leaves out is sharded": options.gradient_compression is not None,
             "accumulated gradients are sharded": compilation.accumulation_steps > 1,
             "on_nan looks back at steps on the devices": compilation.on_nan is not None,
-            "groups of ranks have weights of their own": options.sync is not None,
+            "a group that trains by itself may lose a part of its ranks": isinstance(
+                self.trainer, LocalTrainer
+            )
+            and not self.trainer.loses_whole_groups,
             "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": _has_others(self),
         }

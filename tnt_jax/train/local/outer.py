@@ -8,7 +8,9 @@ if outer.has_turn(step, rows):
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.data.feed import make_put
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host.links import Links, Message
 from tnt_jax.train.local.fragments import (
     message_bytes,
@@ -32,6 +35,9 @@ from tnt_jax.train.local.groups import Group, LocalSteps
 from tnt_jax.train.state_arrays import state_arrays
 
 Arrays = dict[str, jax.Array]
+# What sending and updating change.
+_CHANGES = ("params", "averages", "updates", "_opt_states", "_residual", "_rows", "_steps")
+_CHANGES += ("_under_way", "_came", "_before")
 # The group's part of the weights after an update that was under way while it trained on: alpha of
 # Streaming DiLoCo, section 2.3 and figure 9.
 _OWN_PART = 0.5
@@ -60,6 +66,7 @@ class OuterUpdates:
     Attributes:
         params: The outer parameters, those of all groups.
         averages: The averages of the last update.
+        updates: How often each fragment was updated.
 
     Raises:
         TypeError: If a parameter is not of real floating numbers.
@@ -87,7 +94,10 @@ class OuterUpdates:
         # Rows and steps since each fragment was sent.
         self._rows = [0] * sync.fragments
         self._steps = [0] * sync.fragments
+        self.updates = [0] * sync.fragments
         self._under_way: deque[_Sent] = deque()
+        # Rows, steps and residual before each of these was sent, in an elastic job.
+        self._before: dict[int, tuple[int, int, Arrays]] = {}
         # Messages of all groups that have come before they were due, `[groups, bytes]`.
         self._came: deque[np.ndarray] = deque()
         self._links = Links(group.leads, "outer updates") if group.is_lead else None
@@ -139,6 +149,55 @@ class OuterUpdates:
             params, averages = self._finish(params, averages)
         return self._copy(self.params), self._copy(self.averages)
 
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Undoes what has changed within the block if that ends by an error."""
+        kept = {name: copy(getattr(self, name)) for name in _CHANGES}
+        try:
+            yield
+        except BaseException:
+            vars(self).update(kept)
+            raise
+
+    def recall(self) -> None:
+        """Takes back what is under way, for groups that go on without one of them.
+
+        Parameters do not change when they are sent, so the next turn of a fragment sends it all.
+        """
+        for fragment, _ in self._under_way:
+            # They were sent by an interrupted run.
+            rows, steps, residual = self._before.pop(fragment, (0, 0, {}))
+            self._rows[fragment] += rows
+            self._steps[fragment] += steps
+            self._residual |= residual
+        self._under_way.clear()
+        self._came.clear()
+
+    def follow(
+        self, shared: Mapping[str, Any], updates: Sequence[int], own: Arrays, averages: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Returns parameters and averages of this group to go on with, after those of another one.
+
+        Args:
+            shared: The `shared_arrays` of that group, on the host, with nothing under way.
+            updates: Its `updates`, of which this group may lack the last ones.
+            own: Parameters of this group.
+            averages: Averages of this group.
+        """
+        missed = [p for p, number in enumerate(updates) if number > self.updates[p]]
+        self.restore(jax.device_get(self.own_arrays()), shared)
+        self.updates = list(updates)
+        for fragment in missed:
+            # The others have had the moves of this group.
+            self._rows[fragment] = 0
+            part = self._part(fragment)
+            zeros = {path: jnp.zeros_like(x) for path, x in self._residual.items() if path in part}
+            self._residual |= _jax.replicate(zeros, self._group.mesh)
+            means = self._averages_of(fragment, self.averages)
+            own = own | {path: self._blended(own[path], x) for path, x in part.items()}
+            averages = averages | {p: self._blended(averages[p], x) for p, x in means.items()}
+        return own, averages
+
     def replace(self, path: str, value: jax.Array) -> None:
         """Replaces an outer parameter, or an average, in all groups alike."""
         which = self.params if path in self.params else self.averages
@@ -180,6 +239,7 @@ class OuterUpdates:
         self.averages = {path: put(shared[f"averages/{path}"]) for path in self.averages}
         self._under_way = deque(_Sent(*map(int, pair)) for pair in shared["under_way"])
         self._came = deque(shared[f"came/{n}"] for n in range(len(self._under_way)))
+        self._before = {}
 
     def leave(self) -> None:
         """Ends the connections to the other groups."""
@@ -198,26 +258,32 @@ class OuterUpdates:
     def _start(self, fragment: int, step: int, params: Arrays, averages: Arrays) -> None:
         """Begins to send a fragment."""
         own = {path: params[path] for path in self._fragments[fragment]}
-        residual = {path: x for path, x in self._residual.items() if path in own}
+        before = {path: x for path, x in self._residual.items() if path in own}
         message, residual = self._send(
             fragment,
             own,
             self._part(fragment),
-            residual,
+            before,
             self._averages_of(fragment, averages),
             np.float32(self._rows[fragment]),
         )
+        made: Any = message.addressable_data(0)
+        if link() is not None:
+            self._before[fragment] = self._rows[fragment], self._steps[fragment], before
+            made = np.array(made)  # The devices may be left before it is sent.
         self._residual |= residual
         self._rows[fragment] = self._steps[fragment] = 0
         self._under_way.append(_Sent(fragment, step + self._sync.delay))
         if self._links is not None:
-            self._links.post(lambda: np.asarray(message.addressable_data(0)).tobytes())
+            self._links.post(lambda: np.asarray(made).tobytes())
 
     def _finish(self, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Updates the oldest fragment that is under way, with the messages of all groups."""
         fragment = self._under_way[0].fragment
         messages = self._came.popleft() if self._came else self._taken(fragment)
         self._under_way.popleft()
+        self._before.pop(fragment, None)
+        self.updates[fragment] += 1
         if not self._group.is_one_process:
             local = np.zeros((len(_jax.local_ranks(self._group.mesh)), *messages.shape), np.uint8)
             if self._links is not None:
@@ -300,19 +366,17 @@ class OuterUpdates:
         updates, opt_state = self._optimizer.update(mean(1, outer), opt_state, outer)
         new_outer: Any = optax.apply_updates(outer, updates)
         new_averages = mean(2, averages)
-        part = _OWN_PART if self._sync.delay else 0.0
-
-        def blended(own: Any, new: Any) -> Any:
-            return new if part == 0.0 else part * own + (1 - part) * new
-
         return (
-            # Distinct arrays: the step takes those of the group.
-            jax.tree.map(lambda x, y: jnp.copy(blended(x, y)), own, new_outer),
+            jax.tree.map(self._blended, own, new_outer),
             new_outer,
             opt_state,
-            jax.tree.map(lambda x, y: jnp.copy(blended(x, y)), averages, new_averages),
+            jax.tree.map(self._blended, averages, new_averages),
             new_averages,
         )
+
+    def _blended(self, own: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns the group's array after an update; a distinct one, which the step may take."""
+        return jnp.copy(_OWN_PART * own + (1 - _OWN_PART) * new if self._sync.delay else new)
 
 
 def _float32(x: jax.Array) -> jax.Array:

@@ -4,9 +4,10 @@ Evaluation, prediction and everything that reads the state see the outer weights
 `of_group` is what trains: the same programs as without groups, on the devices of one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,21 +17,39 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.log import logger
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Steps
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
 from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.trainer import OF_GROUPS, Trainer
 
 _OWN, _SHARED = f"{OF_GROUPS}own/", f"{OF_GROUPS}all/"
+
+
+class _Kept(NamedTuple):
+    """Host copies of what a process of an elastic job trains.
+
+    Attributes:
+        shown: The state with the outer weights.
+        own: Arrays of its group by path, as in a checkpoint; empty if it trains in none.
+        shared: Arrays that all groups had alike.
+        updates: Updates of each fragment.
+    """
+
+    shown: TrainState
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    updates: list[int]
 
 
 class GroupSteps(DataParallelSteps):
@@ -69,6 +88,8 @@ class LocalTrainer(Trainer):
         super().__init__(adapter, runtime, steps, seed=seed)
         self.sync, self._threshold_kb = sync, threshold_kb
         self._trains_alone = jax.process_count() == 1
+        # Of the checkpoint that was restored.
+        self._saved_groups = 1
 
     @property
     def of_group(self) -> Trainer:
@@ -117,6 +138,52 @@ class LocalTrainer(Trainer):
         """Returns the state without what each group has for itself."""
         return replace(self._built(), opt_state=None)
 
+    @property
+    def loses_whole_groups(self) -> bool:
+        """Whether a process that is lost is a group, and the others can form groups again."""
+        group = self._group_trainer
+        is_one_process = group is None or group.is_one_process
+        return isinstance(self.sync.groups, str) and is_one_process
+
+    def kept(self) -> _Kept:
+        """Returns host copies, for `reopen`; what is under way between groups is taken back."""
+        group, shown = self._group_trainer, super().kept()
+        if group is None or not group.has_begun:
+            return _Kept(shown, {}, {}, [])
+        group.ahead.wait()
+        return _Kept(shown, *group.host_copies())
+
+    def reopen(self, runtime: Runtime, steps: Steps, kept: _Kept) -> None:
+        """Goes on with other groups, each with the weights that it has kept."""
+        self._leave()
+        self._group_trainer, self._trains_alone = None, jax.process_count() == 1
+        super().reopen(runtime, steps, kept.shown)
+        group = self.of_group
+        if isinstance(group, GroupTrainer):
+            group.begin(kept.own, kept.shared, kept.updates)
+        elif kept.own:
+            # There is no other group left to share moves with.
+            self.set_state(with_arrays(kept.shown, _below("state/", kept.own)))
+
+    def follow(self, kept: _Kept, source: int) -> None:
+        """Takes what process `source` has of the outer weights, and how far it has come."""
+        group = self.of_group
+        if not isinstance(group, GroupTrainer):
+            super().follow(kept.shown, source)
+            return
+        arrays = collectives.broadcast(state_arrays(kept.shown), root=source)
+        group.catch_up(with_arrays(kept.shown, arrays), source, is_new=not kept.own)
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes the further arrays of a checkpoint, of which one group alone needs none."""
+        self._saved_groups = _num_groups(_below(_OWN, arrays))
+        if self._saved_groups > 1:
+            _warn_of_others(self._saved_groups, 1)
+
+    def own_rows(self, tree: Any) -> Any:
+        """Returns host arrays that were saved, summed over several groups."""
+        return tree if self._saved_groups == 1 else _total(tree)
+
     def _create_state(self, variables: Variables) -> None:
         self._leave()
         super()._create_state(variables)
@@ -141,6 +208,8 @@ class GroupTrainer(Trainer):
         self._whole, self._group = whole, group
         self._outer: OuterUpdates | None = None
         self._num_steps = 0
+        # Of the checkpoint that was restored.
+        self._saved_groups = group.num_groups
         self._first_row = 0
         self._shown: TrainState | None = None
         # One device of each rank, by group.
@@ -154,6 +223,11 @@ class GroupTrainer(Trainer):
     def has_begun(self) -> bool:
         """Whether the group has weights of its own."""
         return self._outer is not None
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether the group is this process alone."""
+        return self._group.is_one_process
 
     @property
     def state(self) -> TrainState | None:
@@ -243,53 +317,109 @@ class GroupTrainer(Trainer):
         )
         return _jax.replicate(totals, self.runtime.mesh)
 
+    def sums_after_loss(
+        self, own: Sequence[np.ndarray], newest: Sequence[np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        """Returns the sums of this group's rows; those of a group that was lost are lost."""
+        return own or [np.zeros_like(x) for x in newest]
+
     def end_training(self) -> None:
         """Makes the weights of all groups the outer ones, after an update of all of them."""
         outer, state = self._outer, self._state
         if outer is None or state is None:
             return
-        params, averages = outer.close(self._num_steps, *self._weights(state))
-        self.state = self._with_weights(state, params | averages)
+        with self._undone_by_errors(outer):
+            params, averages = outer.close(self._num_steps, *self._weights(state))
+            self.state = self._with_weights(state, params | averages)
 
     def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
         """Returns sums of an epoch and what else a checkpoint needs, with a row for each group."""
         check_not_alone("A checkpoint of local steps")
-        state, outer = self.state, self._outer
-        assert state is not None and outer is not None, "The group has begun."
-        own = state_arrays({"state": replace(state, first_row=None)}) | {
-            f"outer/{path}": x for path, x in outer.own_arrays().items()
-        }
-        rows = {f"{_OWN}{path}": self._row(x) for path, x in own.items()}
-        shared = {f"{_SHARED}{path}": x for path, x in outer.shared_arrays().items()}
+        rows = {f"{_OWN}{path}": self._row(x) for path, x in self._own_arrays().items()}
+        shared = {f"{_SHARED}{path}": x for path, x in self._begun().shared_arrays().items()}
         return jax.tree.map(self._row, sums), rows | shared
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Goes on from arrays that `saved` returned; the state of all ranks has been restored.
 
-        Raises:
-            ValueError: If they are those of another number of groups.
+        Other groups than those that were saved begin with the outer weights.
         """
-        own = _below(_OWN, arrays)
-        num_groups = len(next(iter(own.values()))) if own else 1
-        if num_groups != self._group.num_groups:
-            raise ValueError(
-                f"The checkpoint is that of {num_groups} group(s) of LocalSteps, and there are "
-                f"{self._group.num_groups} now: each group goes on from weights of its own. Start "
-                "as many groups, or load the weights with load_weights into a new run."
-            )
-        own = self.own_rows(own)
-        state, outer = self.state, self._outer
-        assert state is not None and outer is not None, "The group has begun."
-        like = replace(state, first_row=None)
+        own, shared = _below(_OWN, arrays), dict(_below(_SHARED, arrays))
+        self._saved_groups = _num_groups(own)
+        if self._saved_groups == self._group.num_groups:
+            self._take_back(self.own_rows(own), shared)
+            return
+        _warn_of_others(self._saved_groups, self._group.num_groups)
+        if own:
+            outer = self._begun()
+            shared["under_way"] = shared["under_way"][:0]
+            outer.restore(jax.device_get(outer.own_arrays()), shared)
+
+    def host_copies(self) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+        """Returns what `begin` takes; what is under way between groups is taken back."""
+        outer = self._begun()
+        outer.recall()
+        own, shared = jax.device_get((self._own_arrays(), outer.shared_arrays()))
+        return own, shared, [*outer.updates]
+
+    def begin(self, own: Mapping[str, Any], shared: Mapping[str, Any], updates: list[int]) -> None:
+        """Begins with what a group has kept; without anything, with the state of all ranks."""
+        outer = self._begun()
+        if own:
+            self._take_back(own, shared)
+            outer.updates = [*updates]
+
+    def catch_up(self, newest: TrainState, source: int, *, is_new: bool) -> None:
+        """Goes on with the outer weights, and after the steps, of another group.
+
+        Args:
+            newest: The host state of that group, with the outer weights.
+            source: Its process.
+            is_new: Whether this group has no weights of its own, and takes the outer ones.
+        """
+        outer, state = self._begun(), self._built()
+        kept = jax.device_get(outer.shared_arrays()), np.asarray(outer.updates)
+        shared, updates = collectives.broadcast(kept, root=source)
+        num_steps = int(newest.step)
+        if is_new or num_steps != self._num_steps:
+            placed = _jax.replicate(newest, self.runtime.mesh)
+            own = {} if is_new else _by_path(state)
+            state, self._num_steps = self._with_weights(placed, own), num_steps
+        weights = outer.follow(shared, updates.tolist(), *self._weights(state))
+        self.state = self._with_weights(state, weights[0] | weights[1])
+
+    def own_rows(self, tree: Any) -> Any:
+        """Returns the part of this group of host arrays with a row for each that was saved.
+
+        Of other groups, the first has the sums of all.
+        """
+        index = self._group.index
+        if self._saved_groups == self._group.num_groups:
+            return jax.tree.map(lambda x: x[index], tree)
+        total = tree if self._saved_groups == 1 else _total(tree)
+        return total if index == 0 else jax.tree.map(np.zeros_like, total)
+
+    def _own_arrays(self) -> dict[str, Any]:
+        """Returns what the group has for itself, by path."""
+        outer, state = self._begun(), replace(self._built(), first_row=None)
+        return state_arrays({"state": state}) | {
+            f"outer/{path}": x for path, x in outer.own_arrays().items()
+        }
+
+    def _take_back(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+        """Goes on from host arrays like those of `_own_arrays`, and the shared ones."""
+        outer, like = self._begun(), replace(self._built(), first_row=None)
         found = [own[f"state/{path}"] for path in state_arrays(like)]
         found = _jax.replicate(found, self.runtime.mesh)
         self.state = jax.tree.structure(like).unflatten(found)
-        outer.restore(_below("outer/", own), _below(_SHARED, arrays))
+        outer.restore(_below("outer/", own), shared)
         self._num_steps = int(own["state/step"])
 
-    def own_rows(self, tree: Any) -> Any:
-        """Returns the part of this group of host arrays with a row for each."""
-        return jax.tree.map(lambda x: x[self._group.index], tree)
+    def _begun(self) -> OuterUpdates:
+        """Returns the outer weights, with which the group begins if it has not yet."""
+        _ = self.state
+        assert self._outer is not None, "The state is that of a group that has begun."
+        return self._outer
 
     def _begin(self) -> None:
         state = self._whole.own_state
@@ -303,14 +433,34 @@ class GroupTrainer(Trainer):
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
         """Runs a step, and the outer updates that follow it; returns the sums after it."""
+        with self._undone_by_errors(self._begun()):
+            return self._run_both(group, sums)
+
+    @contextmanager
+    def _undone_by_errors(self, outer: OuterUpdates) -> Iterator[None]:
+        """Lets the group have the state before the block if another one is lost within it.
+
+        Only in an elastic job: in others, the step has taken the memory of that state.
+        """
+        if link() is None:
+            yield
+            return
+        state, num_steps = self._built(), self._num_steps
+        try:
+            with outer.undone_by_errors():
+                yield
+        except BaseException:
+            self.state, self._num_steps = state, num_steps
+            raise
+
+    def _run_both(self, group: DeviceBatches, sums: Any) -> Any:
         first_row, num_rows = self._own_part(group)
         self._number_rows(first_row)
         # Statistics of no rows are NaN.
         kept = {} if num_rows else jax.tree.map(jax.numpy.copy, self._weights(self._built())[1])
         sums = super()._run(group, sums)
         self._num_steps += 1
-        state, outer = self._built(), self._outer
-        assert outer is not None, "The group has begun."
+        state, outer = self._built(), self._begun()
         if kept:
             self.state = state = self._with_weights(state, kept)
         if outer.has_turn(self._num_steps, num_rows):
@@ -370,6 +520,25 @@ def _by_path(state: TrainState) -> dict[str, Any]:
         for part in ("params", "model_state")
         for path, x in state_arrays(getattr(state, part)).items()
     }
+
+
+def _num_groups(own: Mapping[str, np.ndarray]) -> int:
+    """Returns how many groups have a row in the arrays of a checkpoint; one has none."""
+    return len(next(iter(own.values()))) if own else 1
+
+
+def _total(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), tree)
+
+
+def _warn_of_others(saved: int, found: int) -> None:
+    logger.warning(
+        "The checkpoint is that of %d group(s) of LocalSteps, and there are %d: they begin with "
+        "its outer weights and the optimizer state of its first group. What its groups had trained "
+        "and not yet sent is left out.",
+        saved,
+        found,
+    )
 
 
 def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

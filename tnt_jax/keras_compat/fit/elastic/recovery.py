@@ -42,8 +42,6 @@ from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import Run, Start, differences
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays, with_arrays
 
 # How long an error of JAX waits for the launcher to report a loss.
 _NEWS_S = 5.0
@@ -174,21 +172,19 @@ class Recovery:
         new processes.
         """
         with goodput.phase("restarting"):
-            place, state = self._kept()
+            place, kept = self._kept()
             why = "" if error is None else gist(error)
             logger.debug("Waits for the next generation. %s", why, exc_info=error)
             while True:
                 try:
-                    return self._join_next(place, state, why, reopen)
+                    return self._join_next(place, kept, why, reopen)
                 except Exception as another:  # A further process was lost meanwhile.
                     if not self.is_loss(another):
                         raise
                     why = gist(another)
                     logger.debug("Waits for the next generation. %s", why, exc_info=another)
 
-    def _join_next(
-        self, place: _Place, state: TrainState, why: str, reopen: Callable[[], Batch]
-    ) -> Start:
+    def _join_next(self, place: _Place, kept: Any, why: str, reopen: Callable[[], Batch]) -> Start:
         """Returns where training goes on in the next generation."""
         assert self._link is not None
         generation = self._link.next_generation(
@@ -202,8 +198,8 @@ class Recovery:
         if generation is None:
             raise HasEnded
         runtime.rejoin(generation)
-        self._shared.core.reopen(state)
-        start = self._adopt(place, state, generation.source, reopen)
+        self._shared.core.reopen(kept)
+        start = self._adopt(place, kept, generation.source, reopen)
         self.joins, self.is_new = False, True
         return start
 
@@ -215,14 +211,13 @@ class Recovery:
             return True
         return isinstance(error, jax.errors.JaxRuntimeError) and self._link.await_end(_NEWS_S)
 
-    def _kept(self) -> tuple[_Place, TrainState]:
-        """Returns the state of the last complete step, on the host."""
+    def _kept(self) -> tuple[_Place, Any]:
+        """Returns the place and the state of the last complete step, on the host."""
         core, progress = self._shared.core, self._shared.progress
         core.trainer.ahead.wait()
         core.trainer.evaluation_ahead.wait()
-        state = jax.device_get(core.trainer.require_state())
         place = _Place(
-            int(state.step),
+            int(jax.device_get(core.trainer.require_state().step)),
             progress.epoch,
             progress.batches_done,
             progress.rows_done,
@@ -232,11 +227,9 @@ class Recovery:
             self.logs,
             self._shared.resumption.run,
         )
-        return place, state
+        return place, core.trainer.kept()
 
-    def _adopt(
-        self, own: _Place, state: TrainState, source: int, reopen: Callable[[], Batch]
-    ) -> Start:
+    def _adopt(self, own: _Place, kept: Any, source: int, reopen: Callable[[], Batch]) -> Start:
         """Returns where all processes go on, with the newest state; all of them call it."""
         core, progress = self._shared.core, self._shared.progress
         joins = self.joins
@@ -247,8 +240,7 @@ class Recovery:
             place, states = broadcast_object(sent, root_rank=runtime.first_rank_of(source))
             if joins:
                 self._check_run(own, place)
-            arrays = collectives.broadcast(state_arrays(state), root=source)
-            core.trainer.set_state(with_arrays(state, arrays))
+            core.trainer.follow(kept, source)
             core.require_compiled().steps_per_execution = place.steps_per_execution
             if joins:
                 restore(self._hooks.callbacks, *states)
@@ -256,7 +248,10 @@ class Recovery:
         progress.stop_training = collectives.any_process(
             place.stops or own.stops, where="start of a generation"
         )
-        sums = core.trainer.host_sums(place.sums, first) if place.sums else None
+        trainer = core.trainer.of_group
+        of_epoch = own.sums if own.epoch == place.epoch else []
+        newest = trainer.sums_after_loss(of_epoch, place.sums)
+        sums = trainer.host_sums(newest, first) if place.sums else None
         self._hooks.renew()
         if not joins:
             self._catch_up(own, place, sums)
