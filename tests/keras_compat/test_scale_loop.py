@@ -13,7 +13,7 @@ from tnt_jax.data.dispatch import with_larger_batches
 from tnt_jax.data.indexed.random_access import RandomAccess
 from tnt_jax.data.recipes.token_batches import TokenBatches
 from tnt_jax.keras_compat.fit.data_intake import DataArguments
-from tnt_jax.keras_compat.fit.trials.timed import scale_batch
+from tnt_jax.keras_compat.fit.trials.timed import check_sums, scale_batch
 from tnt_jax.launch.scale.runs import MARK, read_line
 from tnt_jax.settings import Settings, TrialsDone
 
@@ -143,3 +143,10 @@ def test_weak_scaling_multiplies_the_batch():
     assert scale_batch(DataArguments(X, Y), 4, WEAK).batch_size == 64
     for grows in (DataArguments(X, Y, micro_batch_size=12), DataArguments([], distribute=False)):
         assert scale_batch(grows, 8, WEAK) == grows
+
+
+def test_commands_that_know_one_kind_of_steps_refuse_local_steps():
+    model = tnt.Model(nn.Dense(1), sync=tnt.LocalSteps())
+    check_sums(tnt.Model(nn.Dense(1))._core, "tune")
+    with pytest.raises(ValueError, match=r"tnt-jax tune .* sync=LocalSteps .* tnt-jax scale"):
+        check_sums(model._core, "tune")

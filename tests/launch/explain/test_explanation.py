@@ -203,3 +203,18 @@ def test_one_process_has_neither_sums_nor_others_to_wait_for():
     assert {p.name for p in Explanation("t.py", data).parts} == {
         "compiling", "callbacks", "reading", "placing", "computing",
     }  # fmt: skip
+
+
+def test_local_steps_are_proposed_where_links_between_hosts_take_much_of_a_step():
+    slow = {"as is": 100, "no callbacks": 100, "kept batches": 100, "placed batches": 100}
+    (finding,) = [each for each in explained(slow, hosts=2).findings if each.cause == "link"]
+    # 4 MB of gradients: a ring of two sends them once, local steps a quarter once in 50 steps.
+    assert "The links between 2 hosts take 90 % of a step, in which each host sends 4 MB" in (
+        finding.line
+    )
+    assert "sends 0.02 MB a step, 200 times less" in finding.line
+    assert "take at least 10 ms" in finding.line
+    assert "another algorithm" in finding.line
+    assert finding.gain is None
+    for hosts, changes in ((1, slow), (2, {"as is": 12})):
+        assert "link" not in {each.cause for each in explained(changes, hosts=hosts).findings}

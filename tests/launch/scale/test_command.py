@@ -10,6 +10,7 @@ from processes import environment
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Scale, parse_options
 from tnt_jax.launch.scale.command import _is_measured, _Table
+from tnt_jax.launch.scale.projection import Outer
 from tnt_jax.launch.scale.runs import MARK
 from tnt_jax.launch.scale.scaling import Scaling
 from tnt_jax.launch.trials import Layout, Listener, check_folder, lay_out
@@ -20,7 +21,7 @@ import flax.linen as nn, numpy as np, tnt_jax as tnt
 class Saves(tnt.callbacks.Callback):
     def on_train_begin(self, logs=None):
         raise SystemExit("A callback has run.")
-model = tnt.Model(nn.Dense(4))
+model = tnt.Model(nn.Dense(4), sync=eval((sys.argv[1:] or ["None"])[0]))
 model.compile("sgd", loss="mse")
 print("no end of this line", end="")
 try:
@@ -140,13 +141,25 @@ def test_a_signal_ends_the_run_and_all_that_follow(tnt_jax, script, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+LOCAL = "tnt.LocalSteps(every=4, fragments=2, groups='process')"
+# A whole number of rounds is timed; two messages hold the rows twice, and all 64 bytes once.
+OUTER = Outer(ranks=1, every=4, fragments=2, delay=0, mb=(64 + 2 * 8) / 1e6)
+
+
 @pytest.mark.multiprocess
-def test_a_script_is_measured_on_one_and_two_ranks(run, script, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("sync", "steps", "outer"),
+    [("None", 9, None), pytest.param(LOCAL, 12, OUTER, marks=pytest.mark.long)],
+    ids=["together", "in groups"],
+)
+def test_a_script_is_measured_on_one_and_two_ranks(
+    sync, steps, outer, run, script, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     words = ["scale", "--ranks", 1, 2, "--no-gpu", "--rounds", 1, "--steps", 9, "--weak"]
     folder = tmp_path / "results"
     code, out, err = run(
-        *words, "--output", folder, "--", script(SCRIPT), timeout=200,
+        *words, "--output", folder, "--", script(SCRIPT), sync, timeout=200,
         environ=environment(TNT_CHECKPOINT_DIR=str(tmp_path / "c")),
     )  # fmt: skip
     assert code == 0, err
@@ -155,16 +168,16 @@ def test_a_script_is_measured_on_one_and_two_ranks(run, script, tmp_path, monkey
     assert "A callback" not in err + out
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "results"}
     scaling = Scaling.from_json((folder / "scaling.json").read_text())
-    assert [(r.ranks, r.steps, r.rows, r.gradient_bytes) for r in scaling.runs] == [
-        (1, 9, 72, 64),
-        (2, 9, 144, 64),
+    assert [(r.ranks, r.steps, r.rows, r.gradient_bytes, r.outer) for r in scaling.runs] == [
+        (1, 9, 72, 64, None),
+        (2, steps, 16 * steps, 64, outer),
     ]
     for measured in scaling.runs:
         shares = measured.shares
         total = shares.compute + shares.communication + shares.data + shares.host
         assert total == pytest.approx(1)
         assert shares.compute > 0
-        assert (shares.communication > 0) == (measured.ranks > 1)
+        assert (shares.communication > 0) == (measured.ranks > 1 and outer is None)
     assert json.loads((folder / "scaling.json").read_text())["weak"] is True
 
 

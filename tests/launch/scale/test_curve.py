@@ -1,8 +1,10 @@
 """Curves beyond what was measured: made by the model itself, they are continued exactly."""
 
+from dataclasses import replace
+
 import pytest
 
-from tnt_jax.launch.scale.projection import Links, Model
+from tnt_jax.launch.scale.projection import Links, Model, Outer
 from tnt_jax.launch.scale.runs import Run, Shares
 from tnt_jax.launch.scale.scaling import Scaling, continue_curve
 
@@ -10,16 +12,16 @@ from tnt_jax.launch.scale.scaling import Scaling, continue_curve
 MODEL = Model((2.0,), Links(1, 1, 0.125, 0, 0), overlap=False)
 
 
-def scaling(is_weak, numbers, *, slower=1.0):
+def scaling(is_weak, numbers, *, slower=1.0, model=MODEL):
     runs = []
     for ranks in numbers:
         local_ms = 50 if is_weak else 50 / ranks
-        seconds = MODEL.step_ms(ranks, local_ms) / 1000
+        seconds = model.step_ms(ranks, local_ms) / 1000
         runs.append(
             Run(
                 ranks, 0, ranks, ranks, "cpu", 100, 1, 100 * (ranks if is_weak else 1),
                 seconds * (slower if ranks == max(numbers) else 1),
-                Shares(1, 0, 0, 0), 1.0, 1, "process", 2_000_000, {},
+                Shares(1, 0, 0, 0), 1.0, 1, "process", 2_000_000, {}, model.outer,
             )
         )  # fmt: skip
     return Scaling("train.py", is_weak, runs)
@@ -60,3 +62,22 @@ def test_what_does_not_suffice_is_refused():
         continue_curve(scaling(True, (1, 2, 4)), 4)
     with pytest.raises(ValueError, match="at least two numbers of ranks on several hosts"):
         continue_curve(scaling(True, (1, 2)), 8)
+
+
+def test_local_steps_are_continued_at_a_given_rate():
+    gbit = 8 * 0.125 * 1514 / 1448
+    local = replace(MODEL, outer=Outer(ranks=1, every=50, fragments=2, delay=1, mb=25))
+    measured = scaling(True, (1, 2, 4), model=local)
+    with pytest.raises(ValueError, match="Give it with --link-gbit"):
+        continue_curve(measured, 16)
+    projection = continue_curve(measured, 16, link_gbit=gbit)
+    assert projection.error == pytest.approx(0, abs=1e-6)
+    last = projection.points[-1]
+    # 15 * 12.5 MB take 1.5 s, of which a step hides 50 ms; so twice in 50 steps.
+    assert last.step_s == pytest.approx(0.05 + (1.5 - 0.05) * 2 / 50)
+    assert last.host_mb == pytest.approx(15 * 25 / 50)
+    assert "16 ranks, projected" in projection.lines()[-2]
+    assert "a host sends 7.5 MB/step" in projection.lines()[-2]
+    assert "outer updates of 25 MB from each group of 1 rank(s)" in projection.lines()[-1]
+    whole = replace(measured, projection=projection)
+    assert Scaling.from_json(whole.to_json()) == whole

@@ -6,6 +6,7 @@ from tnt_jax.launch.scale.projection import (
     Links,
     Measured,
     Model,
+    Outer,
     all_reduce_ms,
     fit,
     project,
@@ -33,6 +34,30 @@ def test_a_sum_sends_each_byte_twice_less_the_own_part():
 )
 def test_buckets_travel_once_they_are_ready_and_the_one_before_is_done(mb, overlap, expected):
     assert project(90, [mb, mb], 2, ETHERNET, overlap=overlap) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("delay", "expected"),
+    # 3 * 5 MB in two fragments travel for 60 ms each; steps of 10 ms hide 10 ms for each of delay.
+    [(0, 10 + 60 * 2 / 8), (2, 10 + 40 * 2 / 8), (6, 10), (7, 10)],
+)
+def test_outer_updates_cost_what_steps_do_not_hide(delay, expected):
+    outer = Outer(ranks=1, every=8, fragments=2, delay=delay, mb=5)
+    model = Model((28.0,), ETHERNET, False, outer)
+    assert model.step_ms(4, 10) == pytest.approx(expected)
+    assert model.host_mb(4) == pytest.approx(3 * 5 / 8)
+    assert model.step_ms(1, 10) == 10
+    # Without groups, all ranks sum gradients in a ring.
+    assert Model((28.0,), ETHERNET, False).host_mb(4) == pytest.approx(1.5 * 28)
+
+
+def test_ranks_of_a_group_sum_gradients_and_groups_of_a_host_share_its_link():
+    hosts_of_four = ETHERNET._replace(gpus_per_host=4)
+    outer = Outer(ranks=2, every=8, fragments=1, delay=0, mb=5)
+    model = Model((28.0,), hosts_of_four, False, outer)
+    # Two groups of each of two hosts send to the two groups of the other one.
+    assert outer.host_mb(8, 4) == 2 * 2 * 5
+    assert model.step_ms(8, 10) == pytest.approx(10 + 28 / 1 + 20 / 0.125 / 8)
 
 
 def measured_by(model, numbers, *, local_ms, per_host=1):

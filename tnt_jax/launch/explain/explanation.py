@@ -25,6 +25,9 @@ _MANY_PAGES = 200
 # Where half the rows take more of the time than this, rows cost less than starting a step.
 _MOSTLY_FIXED = 0.75
 _SLOW_FIRST_BATCH = 5.0
+# Of a step, from which sums between hosts make another algorithm worth a thought; its steps between
+# two updates.
+_LINK_BOUND, _LOCAL_STEPS = 0.3, 50
 # Seconds of compiling that a cache would spare at each start.
 _LONG_COMPILATION_S = 5.0
 _PARTS = {
@@ -168,6 +171,7 @@ class Explanation:
             *self._of_callbacks(),
             *self._of_reading(),
             *self._of_sums(),
+            *self._of_links(),
             *self._of_ranks(),
             *self._of_rows(),
             *self._of_machine(),
@@ -272,6 +276,28 @@ class Explanation:
         best = min(tried, key=lambda each: (not each["exact"], statistics.median(each["after"])))
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
         return [_tried("sums", f"{text}.", advice, best["before"], best["after"])]
+
+    def _of_links(self) -> list[Finding]:
+        """Proposes local steps where links between hosts take much of a step; not tried here."""
+        measured, hosts = self.measured, self.measured.get("hosts", 1)
+        share = next((part.share for part in self.parts if part.name == "sums"), 0.0)
+        if hosts == 1 or share < _LINK_BOUND or not self._is_large("sums"):
+            return []
+        mb, seconds = measured["sums"]["bytes"] / 1e6, statistics.median(self._seconds()["sums"])
+        # A ring between hosts; and a byte for each float32, from each host to each other.
+        before, after = 2 * (hosts - 1) / hosts * mb, (hosts - 1) * mb / 4 / _LOCAL_STEPS
+        rest = self.step.median - seconds
+        return [
+            Finding(
+                "link",
+                f"The links between {hosts} hosts take {100 * share:.0f} % of a step, in which "
+                f"each host sends {before:.3g} MB. Model(sync=tnt.LocalSteps(every={_LOCAL_STEPS}, "
+                f'fragments=4, delay=5, compress="int8")) sends {after:.3g} MB a step, '
+                f"{before / after:.0f} times less, while steps run, which then take at least "
+                f"{_ms(rest)}. It is another algorithm, with other results, and was not tried "
+                "(docs/local_steps.md).",
+            )
+        ]
 
     def _of_ranks(self) -> list[Finding]:
         measured, found = self.measured, []

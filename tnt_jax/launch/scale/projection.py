@@ -3,12 +3,13 @@
 Buckets of gradients become ready evenly over the last two thirds of the step, which backpropagation
 takes, and travel one after the other: a bucket starts when it is ready and the one before is done.
 A ring within hosts and one between hosts run at the rates of the links; each hop of a ring costs a
-latency. Nothing else grows with the number of ranks here: stragglers, input and shared switches do.
+latency. Groups of local steps sum gradients by themselves and send outer updates to one another.
+Nothing else grows with the number of ranks here: stragglers, input and shared switches do.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # Backpropagation computes two gradients for each product of the forward pass.
@@ -82,16 +83,56 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Outer:
+    """The outer updates of groups that train by themselves, as of `tnt_jax.LocalSteps`.
+
+    Attributes:
+        ranks: Ranks of a group.
+        every: Steps in which a group sends all of its fragments once.
+        fragments: Their number.
+        delay: Steps that run while a fragment travels.
+        mb: What a group sends to each other one in `every` steps.
+    """
+
+    ranks: int
+    every: int
+    fragments: int
+    delay: int
+    mb: float
+
+    def host_mb(self, ranks: int, ranks_per_host: int) -> float:
+        """Returns what a host sends to others in `every` steps."""
+        groups, own = ranks // self.ranks, max(ranks_per_host // self.ranks, 1)
+        return own * max(groups - own, 0) * self.mb
+
+
+@dataclass(frozen=True)
 class Model:
     """The model of a script; with `overlap`, buckets travel during backpropagation."""
 
     buckets_mb: tuple[float, ...]
     links: Links
     overlap: bool
+    outer: Outer | None = None
 
     def step_ms(self, ranks: int, local_ms: float) -> float:
         """Returns the projected step, from what it takes without communication."""
-        return project(local_ms, self.buckets_mb, ranks, self.links, overlap=self.overlap)
+        outer, links = self.outer, self.links
+        together = ranks if outer is None else min(ranks, outer.ranks)
+        step_ms = project(local_ms, self.buckets_mb, together, links, overlap=self.overlap)
+        if outer is None:
+            return step_ms
+        travel_ms = outer.host_mb(ranks, links.gpus_per_host) / outer.fragments / links.host_gbytes
+        waiting_ms = max(travel_ms + links.host_latency_us / 1000 - outer.delay * step_ms, 0.0)
+        return step_ms + waiting_ms * outer.fragments / outer.every
+
+    def host_mb(self, ranks: int) -> float:
+        """Returns what a host sends to others in a step, in the mean."""
+        per_host = self.links.gpus_per_host
+        if self.outer is not None:
+            return self.outer.host_mb(ranks, per_host) / self.outer.every
+        hosts = -(-ranks // per_host)
+        return 2 * (hosts - 1) / hosts * sum(self.buckets_mb)
 
 
 def why_not_projected(hosts: Mapping[int, int], *, link_gbit: float | None) -> str:
@@ -122,6 +163,7 @@ def fit(
     *,
     gpus_per_host: int,
     link_gbit: float | None = None,
+    outer: Outer | None = None,
 ) -> Model:
     """Returns the model that is closest to what was measured, by the squares of relative errors.
 
@@ -132,12 +174,14 @@ def fit(
     models = []
     for overlap in (True, False):
         links = Links(gpus_per_host, math.inf, math.inf, 0, 0)
-        links = _best(links, "gpu_gbytes", within, buckets_mb, overlap=overlap)
+        model = Model(tuple(buckets_mb), links, overlap, outer)
+        model = _best(model, "gpu_gbytes", within)
         if link_gbit is None:
-            links = _best(links, "host_gbytes", between, buckets_mb, overlap=overlap)
+            model = _best(model, "host_gbytes", between)
         else:
-            links = links._replace(host_gbytes=link_gbit / 8 * TCP_PAYLOAD_SHARE)
-        models.append(Model(tuple(buckets_mb), links, overlap))
+            rate = link_gbit / 8 * TCP_PAYLOAD_SHARE
+            model = replace(model, links=model.links._replace(host_gbytes=rate))
+        models.append(model)
     return min(models, key=lambda model: _squares(model, measured))
 
 
@@ -148,20 +192,9 @@ def _squares(model: Model, measured: Sequence[Measured]) -> float:
     )
 
 
-def _best(
-    links: Links,
-    name: str,
-    measured: Sequence[Measured],
-    buckets_mb: Sequence[float],
-    *,
-    overlap: bool,
-) -> Links:
-    """Returns the links with the rate of one kind that is closest to what was measured."""
+def _best(model: Model, name: str, measured: Sequence[Measured]) -> Model:
+    """Returns the model with the rate of one kind of links that is closest to what was measured."""
     if not measured:
-        return links
-    choices = [links._replace(**{name: rate}) for rate in _RATES]
-
-    def error(choice: Links) -> float:
-        return _squares(Model(tuple(buckets_mb), choice, overlap), measured)
-
-    return min(choices, key=error)
+        return model
+    choices = (replace(model, links=model.links._replace(**{name: rate})) for rate in _RATES)
+    return min(choices, key=lambda choice: _squares(choice, measured))

@@ -1,8 +1,10 @@
 """What one run of a script on some number of ranks has measured, as it travels and is kept."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
+
+from tnt_jax.launch.scale.projection import Outer
 
 MARK = "tnt-jax scale: "
 """How the line begins in which the first process reports to its launcher what was measured."""
@@ -41,6 +43,7 @@ class Run:
         memory_bytes: Most memory of any process: that of its devices if they tell, else its own.
         memory_of: `"device"` or `"process"`.
         gradient_bytes: Gradients that the ranks sum in a step.
+        outer: What groups of ranks exchange instead, with `LocalSteps`.
     """
 
     ranks: int
@@ -58,6 +61,7 @@ class Run:
     memory_of: str
     gradient_bytes: int
     versions: dict[str, str]
+    outer: Outer | None = None
 
     @property
     def step_s(self) -> float:
@@ -87,9 +91,12 @@ def read_run(kept: dict[str, Any]) -> Run:
         ValueError: If it is no run.
     """
     names = {field.name for field in fields(Run)}
-    if not isinstance(kept, dict) or set(kept) != names:
-        raise ValueError(f"A run must have {', '.join(sorted(names))}, but has {kept!r:.200}.")
-    return Run(**{**kept, "shares": Shares(**kept["shares"])})
+    required = {field.name for field in fields(Run) if field.default is MISSING}
+    if not isinstance(kept, dict) or not required <= set(kept) <= names:
+        raise ValueError(f"A run must have {', '.join(sorted(required))}, but has {kept!r:.200}.")
+    outer = kept.get("outer")
+    shares = Shares(**kept["shares"])
+    return Run(**{**kept, "shares": shares, "outer": outer and Outer(**outer)})
 
 
 def read_results(text: str, command: str, format: int, key: str) -> dict[str, Any]:

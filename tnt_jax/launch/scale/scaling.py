@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tnt_jax.launch.scale.projection import Measured, Model, fit, why_not_projected
+from tnt_jax.launch.scale.projection import Measured, Model, Outer, fit, why_not_projected
 from tnt_jax.launch.scale.runs import Run, read_results, read_run
 
 RESULTS = "scaling.json"
@@ -113,12 +113,26 @@ def _kept_point(point: Point) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProjectedPoint:
-    """What a number of ranks is projected to do, that was not measured; see `Point`."""
+    """What a number of ranks is projected to do, that was not measured; see `Point`.
+
+    Attributes:
+        host_mb: What a host sends to others in a step, MB; None in results of earlier versions.
+    """
 
     ranks: int
     step_s: float
     examples_per_s: float
     efficiency: float
+    host_mb: float | None = None
+
+    @property
+    def line(self) -> str:
+        """Returns it as text."""
+        sent = "" if self.host_mb is None else f"; a host sends {self.host_mb:.3g} MB/step"
+        return (
+            f"{self.ranks} ranks, projected: {self.examples_per_s:.4g} examples/s, "
+            f"{self.step_s * 1000:.2f} ms/step, efficiency {self.efficiency:.2f}{sent}"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,7 @@ class Projection:
         error: Projected step there, from the smaller numbers, divided by the measured step, less 1.
         host_gbit: Rate of a host's link in the model, Gbit/s.
         overlaps: Whether gradients travel during backpropagation in the model.
+        outer: The outer updates that travel between groups instead, with `LocalSteps`.
     """
 
     points: tuple[ProjectedPoint, ...]
@@ -138,17 +153,21 @@ class Projection:
     error: float
     host_gbit: float
     overlaps: bool
+    outer: Outer | None = None
 
     def lines(self) -> list[str]:
         """Returns what is projected, as text."""
-        how = "while gradients are computed" if self.overlaps else "after all are computed"
+        what = "gradients while they" if self.overlaps else "gradients after all"
+        what += " are computed"
+        if (outer := self.outer) is not None:
+            what = (
+                f"outer updates of {outer.mb:.3g} MB from each group of {outer.ranks} rank(s) to "
+                f"each other one in {outer.every} steps, {outer.fragments} fragment(s) during "
+                f"{outer.delay} step(s) each"
+            )
         return [
-            *(
-                f"{point.ranks} ranks, projected: {point.examples_per_s:.4g} examples/s, "
-                f"{point.step_s * 1000:.2f} ms/step, efficiency {point.efficiency:.2f}"
-                for point in self.points
-            ),
-            f"The model sends gradients {how}, at {self.host_gbit:.3g} Gbit/s a host. From the "
+            *(point.line for point in self.points),
+            f"The model sends {what}, at {self.host_gbit:.3g} Gbit/s a host. From the "
             f"smaller numbers of ranks it projects a step on {self.checked_ranks} that is "
             f"{100 * abs(self.error):.0f} % too {'long' if self.error > 0 else 'short'}. "
             "Stragglers, input and shared switches are not in it.",
@@ -157,7 +176,9 @@ class Projection:
     @classmethod
     def from_dict(cls, kept: dict[str, Any]) -> "Projection":
         """Returns the projection that `dataclasses.asdict` made a dict of."""
-        return cls(**{**kept, "points": tuple(ProjectedPoint(**point) for point in kept["points"])})
+        points = tuple(ProjectedPoint(**point) for point in kept["points"])
+        outer = kept.get("outer")
+        return cls(**{**kept, "points": points, "outer": outer and Outer(**outer)})
 
 
 @dataclass(frozen=True)
@@ -348,6 +369,12 @@ def continue_curve(
     hosts = {point.ranks: point.hosts for point in points}
     if reason := why_not_projected(hosts, link_gbit=link_gbit):
         raise ValueError(f"There is no projection: {reason}.")
+    outer = next(run.outer for run in scaling.runs if run.ranks == largest.ranks)
+    if outer is not None and link_gbit is None:
+        raise ValueError(
+            "There is no projection: outer updates travel while steps run, whose time does not "
+            "tell the rate of the links. Give it with --link-gbit."
+        )
     measured = [
         Measured(p.ranks, p.hosts, p.step_s.median * 1000, _local_ms(scaling, p.ranks))
         for p in points
@@ -358,7 +385,7 @@ def continue_curve(
 
     def model_of(those: Sequence[Measured]) -> Model:
         buckets_mb = [mb / num_buckets] * num_buckets
-        return fit(those, buckets_mb, gpus_per_host=per_host, link_gbit=link_gbit)
+        return fit(those, buckets_mb, gpus_per_host=per_host, link_gbit=link_gbit, outer=outer)
 
     last = measured[-1]
     error = model_of(measured[:-1]).step_ms(last.ranks, last.local_ms) / last.step_ms - 1
@@ -368,11 +395,12 @@ def continue_curve(
         numbers.append(numbers[-1] * 2)
     numbers = [number for number in numbers if number < to_ranks] + [to_ranks]
     return Projection(
-        tuple(_projected(scaling, n, model.step_ms(n, _local_ms(scaling, n))) for n in numbers),
+        tuple(_projected(scaling, n, model) for n in numbers),
         largest.ranks,
         error,
         model.links.host_gbytes * 8,
         model.overlap,
+        outer,
     )
 
 
@@ -383,13 +411,14 @@ def _local_ms(scaling: Scaling, ranks: int) -> float:
     return local_ms if scaling.is_weak else local_ms * first.ranks / ranks
 
 
-def _projected(scaling: Scaling, ranks: int, step_ms: float) -> ProjectedPoint:
-    first = scaling.points[0]
+def _projected(scaling: Scaling, ranks: int, model: Model) -> ProjectedPoint:
+    first, step_ms = scaling.points[0], model.step_ms(ranks, _local_ms(scaling, ranks))
     rows = first.examples_per_s.median * first.step_s.median
     rows *= ranks / first.ranks if scaling.is_weak else 1
     speed = rows / step_ms * 1000
     each = first.examples_per_s.median / first.ranks
-    return ProjectedPoint(ranks, step_ms / 1000, speed, speed / ranks / each)
+    efficiency = speed / ranks / each
+    return ProjectedPoint(ranks, step_ms / 1000, speed, efficiency, model.host_mb(ranks))
 
 
 def _draw_speed(axis: Any, points: Sequence[Point]) -> None:

@@ -115,6 +115,11 @@ class OuterUpdates:
         """Bytes that this process has sent to other groups; 0 if another one does it."""
         return 0 if self._links is None else self._links.sent_bytes
 
+    @property
+    def round_bytes(self) -> int:
+        """Bytes that each group sends to each other one in `every` steps."""
+        return sum(self._message_bytes(fragment) for fragment in range(self._sync.fragments))
+
     def has_turn(self, step: int, rows: int) -> bool:
         """Counts the step of the group with number `step`, on so many rows.
 

@@ -264,6 +264,11 @@ class GroupTrainer(Trainer):
         """Bytes that this process has sent to other groups."""
         return 0 if self._outer is None else self._outer.sent_bytes
 
+    @property
+    def round_bytes(self) -> int:
+        """Bytes that each group sends to each other one in `every` steps."""
+        return self._begun().round_bytes
+
     def leave(self) -> None:
         """Forgets the weights of the group; training begins with those of all ranks again."""
         if self._outer is not None:

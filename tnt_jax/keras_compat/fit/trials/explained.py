@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tnt_jax import _jax
+from tnt_jax.cluster.devices import machine_id
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.streams import read_in_lockstep
@@ -31,7 +32,7 @@ from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Pl
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.trials.timed import full_batches
+from tnt_jax.keras_compat.fit.trials.timed import check_sums, full_batches
 from tnt_jax.log import logger, report_to_launcher
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
 from tnt_jax.train.contracts import Hooks
@@ -66,6 +67,7 @@ class ExplainLoop(FitLoop):
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, without validation."""
+        check_sums(self._core, "explain")
         return super().prepare(data, replace(arguments, validation_data=None))
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
@@ -77,6 +79,7 @@ class ExplainLoop(FitLoop):
         with kept.open("Model.fit", **counts) as opened, self._core.fitting():
             seen = {**counts, "verbose": callbacks.verbose, "model": callbacks.model}
             measured = _Steps(self._shared, plan, opened, seen).explained()
+        measured["hosts"] = len(set(collectives.agree("Model.fit", {}, note=machine_id("net"))))
         measured["callbacks_left_out"] = [type(getattr(c, "callback", c)).__name__ for c in saving]
         if is_master_rank():
             report_to_launcher(f"{EXPLAIN_MARK}{json.dumps(measured)}")

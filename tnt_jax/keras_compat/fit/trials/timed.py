@@ -3,7 +3,7 @@
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from importlib.metadata import version
 from itertools import count
@@ -21,10 +21,12 @@ from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Pl
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.launch.scale.projection import Outer
 from tnt_jax.launch.scale.runs import as_line
 from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import Settings, TrialsDone
 from tnt_jax.sharded.planning import plan_step
+from tnt_jax.train.local.trainer import GroupTrainer
 from tnt_jax.train.timing import tuning
 from tnt_jax.train.timing.timed_steps import time_steps
 
@@ -35,6 +37,11 @@ class TrialLoop(FitLoop):
     """Times ways to sum gradients on the model and data of a `fit`, instead of training."""
 
     compiles_ahead = False
+
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training."""
+        check_sums(self._core, "tune")
+        return super().prepare(data, arguments)
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
         """Prints the options to use, on the master, and hands back to the entry of the process."""
@@ -58,6 +65,11 @@ class PlanLoop(FitLoop):
 
     compiles_ahead = False
 
+    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
+        """Does the same as for training."""
+        check_sums(self._core, "plan")
+        return super().prepare(data, arguments)
+
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
         """Prints the plan on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
@@ -71,6 +83,16 @@ class PlanLoop(FitLoop):
         if is_master_rank():
             print(planned.text(), flush=True)
         raise TrialsDone
+
+
+def check_sums(core: Core, command: str) -> None:
+    """Raises a ValueError for a command whose steps are those of all ranks together."""
+    if core.options.sync is not None:
+        raise ValueError(
+            f"tnt-jax {command} knows steps in which all ranks sum gradients, and with "
+            "sync=LocalSteps groups train by themselves. Leave sync out for the command; tnt-jax "
+            "scale measures both."
+        )
 
 
 def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
@@ -131,10 +153,17 @@ class ScaleLoop(FitLoop):
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
         """Reports to the launcher, on the master, and hands back to the entry of the process."""
-        trainer = self._core.trainer
+        trainer, sync = self._core.trainer.of_group, self._core.options.sync
         source = plan.stream.source
         steps = trainer.runtime.settings.scale_steps
         assert steps is not None, "The environment says whether to time steps."
+        outer = None
+        if sync is not None and isinstance(trainer, GroupTrainer):
+            # Whole rounds, with an update of each fragment.
+            steps = -(-steps // sync.every) * sync.every
+            mb = trainer.round_bytes / 1e6
+            ranks = trainer.runtime.num_ranks
+            outer = Outer(ranks, sync.every, sync.fragments, sync.delay, mb)
         self._shared.intake.log_plan(plan.stream)
         times = time_steps(
             trainer,
@@ -148,7 +177,8 @@ class ScaleLoop(FitLoop):
         compile_s = goodput.account().report()["compiling_s"]
         memory, memory_of = _peak_memory()
         measured = {
-            "ranks": trainer.runtime.num_ranks,
+            "ranks": self._core.trainer.runtime.num_ranks,
+            "outer": outer and asdict(outer),
             "processes": jax.process_count(),
             "device": jax.devices()[0].device_kind,
             "global_batch": source.global_batch_size or plan.first.num_rows,
