@@ -3,16 +3,23 @@
 Each host has one process, and all train on the same global batches. `apart` is the same number of
 processes that train on their shares without exchanging anything: the speed of so many machines.
 Efficiency is the time of a step of `apart` over that of the way to train. Bytes are those that
-leave the network cards of all hosts in training, without evaluation, by the kernel's counters.
+leave the network cards of all hosts in training, by the kernel's counters. Neither has the first
+epoch, evaluation, or the last update, with which `fit` ends.
 
 On hosts with rate-limited links, a command prefix places the processes; the labels of the link go
 to the table:
 
-    python benchmarks/local_steps.py --hosts 2 --prefix "netcluster exec node{number} --"
+    python benchmarks/local_steps.py --hosts 2 --speed --prefix "netcluster exec node{number} --"
     --address 10.77.0.{number} --link "1 Gbit/s" --output benchmarks/results/local_steps_1gbit.json
 
-`--speed` takes few rows and one seed: times and bytes without a meaning of the accuracy. `--table`
-prints files of earlier runs.
+`--speed` takes few rows and one seed. Results on test data need no links, and no idle machine:
+
+    nice -n 19 python benchmarks/local_steps.py --models mlp --ways synchronous DiLoCo
+    "Streaming DiLoCo" --output benchmarks/results/local_steps_accuracy.json
+
+What is in the output file already is not run again. `--sync` changes arguments of the way
+"Streaming DiLoCo", whose fragments need more steps to travel over a slower link:
+`--sync delay=12 compress=float4`. `--table` prints files of earlier runs.
 """
 
 import argparse
@@ -26,6 +33,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +60,10 @@ class Task:
     speed_rows: int
 
 
+# Epochs of `--speed` have whole rounds of 50 steps.
 TASKS = {
     "mlp": Task(256, 6, 0.05, 25_600),
-    "resnet20": Task(128, 3, 0.05, 7_680),
+    "resnet20": Task(128, 3, 0.05, 6_400),
     "decoder_tiny": Task(128, 3, 0.003, 12_800),
 }
 
@@ -88,7 +97,7 @@ def make_model(task: dict[str, Any]) -> Any:
 
     import tnt_jax as tnt
 
-    given = WAYS[task["way"]]
+    given = task["sync"]
     sync = None if given is None else tnt.LocalSteps(**given, groups="process")
     name = task["model"]
     module = (
@@ -138,14 +147,18 @@ def work(task: dict[str, Any], process: int) -> None:
 
     model, clock = make_model(task), Clock()
     model.fit(x, y, batch_size=batch, epochs=task["epochs"], verbose=0, callbacks=[clock])
-    spans = list(zip(clock.noted[::2], clock.noted[1::2], strict=True))[1:]
+    begins, ends = clock.noted[2::2], clock.noted[3::2]
     steps = -(-len(x) // batch)
     logs = model.evaluate(x_test, y_test, batch_size=1000, verbose=0, return_dict=True)
     print(
         json.dumps(
             {
-                "step_ms": [1000 * (end[0] - begin[0]) / steps for begin, end in spans],
-                "bytes": [(end[1] - begin[1]) / steps for begin, end in spans],
+                "step_ms": [
+                    1000 * (end[0] - begin[0]) / steps
+                    for begin, end in zip(begins, ends, strict=True)
+                ],
+                # What is sent after the last step of an epoch leaves once the next has begun.
+                "bytes": [(end[1] - begin[1]) / steps for begin, end in pairwise(begins)],
                 "test": logs,
             }
         )
@@ -191,37 +204,77 @@ def run(task: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """Returns a table in Markdown, with medians of times and bytes and means of tests (spread)."""
-    columns = "model, hosts, link, way, ms a step, efficiency, KB a step, times fewer, test loss"
-    names = [*columns.split(", "), "test accuracy", "seeds"]
-    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for one in results:
-        grouped.setdefault((one["model"], one["hosts"], one["link"], one["way"]), []).append(one)
+def named(way: str, sync: dict[str, Any] | None) -> str:
+    """Returns a way to train with the arguments of its local steps."""
+    return way if not sync else f"{way} ({', '.join(f'{k}={v}' for k, v in sync.items())})"
 
-    def median_of(key: tuple[Any, ...], name: str) -> float:
-        runs = grouped.get(key, [])
+
+class Table:
+    """The tables of some runs, in Markdown; medians of times and bytes, means of tests."""
+
+    def __init__(self, runs: Sequence[dict[str, Any]]) -> None:
+        self._runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for one in runs:
+            # Files of earlier versions lack some of it.
+            of_speed = one.get("speed", one["rows"] is not None)
+            way = named(one["way"], one.get("sync", WAYS.get(one["way"])))
+            key = (of_speed, one["model"], one["hosts"], one["link"], way)
+            self._runs.setdefault(key, []).append(one)
+
+    def text(self) -> str:
+        """Returns a table of speeds, and one of results on test data, where there are such runs."""
+        speeds = [self._speed(key) for key in self._runs if key[0]]
+        tests = [self._test(key) for key in self._runs if not key[0] and key[-1] != "apart"]
+        heads = (
+            "model, hosts, link, way, ms a step, efficiency, KB a step, times fewer bytes",
+            "model, hosts, way, test loss, to synchronous, test accuracy, to synchronous, seeds",
+        )
+        return "\n\n".join(
+            "\n".join([_row(head.split(", ")), _row(["---"] * (head.count(", ") + 1)), *rows])
+            for head, rows in zip(heads, (speeds, tests), strict=True)
+            if rows
+        )
+
+    def _median(self, key: tuple[Any, ...], name: str) -> float:
+        runs = self._runs.get(key, [])
         return statistics.median([x for one in runs for x in one[name]]) if runs else float("nan")
 
-    for key, runs in grouped.items():
-        model, hosts, link, way = key
-        step, size = median_of(key, "step_ms"), median_of(key, "bytes")
-        apart = median_of((model, hosts, link, "apart"), "step_ms")
-        synchronous = median_of((model, hosts, link, "synchronous"), "bytes")
-        tests = [one["test"] for one in runs]
-        loss, accuracy = ([test[name] for test in tests] for name in ("loss", "accuracy"))
-        numbers = [
-            f"{step:.1f}",
-            f"{apart / step:.2f}",
-            "" if way == "apart" else f"{size / 1e3:.1f}",
-            "" if way in ("apart", "synchronous") or not size else f"{synchronous / size:.0f}",
-            "" if way == "apart" else f"{np.mean(loss):.4f} ({np.ptp(loss):.4f})",
-            "" if way == "apart" else f"{np.mean(accuracy):.4f} ({np.ptp(accuracy):.4f})",
-            str(len(runs)),
-        ]
-        lines.append(f"| {' | '.join([model, str(hosts), link, way, *numbers])} |")
-    return "\n".join(lines)
+    def _speed(self, key: tuple[Any, ...]) -> str:
+        *same, way = key
+        step, size = self._median(key, "step_ms"), self._median(key, "bytes")
+        apart = self._median((*same, "apart"), "step_ms")
+        numbers = [f"{step:.1f}", f"{apart / step:.3f}", f"{size / 1e3:.1f}", ""]
+        if size and way not in ("apart", "synchronous"):
+            numbers[-1] = f"{self._median((*same, 'synchronous'), 'bytes') / size:.0f}"
+        return _row([*map(str, same[1:]), way, *numbers])
+
+    def _test(self, key: tuple[Any, ...]) -> str:
+        *same, way = key
+        found = {name: self._tests(key, name) for name in ("loss", "accuracy")}
+        plain = {name: self._tests((*same, "synchronous"), name) for name in found}
+        loss = np.mean(found["loss"]) / np.mean(plain["loss"] or np.nan) - 1
+        accuracy = np.mean(found["accuracy"]) - np.mean(plain["accuracy"] or np.nan)
+        cells = [str(cell) for cell in (same[1], same[2], way)]
+        cells += [_spread(found["loss"]), f"{100 * loss:+.2f} %"]
+        cells += [_spread(found["accuracy"]), f"{100 * accuracy:+.2f} points"]
+        return _row([*cells, str(len(found["loss"]))])
+
+    def _tests(self, key: tuple[Any, ...], name: str) -> list[float]:
+        return [one["test"][name] for one in self._runs.get(key, [])]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def argument(text: str) -> tuple[str, Any]:
+    """Returns an argument of `LocalSteps` from text such as `delay=12`."""
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdecimal() else value
 
 
 def main() -> None:
@@ -233,19 +286,24 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, help="of each model; by default as in TASKS")
+    parser.add_argument("--epochs", type=int, help="of each model, 3 or more; see TASKS")
     parser.add_argument("--rows", type=int, help="to train on; by default all")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--prefix", default="")
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--link", default="none", help="what the table calls the links")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--sync", nargs="+", type=argument, default=[], metavar="NAME=VALUE")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.epochs is not None and args.epochs < 3:
+        parser.error("--epochs must be at least 3: times and bytes are those after the first.")
     if args.table:
-        print(table([one for file in args.table for one in json.loads(file.read_text())["runs"]]))
+        runs = [one for file in args.table for one in json.loads(file.read_text())["runs"]]
+        print(Table(runs).text())
         return
-    runs = []
+    has_begun = args.output and args.output.exists()
+    runs = json.loads(args.output.read_text())["runs"] if has_begun else []
     for name in args.models:
         task = TASKS[name]
         rows = args.rows or (task.speed_rows if args.speed else None)
@@ -254,14 +312,20 @@ def main() -> None:
                 if way == "apart" and seed:
                     continue
                 epochs = args.epochs or (3 if args.speed else task.epochs)
+                sync = WAYS[way]
+                if way == "Streaming DiLoCo":
+                    sync = {**(sync or {}), **dict(args.sync)}
                 choice = {"model": name, "hosts": args.hosts, "link": args.link, "way": way}
                 choice |= {"seed": seed, "rows": rows, "epochs": epochs, "batch": task.batch}
+                choice |= {"sync": sync, "speed": args.speed}
+                if any(choice.items() <= one.items() for one in runs):
+                    continue
                 runs.append(run(choice, args))
                 print(json.dumps(runs[-1]), flush=True)
                 if args.output:
                     content = {**environment(), "runs": runs}
                     args.output.write_text(json.dumps(content, indent=1) + "\n")
-    print(table(runs))
+    print(Table(runs).text())
 
 
 if __name__ == "__main__":
