@@ -19,7 +19,8 @@ to the table:
 
 What is in the output file already is not run again. `--sync` changes arguments of the way
 "Streaming DiLoCo", whose fragments need more steps to travel over a slower link:
-`--sync delay=12 compress=float4`. `--table` prints files of earlier runs.
+`--sync delay=12 compress=float4`. `--ways "torchft DiLoCo"` and others of its name take torchft
+instead (local_steps_torchft.py). `--table` prints files of earlier runs.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,10 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "synchronous": None,
     "DiLoCo": {"every": 50},
     "Streaming DiLoCo": {"every": 50, "fragments": 4, "delay": 5, "compress": "int8"},
+    # These need PyTorch and torchft, for images alone.
+    "torchft apart": None,
+    "torchft DiLoCo": {"every": 50},
+    "torchft Streaming DiLoCo": {"every": 50, "fragments": 2, "delay": 5},
 }
 
 
@@ -121,35 +126,50 @@ def sent_bytes() -> int:
     return sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
 
 
-def work(task: dict[str, Any], process: int) -> None:
-    """Trains in one process, and prints what came of it."""
+def fit(
+    task: dict[str, Any], process: int, data: Sequence[Any], note: Callable[[], None]
+) -> dict[str, float]:
+    """Trains in one process, calls `note` around epochs, and returns results on test data."""
     import tnt_jax as tnt
 
-    x, y, x_test, y_test = load(task["model"])
-    x, y = x[: task["rows"]], y[: task["rows"]]
+    x, y, x_test, y_test = data
     batch = task["batch"]
     if task["way"] == "apart":
         own = slice(process * len(x) // task["hosts"], (process + 1) * len(x) // task["hosts"])
         x, y, batch = x[own], y[own], batch // task["hosts"]
 
     class Clock(tnt.callbacks.Callback):
-        """Notes the time and the bytes at the beginning and the end of each epoch."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.noted: list[tuple[float, int]] = []
+        """Notes the beginning and the end of each epoch."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.noted.append((time.perf_counter(), sent_bytes()))
+            note()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.noted.append((time.perf_counter(), sent_bytes()))
+            note()
 
-    model, clock = make_model(task), Clock()
-    model.fit(x, y, batch_size=batch, epochs=task["epochs"], verbose=0, callbacks=[clock])
-    begins, ends = clock.noted[2::2], clock.noted[3::2]
-    steps = -(-len(x) // batch)
-    logs = model.evaluate(x_test, y_test, batch_size=1000, verbose=0, return_dict=True)
+    model = make_model(task)
+    model.fit(x, y, batch_size=batch, epochs=task["epochs"], verbose=0, callbacks=[Clock()])
+    return model.evaluate(x_test, y_test, batch_size=1000, verbose=0, return_dict=True)
+
+
+def work(task: dict[str, Any], process: int) -> None:
+    """Trains in one process, and prints what came of it."""
+    data = load(task["model"])
+    x, y, x_test, y_test = (data[0][: task["rows"]], data[1][: task["rows"]], *data[2:])
+    steps = -(-len(x) // task["batch"])
+    noted: list[tuple[float, int]] = []
+
+    def note() -> None:
+        noted.append((time.perf_counter(), sent_bytes()))
+
+    if task["way"].startswith("torchft"):
+        import local_steps_torchft
+
+        rate = TASKS[task["model"]].rate
+        logs = local_steps_torchft.train(task, process, (x, y, x_test, y_test), note, rate)
+    else:
+        logs = fit(task, process, (x, y, x_test, y_test), note)
+    begins, ends = noted[2::2], noted[3::2]
     print(
         json.dumps(
             {
@@ -173,15 +193,15 @@ def run(task: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     processes = []
     for index in range(task["hosts"]):
         where = {"number": index + 1, "index": index}
-        joined = (
-            {}
-            if task["way"] == "apart"
-            else {
-                "TNT_COORDINATOR_ADDRESS": f"{args.address.format(number=1, index=0)}:{port}",
+        first = args.address.format(number=1, index=0)
+        joined = {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
+        joined |= {"OWN_ADDR": args.address.format(**where)}
+        if task["way"] != "apart":
+            joined |= {
+                "TNT_COORDINATOR_ADDRESS": f"{first}:{port}",
                 "TNT_NUM_PROCESSES": str(task["hosts"]),
                 "TNT_PROCESS_ID": str(index),
             }
-        )
         command = [
             *shlex.split(args.prefix.format(**where)),
             *("taskset", "-c", str(cores[index % len(cores)])),
@@ -224,7 +244,7 @@ class Table:
     def text(self) -> str:
         """Returns a table of speeds, and one of results on test data, where there are such runs."""
         speeds = [self._speed(key) for key in self._runs if key[0]]
-        tests = [self._test(key) for key in self._runs if not key[0] and key[-1] != "apart"]
+        tests = [self._test(key) for key in self._runs if not key[0] and "apart" not in key[-1]]
         heads = (
             "model, hosts, link, way, ms a step, efficiency, KB a step, times fewer bytes",
             "model, hosts, way, test loss, to synchronous, test accuracy, to synchronous, seeds",
@@ -242,9 +262,9 @@ class Table:
     def _speed(self, key: tuple[Any, ...]) -> str:
         *same, way = key
         step, size = self._median(key, "step_ms"), self._median(key, "bytes")
-        apart = self._median((*same, "apart"), "step_ms")
+        apart = self._median((*same, "torchft apart" if "torchft" in way else "apart"), "step_ms")
         numbers = [f"{step:.1f}", f"{apart / step:.3f}", f"{size / 1e3:.1f}", ""]
-        if size and way not in ("apart", "synchronous"):
+        if size and "apart" not in way and way != "synchronous":
             numbers[-1] = f"{self._median((*same, 'synchronous'), 'bytes') / size:.0f}"
         return _row([*map(str, same[1:]), way, *numbers])
 
@@ -283,7 +303,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:4])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="of each model, 3 or more; see TASKS")
@@ -309,7 +329,7 @@ def main() -> None:
         rows = args.rows or (task.speed_rows if args.speed else None)
         for seed in range(1 if args.speed else args.seeds):
             for way in args.ways:
-                if way == "apart" and seed:
+                if "apart" in way and seed:
                     continue
                 epochs = args.epochs or (3 if args.speed else task.epochs)
                 sync = WAYS[way]
