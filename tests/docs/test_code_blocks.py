@@ -1,5 +1,6 @@
-"""Every code block says what it is: Python runs (`test_pages.py`), commands are ones that there are,
-`text` is what a program prints. A block of Python that does not run says why, in a comment above it.
+"""Every code block says what it is: Python runs (`test_pages.py`), a diff runs on both sides
+(`test_diffs.py`), commands are ones that there are, `text` is what a program prints. A block that
+does not run says why, in a comment above it.
 """
 
 import re
@@ -18,7 +19,7 @@ FILES = [
     ROOT / "benchmarks/README.md",
     *(ROOT / "examples").rglob("README.md"),
 ]
-KINDS = {"python", "sh", "text", "yaml"}
+KINDS = {"python", "diff", "sh", "text", "yaml"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Programs of the extras, of the system and of the shell.
 PROGRAMS = {

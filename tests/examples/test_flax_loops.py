@@ -35,6 +35,15 @@ def test_a_port_changes_at_most_ten_lines_and_marks_them(name):
     assert not any("tnt" in line for line in original)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_the_lines_that_change(name):
+    original, port = code_lines(f"{name}_one_device"), code_lines(f"{name}_loop")
+    lines = list(difflib.unified_diff(original, port, n=0, lineterm=""))[2:]
+    shown = [line for line in lines if line[0] in "+-" and line[1:]]
+    page = (EXAMPLES.parents[1] / "docs" / "flax_examples.md").read_text()
+    assert "\n".join(["```diff", *shown, "```"]) in page
+
+
 def write_data(folder):
     """Writes 128 bars in images of Fashion-MNIST's format and as many sentences of Tatoeba's."""
     rng = np.random.default_rng(0)

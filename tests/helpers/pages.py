@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _NOT_RUN = re.compile(
-    r"^ *<!-- not run: (.*?) -->\n+ *```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE
+    r"^ *<!-- not run: (.*?) -->\n+ *```(?:python|diff)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -53,6 +53,20 @@ def blocks(page):
     """Returns the blocks of Python of a page that run, in order."""
     skipped = not_run(page)
     return [text for kind, text in fences(page) if kind == "python" and text not in skipped]
+
+
+def diffs(page):
+    """Returns the diffs of a page that run, in order."""
+    skipped = not_run(page)
+    return [text for kind, text in fences(page) if kind == "diff" and text not in skipped]
+
+
+def side(diff, removed):
+    """Returns the program before a diff if its lines with "+" are removed, that after it if those
+    with "-" are.
+    """
+    lines = [line for line in diff.splitlines() if not line.startswith(removed)]
+    return "".join(f"{line[1:]}\n" for line in lines)
 
 
 def run(page, namespace):

@@ -25,9 +25,11 @@ _SOUNDS_SECRET = (
 )
 _SECRET = re.compile(_SOUNDS_SECRET, re.IGNORECASE)
 _USER = re.compile(r"//\S*@|(?<![\w/])[\w.%-]+:[^\s/@]+@")
-# Within a value, as in `?token=...`, `--api-key=...` and `{"password": "..."}`.
+_NAME = rf"[\w-]*(?:{_SOUNDS_SECRET})[\w-]*"
+# Within a value, as in `?token=...`, `{"password": "..."}`, `--api-key ...` and `Bearer ...`.
 _NAMED = re.compile(
-    rf"""([\w-]*(?:{_SOUNDS_SECRET})[\w-]*(?:=|["']\s*:\s*)["']?)[^\s"'&,;}}]+""", re.IGNORECASE
+    rf"""((?:{_NAME}(?:=|["']\s*:\s*)|--{_NAME}\s+(?!-)|\b(?:Bearer|Basic)\s+)["']?)[^\s"'&,;}}]+""",
+    re.IGNORECASE,
 )
 _LIST_DEVICES = """
 import json, jax
