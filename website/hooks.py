@@ -21,6 +21,8 @@ _sources: dict[str, str] = {}
 # The Markdown of each page, and the parts of the navigation.
 _texts: dict[str, str] = {}
 _sections: list[llms.Section] = []
+# What the search takes from listings and the reference, so that explanations come first.
+_BOOSTS = {"source": 0.1, "api": 0.5}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -57,6 +59,7 @@ def on_nav(nav: Navigation, **_: Any) -> None:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links between files of the repository to their pages."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": _BOOSTS.get(uri.partition("/")[0], 1)}
     if _sources.get(uri) == "docs/faq.md":
         markdown = messages.with_messages(markdown)
     if uri in _sources:

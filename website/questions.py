@@ -20,10 +20,10 @@ from lunr.stop_word_filter import stop_word_filter
 # What is typed, and the pages that answer.
 QUESTIONS = {
     "install gpu": "start index",
-    "first model": "start notebooks/first_model",
+    "multi node": "launching",
     "several gpus on one machine": "launching",
     "slurm": "launching",
-    "kubernetes": "launching",
+    "nan loss": "survival",
     "resume after a crash": "survival notebooks/resume_and_devices",
     "save and load a model": "saving",
     "early stopping": "api/tnt_jax_callbacks",
@@ -31,7 +31,7 @@ QUESTIONS = {
     "custom training loop": "loops",
     "out of memory": "larger_models faq",
     "mixed precision": "flax performance",
-    "batch normalization on several devices": "flax one_device",
+    "batch normalization": "flax one_device",
     "pytorch dataloader": "data from_pytorch",
     "hugging face dataset": "data",
     "tensorboard": "tracking api/tnt_jax_callbacks",
