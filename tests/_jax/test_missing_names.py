@@ -72,11 +72,10 @@ COMPILING = sorted({name for place, names in FUNCTIONS.items() if "compiling" in
                     for name in names})  # fmt: skip
 _OTHERS = [names for place, names in FUNCTIONS.items()
            if "kept" not in place and "compiling" not in place]  # fmt: skip
-# Each group has one name of each function at most, so that no fallback hides another.
-GROUPS = [
-    sorted({names[index] for names in [*_OTHERS, KEPT[:1]] if index < len(names)})
-    for index in range(max(map(len, _OTHERS)))
-] + [COMPILING]
+# Each group has one name of each function at most, so that no fallback hides another. Of the
+# functions of the first, one alone reads several names.
+GROUPS = [sorted({names[0] for names in [*_OTHERS, KEPT]}), COMPILING]
+(GENERATOR,) = (names for names in _OTHERS if len(names) > 1)
 
 
 def test_private_names_are_read_inside_functions():
@@ -147,6 +146,16 @@ def test_programs_are_compiled_where_a_name_that_keeps_them_is_missing(name, tmp
     np.testing.assert_allclose(results, np.sin(1.0) + np.arange(3), rtol=1e-6)
     (text,) = [record.getMessage() for record in caplog.records]
     assert name.rpartition(".")[2] in text
+
+
+@pytest.mark.parametrize("name", GENERATOR)
+def test_a_generator_without_one_of_its_parts_is_none(name, caplog):
+    parts = fallbacks.or_plain(programs._none, lost="Speed is lost.")(programs._parts.__wrapped__)
+    with missing({name}), caplog.at_level(logging.WARNING, "tnt_jax"):
+        define, *others = parts()
+    assert [define(), *others] == [None] * 3
+    (record,) = caplog.records
+    assert name.rpartition(".")[2] in record.getMessage()
 
 
 MESH = _jax.make_data_mesh(jax.devices()[:4])
