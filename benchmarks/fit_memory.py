@@ -2,12 +2,18 @@
 
     python benchmarks/fit_memory.py --output benchmarks/results/fit_memory.json
     python benchmarks/fit_memory.py --modelled --output benchmarks/results/fit_memory_modelled.json
+    python benchmarks/fit_memory.py --table benchmarks/results/fit_memory.json
 
 Each network trains in a process of its own with a global batch that needs much memory: all rows at
 once, then with a budget of 3/4, 1/2 and 1/4 of what that needs, on one CPU device. "Predicted" is
 what the compiler states for the step that was chosen, with batches that wait; "measured" the
 largest resident memory of the process while it trains, beyond what it had before the first step,
-and the training state. All forms of a network must end with the same loss.
+and the training state; the host's copy of the state during that step is part of it. All forms of a
+network must end with the same loss. Memory does not depend on what else runs; times do, so that
+they are left out of the table of a machine that was busy.
+
+Each result is added to the output file as it is found; the same command at the same commit goes on
+from there.
 
 With `--modelled`, the same choice is made for an H100 that need not be there, for larger networks:
 steps are compiled ahead of time, and nothing runs. It needs the environment of
@@ -15,6 +21,7 @@ steps are compiled ahead of time, and nothing runs. It needs the environment of
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -22,6 +29,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +40,13 @@ NETWORKS = {
     "mlp": 8192, "nnx": 8192, "cnn": 512, "resnet20": 256, "transformer": 512, "decoder": 128,
     "vit": 256, "unet": 32, "moe": 4096, "keras": 8192, "bert": 64,
 }  # fmt: skip
-MODELLED = {"mlp": 65536, "vit": 4096, "unet": 512, "transformer": 4096, "decoder 1.1b": 64}
+MODELLED = {
+    "mlp": 65536, "resnet50": 256, "vit": 4096, "unet": 512, "transformer": 4096,
+    "decoder 1.1b": 64,
+}  # fmt: skip
 BUDGETS = {"all memory": None, "3/4": 0.75, "1/2": 0.5, "1/4": 0.25}
+# Load of a machine, at the start, above which times say nothing.
+MOST_LOAD = 0.5
 RESULT = "result: "
 
 
@@ -48,9 +62,11 @@ def make_network(name: str, rows: int) -> tuple[Any, Any, Any]:
     if name == "cnn":
         x = rng.normal(size=(rows, 28, 28, 1)).astype(np.float32)
         return models.CNN(), x, rng.integers(0, 10, rows)
-    if name == "resnet20":
-        x = rng.normal(size=(rows, 32, 32, 3)).astype(np.float32)
-        return models.CifarResNet(), x, y_of(rng, rows)
+    if name.startswith("resnet"):
+        module, size = (
+            (models.CifarResNet(depth=20), 32) if name == "resnet20" else (models.resnet50(), 224)
+        )
+        return module, rng.normal(size=(rows, size, size, 3)).astype(np.float32), y_of(rng, rows)
     if name in ("vit", "unet", "moe"):
         from fit_memory_networks import MoE, UNet, ViT
 
@@ -130,6 +146,8 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
     class Measure(tnt.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:
             notes["choosing_s"] = time.perf_counter() - began
+            # Or steps would use what compilation has freed.
+            ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             notes["before"] = status("VmRSS")
 
@@ -152,13 +170,15 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
             raise
         return {"chosen": "nothing fits", "error": str(error)}
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
-    [*_, attempt] = model._core.memory_choice.attempts[-1]
+    choice = model._core.memory_choice
+    [*_, chosen] = choice.attempts[-1]
     return {
-        "chosen": attempt.name,
-        "rows_at_once": attempt.rows_at_once,
-        "predicted": attempt.nbytes,
+        "chosen": chosen.name,
+        "rows": rows,
+        "rows_at_once": chosen.rows_at_once,
+        "predicted": chosen.nbytes,
         "measured": status("VmHWM") - notes["before"] + state,
-        "programs": model._core.memory_choice.num_compiled,
+        "programs": choice.num_compiled,
         "choosing_s": notes["choosing_s"],
         "longest_compilation_s": max(compiled),
         "step_ms": [1000 * value for value in times[1:]],
@@ -211,6 +231,7 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
                                        if a.dtype.kind == "i" else a.dtype), Batch(x, y)
     )  # fmt: skip
     seconds: list[float] = []
+    why_whole = "BatchNorm compares rows" if jax.tree.leaves(state.model_state) else None
 
     def way_of(kind: str, apply: Any) -> memory_choice.Way:
         def program(rows_at_once: int | None) -> Any:
@@ -220,7 +241,7 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
             )
 
         floor, grads = (memory_choice.local_bytes(tree) for tree in (state, state.params))
-        return memory_choice.Way(kind, floor, grads, program, 0, rows)
+        return memory_choice.Way(kind, floor, grads, program, 0, rows, lambda: why_whole)
 
     ways = [way_of("", adapter.apply)]
     began = time.perf_counter()
@@ -229,43 +250,16 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
     ways.append(way_of("remat='full'", rematerialized_apply(adapter.apply, "full")))
     limit = int(80e9 if share is None else share * whole)
     began = time.perf_counter()
-    choice = memory_choice.choose("modelled", ways, limit)
+    try:
+        choice = memory_choice.choose("modelled", ways, limit)
+    except ValueError as error:
+        return {"chosen": "nothing fits", "error": str(error), "limit": limit}
     seconds.append(time.perf_counter() - began)
-    last = choice.attempts[-1][-1]
+    [*_, chosen] = choice.attempts[-1]
     return {
-        "chosen": last.name, "predicted": last.nbytes, "limit": limit, "whole": whole,
+        "chosen": chosen.name, "predicted": chosen.nbytes, "limit": limit, "whole": whole,
         "programs": choice.num_compiled, "choosing_s": seconds[1], "one_program_s": seconds[0],
     }  # fmt: skip
-
-
-def main_modelled(args: argparse.Namespace) -> None:
-    """Chooses for all networks and budgets, each in a process of its own, and prints a table."""
-    print("| network | budget | chosen | needs MiB | of MiB | used | programs | times one |")
-    print("|" + " --- |" * 8)
-    results: dict[str, dict[str, Any]] = {}
-    for name in [
-        name for name in MODELLED if args.networks == list(NETWORKS) or name in args.networks
-    ]:
-        for budget, share in BUDGETS.items():
-            command = [
-                sys.executable,
-                __file__,
-                "--modelled",
-                "--worker",
-                name,
-                "--share",
-                str(share or 0),
-            ]
-            found = run(command, {**os.environ, "TNT_LOG_LEVEL": "WARNING"})
-            results.setdefault(name, {})[budget] = found
-            cells = [
-                name, budget, found["chosen"], f"{found['predicted'] / 2**20:.0f}",
-                f"{found['limit'] / 2**20:.0f}", f"{found['predicted'] / found['limit']:.0%}",
-                found["programs"], f"{found['choosing_s'] / found['one_program_s']:.2f}",
-            ]  # fmt: skip
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
-    if args.output:
-        args.output.write_text(json.dumps({**environment(), "results": results}, indent=1) + "\n")
 
 
 def run(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
@@ -288,34 +282,153 @@ def measure(name: str, rows: int, budget: int | None, args: argparse.Namespace) 
     return run([sys.executable, __file__, *options], variables)
 
 
-def row(name: str, budget: str, found: dict[str, Any], whole: dict[str, Any]) -> str:
-    """Returns a line of the table."""
-    if "error" in found:
-        return f"| {name} | {budget} | {found['chosen']} |" + " |" * 6
-    median, least, most = (f(found["step_ms"]) for f in (statistics.median, min, max))
-    slower = median / statistics.median(whole["step_ms"])
-    cells = [
-        name, budget, found["chosen"], f"{found['predicted'] / 2**20:.0f}",
-        f"{found['measured'] / 2**20:.0f}", found["programs"],
-        f"{found['choosing_s']:.1f} ({found['choosing_s'] / whole['choosing_s']:.1f})",
-        f"{median:.0f} ({least:.0f} to {most:.0f})", f"{slower:.2f}",
-    ]  # fmt: skip
-    return f"| {' | '.join(map(str, cells))} |"
+def main_modelled(args: argparse.Namespace, results: "Results") -> None:
+    """Chooses for all networks and budgets, each in a process of its own."""
+    variables = {**os.environ, "TNT_LOG_LEVEL": "WARNING"}
+    command = [sys.executable, __file__, "--modelled", "--worker"]
+    for name in args.networks or MODELLED:
+        for budget, share in BUDGETS.items():
+            options = [name, "--share", str(share or 0)]
+            results.add(name, budget, partial(run, [*command, *options], variables))
+
+
+def main_measured(args: argparse.Namespace, results: "Results") -> None:
+    """Measures all networks with all budgets."""
+    for name in args.networks or NETWORKS:
+        rows = max(int(NETWORKS[name] * args.scale), 8)
+        for budget, share in BUDGETS.items():
+            whole = results.of(name).get("all memory", {"predicted": 0, "loss": 0})
+            limit = None if share is None else int(share * whole["predicted"])
+            found = results.add(name, budget, partial(measure, name, rows, limit, args))
+            is_other = limit is None or "error" in found
+            assert is_other or abs(found["loss"] - whole["loss"]) < 1e-4, "other numbers"
+
+
+class Results:
+    """What was found, in a file that grows with each result; without one, to print alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self.found = path, {**environment(), "results": {}}
+        if path is not None and path.exists():
+            before = json.loads(path.read_text())
+            if before["commit"] == self.found["commit"]:
+                self.found = before
+
+    def of(self, name: str) -> dict[str, dict[str, Any]]:
+        """Returns the results of a network, by budget."""
+        return self.found["results"].setdefault(name, {})
+
+    def add(self, name: str, budget: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns a result, which is found unless the file has it."""
+        if budget not in self.of(name):
+            self.of(name)[budget] = find()
+            print(f"{name}, {budget}: {self.of(name)[budget]['chosen']}", flush=True)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+        return self.of(name)[budget]
+
+
+def table_of(found: dict[str, Any]) -> str:
+    """Returns results as a table, with what they show."""
+    is_modelled = "limit" in next(iter(found["results"].values()))["all memory"]
+    return table_modelled(found) if is_modelled else table_measured(found)
+
+
+def table_measured(found: dict[str, Any]) -> str:
+    """Returns memory by network and budget; times only of a machine that had nothing else to do."""
+    is_idle = found["load"][0] < MOST_LOAD
+    titles = ["network", "budget", "chosen", "predicted MiB", "of the budget", "with a pass less"]
+    titles += ["measured MiB", "of predicted", "programs"]
+    titles += ["choosing s (times all memory)", "step ms", "times one pass"] if is_idle else []
+    lines, parts = [], []
+    for name, budgets in found["results"].items():
+        whole = budgets["all memory"]
+        for budget, one in budgets.items():
+            if "error" in one:
+                lines.append([name, budget, one["chosen"], *[""] * (len(titles) - 3)])
+                continue
+            limit = (BUDGETS[budget] or 0) * whole["predicted"]
+            larger = bytes_with_a_pass_less(one, whole)
+            part = one["measured"] / one["predicted"]
+            parts.append((one["predicted"] <= limit or not limit, part, one["programs"]))
+            cells = [name, budget, one["chosen"], mib(one["predicted"])]
+            cells += [f"{one['predicted'] / limit:.0%}" if limit else ""]
+            cells += [f"{larger / limit:.0%}" if limit and larger else ""]
+            cells += [mib(one["measured"]), f"{part:.2f}", one["programs"]]
+            if is_idle:
+                median, least, most = (f(one["step_ms"]) for f in (statistics.median, min, max))
+                choosing = one["choosing_s"] / whole["choosing_s"]
+                cells += [f"{one['choosing_s']:.1f} ({choosing:.1f})"]
+                cells += [f"{median:.0f} ({least:.0f} to {most:.0f})"]
+                cells += [f"{median / statistics.median(whole['step_ms']):.2f}"]
+            lines.append(list(map(str, cells)))
+    fit, measured, programs = zip(*parts, strict=True)
+    shown = (
+        f"{sum(fit)} of {len(parts)} chosen steps fit by the compiler's account. Measured are "
+        f"{min(measured):.2f} to {max(measured):.2f} times what is predicted (median "
+        f"{statistics.median(measured):.2f}), in {sum(abs(x - 1) <= 0.1 for x in measured)} cases "
+        f"within 10 %. Programs compiled: "
+        f"{', '.join(f'{n} in {programs.count(n)}' for n in sorted(set(programs)))} cases."
+    )
+    return f"{as_table(titles, lines)}\n\n{shown}"
+
+
+def bytes_with_a_pass_less(one: dict[str, Any], whole: dict[str, Any]) -> float | None:
+    """Returns what one pass less would need, on the line to all rows; None where that says nothing.
+
+    A larger pass than the chosen one is faster only if there are fewer.
+    """
+    num_rows, rows = one["rows"], one["rows_at_once"]
+    if rows is None or "remat" in one["chosen"]:
+        return None
+    more = -(-num_rows // (-(-num_rows // rows) - 1))
+    per_row = (whole["predicted"] - one["predicted"]) / (num_rows - rows)
+    return one["predicted"] + (more - rows) * per_row
+
+
+def table_modelled(found: dict[str, Any]) -> str:
+    """Returns choices by network and budget; times only of a machine that was idle."""
+    is_idle = found["load"][0] < MOST_LOAD
+    titles = ["network", "budget", "chosen", "needs MiB", "of MiB", "used", "programs"]
+    titles += ["times one"] if is_idle else []
+    lines = []
+    for name, budgets in found["results"].items():
+        for budget, one in budgets.items():
+            if "error" in one:
+                lines.append([name, budget, one["chosen"], *[""] * (len(titles) - 3)])
+                continue
+            cells = [name, budget, one["chosen"], mib(one["predicted"]), mib(one["limit"])]
+            cells += [f"{one['predicted'] / one['limit']:.0%}", str(one["programs"])]
+            cells += [f"{one['choosing_s'] / one['one_program_s']:.2f}"] if is_idle else []
+            lines.append(cells)
+    return as_table(titles, lines)
+
+
+def mib(nbytes: float) -> str:
+    """Returns bytes in MiB."""
+    return f"{nbytes / 2**20:.0f}"
+
+
+def as_table(titles: list[str], lines: list[list[str]]) -> str:
+    """Returns a table in Markdown."""
+    rows = [titles, ["---"] * len(titles), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def main() -> None:
-    """Measures all networks with all budgets, and prints a table."""
+    """Measures or models all networks with all budgets, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_platform(parser)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", help="some of those that there are")
     parser.add_argument("--scale", type=float, default=1, help="part of the rows, to try it")
     parser.add_argument(
         "--modelled", action="store_true", help="for an H100, which need not be here"
     )
     parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=6, help="steps, the first not timed")
+    parser.add_argument("--steps", type=int, default=3, help="steps, the first not timed")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print its table, and end")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -326,26 +439,12 @@ def main() -> None:
         )
         print(RESULT + json.dumps(found), flush=True)
         return
-    if args.modelled:
-        main_modelled(args)
+    if args.table is not None:
+        print(table_of(json.loads(args.table.read_text())))
         return
-    print("| network | budget | chosen | predicted MiB | measured MiB | programs | choosing s "
-          "(times all memory) | step ms | times one pass |")  # fmt: skip
-    print("|" + " --- |" * 9)
-    results: dict[str, dict[str, Any]] = {}
-    for name in args.networks:
-        results[name] = {}
-        for budget, share in BUDGETS.items():
-            whole = results[name].get("all memory")
-            limit = None if share is None or whole is None else int(share * whole["predicted"])
-            found = measure(name, max(int(NETWORKS[name] * args.scale), 8), limit, args)
-            results[name][budget] = found
-            print(row(name, budget, found, whole or found), flush=True)
-            is_other = whole is None or "error" in found
-            assert is_other or abs(found["loss"] - whole["loss"]) < 1e-4, "other numbers"
-    if args.output:
-        found = {**environment(), "results": results}
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+    results = Results(args.output)
+    (main_modelled if args.modelled else main_measured)(args, results)
+    print(table_of(results.found))
 
 
 if __name__ == "__main__":
