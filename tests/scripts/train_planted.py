@@ -64,7 +64,7 @@ def loop():
     def train_step(state, batch, key):
         params, opt_state = state
 
-        def loss_fn(params):
+        def loss_fn(params, batch, key):
             logits = net.apply(params, batch.inputs, train=True, rngs={"dropout": key})
             if FAULT == "draws":
                 noise = jax.random.normal(jax.random.key(1), logits.shape)
@@ -74,13 +74,18 @@ def loop():
                 return jax.lax.pmean(jnp.mean(losses), "data")
             return tnt.compute_average_loss(losses)
 
-        loss, grads = tnt.value_and_grad(loss_fn)(params)
+        loss, grads = tnt.value_and_grad(loss_fn)(params, batch, key)
         updates, opt_state = optimizer.update(grads, opt_state)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
-    for _ in range(3):
+    # Nobody can write there.
+    checkpoints = tnt.LoopCheckpoints("/proc/nowhere", on_save_error="raise")
+    if FAULT == "loop":
+        state = checkpoints.restore(state, dataset)
+    while dataset.position["epoch"] < 3:
         for batch in dataset:
             state, _ = train_step(state, batch, jax.random.key(7))
+            checkpoints.save(state, dataset)
     raise AssertionError("Training has ended.")
 
 

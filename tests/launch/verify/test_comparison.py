@@ -122,11 +122,23 @@ def test_a_loss_that_divides_by_its_own_rows_is_named_where_rows_are_uneven():
     assert found(record(ranks=2, added=lambda _, g: noise.normal(size=5))).causes == []
 
 
-def test_batch_normalisation_is_named_by_its_statistics():
-    path = "model_state/batch_stats/BatchNorm_0/var"
-    pair = record(name=path), record(ranks=2, rate=0.2, name=path)
-    (cause,) = compare(*pair, Rounding(pair[0], None)).causes
-    assert "Batch normalisation over each rank's own rows" in cause
+@pytest.mark.parametrize(
+    ("name", "traced", "cause"),
+    [
+        ("model_state/seen", ["model_state/seen"], "Statistics of each rank's own rows"),
+        ("model_state/batch_stats/BatchNorm_0/var", [], None),
+        ("batch_stats/BatchNorm_0/var", None, "a guess from the name alone"),
+        ("norm/scale", None, None),
+    ],
+)
+def test_statistics_are_named_as_traced_and_by_their_names_where_nothing_is(name, traced, cause):
+    noise = np.random.default_rng(3)
+    other = record(ranks=2, added=lambda _, g: noise.normal(size=5), name=name)
+    if traced is not None:
+        other.facts["own_statistics"] = traced
+    reference = record(name=name)
+    causes = compare(reference, other, Rounding(reference, None)).causes
+    assert [cause in text for text in causes] == ([] if cause is None else [True])
 
 
 def rows_of(change):

@@ -26,7 +26,7 @@ _STORED = 4.0
 # Rows whose metrics, such as accuracy, may fall either way.
 _TURNED_ROWS = 2
 _FIRST_NAMES = 3
-# Names in Flax and Keras. They only add a likely cause to what was found without them.
+# Names in Flax and Keras. Of a custom loop nothing else is known of its statistics.
 _STATISTICS = re.compile(r"batch_stats|moving_(mean|variance)|model_state/.*\b(mean|var)\b")
 # By how much an update may be off a multiple of another, and a multiple off 1.
 _ALIKE, _OFF = 0.02, 0.05
@@ -329,10 +329,18 @@ def _causes(
             "loss or a statistic that divides by a rank's own rows, or counts its padding."
             f"{after} Give a value for each row and leave the average to the step."
         )
-    if statistics := [path for path in differing if _STATISTICS.search(path)]:
+    own = other.facts.get("own_statistics")
+    if statistics := [path for path in differing if path in (own or [])]:
         causes.append(
-            f"Batch normalisation over each rank's own rows ({statistics[0]}): give it "
-            "axis_name='data', or Model(synchronize_batch_norm=True) for Keras."
+            "Statistics of each rank's own rows, such as those of batch normalisation "
+            f"({statistics[0]}): give it axis_name='data', or Model(synchronize_batch_norm=True) "
+            "for Keras."
+        )
+    named = [path for path in differing if _STATISTICS.search(path)]
+    if own is None and named:
+        causes.append(
+            f"{named[0]}, by its name a statistic of batch normalisation, may not be that of the "
+            "global batch: a guess from the name alone. Give the layer axis_name='data'."
         )
     if other.facts.get("as") == "passes":
         causes.append("A loss or a statistic that divides by the rows of a pass.")

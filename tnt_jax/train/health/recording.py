@@ -8,11 +8,12 @@ arrays are compared by value without being kept.
 """
 
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,21 @@ class Recorder:
         if self.num_steps == self.steps:
             raise TrialsDone
 
-    def leave_out(self, reason: str) -> None:
+    def end_killed(self, save: Callable[[], bool]) -> None:
+        """Saves after half of the steps, and ends all processes as by a kill, if that is wanted.
+
+        Args:
+            save: Saves what is trained; returns whether it was written.
+        """
+        if self.kind != "killed" or self.num_steps != max(self.steps // 2, 1):
+            return
+        if not save():
+            raise RuntimeError("The backup of the run that is to be resumed was not written.")
+        collectives.barrier()
+        # As a kill does, it closes and reports nothing, but it is no failure.
+        os._exit(0)
+
+    def leave_out(self, reason: str) -> NoReturn:
         """Reports why the steps cannot run as it was asked for, and ends the script."""
         if is_master_rank():
             report_to_launcher(f"{RECORD_MARK}{json.dumps({'left_out': reason})}")

@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.distributed.joining.runtime import init
+from tnt_jax.job import Slot
+from tnt_jax.settings import Settings
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError
 from tnt_jax.train.loops.dataset import DistributedDataset
 from tnt_jax.train.state_arrays import by_path, check_match
@@ -76,6 +80,12 @@ class LoopCheckpoints:
                 dataset would be lost or seen twice; the message gives both values.
             OSError: On all processes, if there are checkpoints and none of them can be read.
         """
+        settings = init().settings
+        if _is_trial(settings):
+            _loops.get().append(_Loop(self, dataset, jax.tree.structure(state)))
+            if settings.record_as not in ("killed", "resumed"):
+                return state
+            self._checkpoints = _of_launcher(settings)
         saved = self._checkpoints.read_newest_valid()
         if saved is None:
             return state
@@ -105,10 +115,14 @@ class LoopCheckpoints:
             ValueError: On all processes, if two arrays have the same path, or the same name in the
                 files, where dots stand for slashes.
         """
-        self._checkpoints.save(
+        if not _is_trial(init().settings):
+            self._save(state, dataset, dict(notes or {}))
+
+    def _save(self, state: Any, dataset: DistributedDataset, notes: dict[str, Any]) -> int | None:
+        return self._checkpoints.save(
             _arrays(state),
             step=dataset.position["step"],
-            notes={"data": dataset.describe_position(), "user": dict(notes or {})},
+            notes={"data": dataset.describe_position(), "user": notes},
         )
 
     def close(self) -> None:
@@ -118,6 +132,47 @@ class LoopCheckpoints:
             OSError: As `save`.
         """
         self._checkpoints.close()
+
+
+class _Loop(NamedTuple):
+    """A loop that has restored in a process of `tnt-jax`, and the structure of its state."""
+
+    checkpoints: LoopCheckpoints
+    dataset: DistributedDataset
+    structure: Any
+
+
+_loops = Slot[list[_Loop]](list)
+
+
+def is_saving() -> bool:
+    """Returns whether a loop has restored under `tnt-jax`, where it would save otherwise."""
+    return bool(_loops.get())
+
+
+def restores(state: Any) -> bool:
+    """Returns whether the loop has restored a state of this structure."""
+    return bool(_loops.get()) and _loops.get()[-1].structure == jax.tree.structure(state)
+
+
+def save_recorded(state: Any) -> bool:
+    """Saves the state of such a loop; returns whether it was written."""
+    checkpoints, dataset, _ = _loops.get()[-1]
+    number = checkpoints._save(state, dataset, {})
+    checkpoints.close()
+    return number is not None
+
+
+def _is_trial(settings: Settings) -> bool:
+    """Returns whether steps are measured or recorded, and nothing is saved where the loop saves."""
+    return settings.record_steps is not None or settings.explain_steps is not None
+
+
+def _of_launcher(settings: Settings) -> Checkpoints:
+    """Returns the checkpoints of a run that is killed, or resumed, by `tnt-jax verify`."""
+    assert settings.checkpoint_dir is not None, "The launcher says where."
+    folder = Path(settings.checkpoint_dir) / "verify"
+    return Checkpoints(folder, on_save_error="raise", prefix=_PREFIX)
 
 
 def _arrays(state: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.execution import InFlight
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.loops.batch import DistributedBatch
+from tnt_jax.train.loops.checkpoints import restores, save_recorded
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
@@ -33,7 +34,10 @@ from tnt_jax.train.steps.step import compiled
 
 
 class Engine:
-    """The programs of a user's step, which may take a key and return a state, on the ranks."""
+    """The programs of a user's step, which may take a key and return a state, on the ranks.
+
+    Metrics that the step updates count its rows, unless it runs for a trial.
+    """
 
     def __init__(
         self,
@@ -44,15 +48,17 @@ class Engine:
         takes_key: bool,
         trains: bool,
         rows_at_once: int | Literal["auto"] | None = None,
+        counts: bool = True,
     ) -> None:
-        self.runtime, self._rows_at_once = runtime, rows_at_once
+        self.runtime, self._counts = runtime, counts
+        self._rows_at_once: int | Literal["auto"] | None = rows_at_once
         reduction = choose_reduction(runtime.platform, runtime.num_ranks, settings=runtime.settings)
         self._program = Program(
             function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
         )
         self._placement = Placement(name, runtime.mesh)
         self._compiled: dict[bool, Callable] = {}
-        self._metrics = _Metrics([], [], self._placement)
+        self._metrics = _Metrics([], [], self._placement, counts=counts)
         self._take: RealRows | None = None
         fits_memory = rows_at_once == "auto" and runtime.platform == "cpu"
         self._running = InFlight(most=0 if fits_memory else None)
@@ -66,6 +72,8 @@ class Engine:
     ) -> tuple[Any, Any]:
         """Runs the program of one step, or of stacked ones; returns state and metrics."""
         self._check_arguments(batch, key, stacked=stacked)
+        if self._recorder is not None and not self._recorder.has_begun:
+            self._check_recorded(state)
         start_ns = time.perf_counter_ns()
         state = self._placement.place(state)
         words = self._key_words(key)
@@ -76,10 +84,7 @@ class Engine:
         phase: phases.Phase = "steps" if stacked else "step"
         with phases.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words, number)
-            carried = self._metrics.totals(), number
-            arrays = batch.arrays
-            if self._take is not None:
-                arrays = self._take(arrays, batch.real_rows, dim=int(stacked))
+            carried, arrays = (self._metrics.totals(), number), self._taken(batch)
             if self._recorder is not None:
                 state = self._begin_record(program, state, carried, batch, arrays, words)
             state, carried, metrics = program(state, carried, arrays, words)
@@ -94,7 +99,67 @@ class Engine:
             place = {"epoch": batch.epoch, "batch": last - 1, "num_rows": batch.num_rows}
             step = batch.step + last - batch.index
             self._recorder.end_step(step, state_arrays(state), state_arrays(metrics), **place)
+            self._recorder.end_killed(lambda: save_recorded(state))
         return state, metrics
+
+    def on(self, runtime: Runtime, reduction: Reduction | None = None) -> "Engine":
+        """Returns the same step for trials, on other devices or with another form of sums."""
+        program = self._program
+        other = Engine(
+            program.function,
+            program.name,
+            runtime,
+            takes_key=program.takes_key,
+            trains=program.trains,
+            rows_at_once=self._rows_at_once,
+            counts=False,
+        )
+        other._program = replace(other._program, reduction=reduction or other._program.reduction)
+        return other
+
+    @property
+    def name(self) -> str:
+        """Name of the user's function."""
+        return self._program.name
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step returns a state."""
+        return self._program.trains
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether the step compares rows, so that the compiler divides it and sums gradients."""
+        return self._take is not None
+
+    def trace(self, state: Any, batch: DistributedBatch, key: Any) -> Any:
+        """Returns the traced program of the step."""
+        state, words = self._placement.place(state), self._key_words(key)
+        number, stacked = np.int32(batch.step), batch.num_steps is not None
+        program: Any = self._compiled.get(stacked) or self._compile(state, batch, words, number)
+        carried = self._metrics.totals(), number
+        return program.trace(state, carried, self._taken(batch), words)
+
+    def _taken(self, batch: DistributedBatch) -> Any:
+        """Returns what a program takes of a batch."""
+        if self._take is None:
+            return batch.arrays
+        return self._take(batch.arrays, batch.real_rows, dim=int(batch.num_steps is not None))
+
+    def _check_recorded(self, state: Any) -> None:
+        """Ends the script if its steps cannot be recorded as it was asked for."""
+        recorder, name = self._recorder, self._program.name
+        assert recorder is not None
+        if recorder.kind == "sharded":
+            recorder.leave_out(
+                f"{name} updates its state itself, the whole of it on every rank: in a custom "
+                "training loop no state is sharded."
+            )
+        if recorder.kind in ("killed", "resumed") and not restores(state):
+            recorder.leave_out(
+                f"The loop does not restore the state of {name} by tnt_jax.LoopCheckpoints before "
+                "its first step."
+            )
 
     def _begin_record(
         self,
@@ -124,19 +189,34 @@ class Engine:
             )
             if recorder.kind == "rounded":
                 state = changed_by_rounding(state, unit)
-            elif recorder.kind != "plain":
-                recorder.leave_out(f"{self._program.name} is a step of a custom training loop.")
         recorder.note_batch(batch.arrays, batch.real_rows, dim=dim)
         return state
 
     def _compile(self, state: Any, batch: DistributedBatch, words: Any, number: Any) -> Callable:
+        """Compiles the step; with its rows in two passes if that is to be recorded."""
+        recorder = self._recorder
+        if recorder is None or recorder.kind != "passes":
+            return self._compile_as_is(state, batch, words, number)
+        dim = int(batch.num_steps is not None)
+        num_rows = jax.tree.leaves(batch.inputs)[0].shape[dim] // self.runtime.num_ranks
+        if num_rows == 1:
+            recorder.leave_out("A rank has one row, which cannot be computed in two passes.")
+        self._rows_at_once = -(-num_rows // 2)
+        try:
+            return self._compile_as_is(state, batch, words, number)
+        except ValueError as error:  # In one pass the step has run.
+            recorder.leave_out(str(error))
+
+    def _compile_as_is(
+        self, state: Any, batch: DistributedBatch, words: Any, number: Any
+    ) -> Callable:
         stacked = batch.num_steps is not None
         one = jax.tree.map(_first, batch.arrays) if stacked else batch.arrays
         mesh, in_passes = self.runtime.mesh, self._rows_at_once is not None
         metrics, sums, operation = self._program.prepared(
             mesh, state, one, words, in_passes=in_passes
         )
-        self._metrics = _Metrics(metrics, sums, self._placement)
+        self._metrics = _Metrics(metrics, sums, self._placement, counts=self._counts)
         if in_passes:
             arguments = state, (self._metrics.totals(), number), batch.arrays, words
             self._check_passes(operation, state, one, words)
@@ -255,23 +335,38 @@ def _recorder_of(runtime: Runtime) -> Recorder | None:
 
 
 class _Metrics:
-    """Metrics that a step updates, and the arrays that each adds up; they lie on the devices."""
+    """Metrics that a step updates, and the arrays that each adds up; they lie on the devices.
+
+    If nothing `counts`, the metrics stay as they are.
+    """
 
     def __init__(
-        self, metrics: list[SummedMetric], shapes: list[Any], placement: Placement
+        self,
+        metrics: list[SummedMetric],
+        shapes: list[Any],
+        placement: Placement,
+        *,
+        counts: bool,
     ) -> None:
         self._metrics, self._shapes, self._placement = metrics, shapes, placement
+        self._own = None if counts else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     def totals(self) -> list[Any]:
         """Returns the states of the metrics on every device."""
         if not self._metrics:
             return []
+        if self._own is not None:
+            self._own = self._placement.place(self._own)
+            return self._own
         pairs = zip(self._metrics, self._shapes, strict=True)
         # They may have been reset, or updated elsewhere.
         return self._placement.place([metric.sums(shape) for metric, shape in pairs])
 
     def replace(self, totals: list[Any]) -> None:
         """Gives the metrics the states that a program returned."""
+        if self._own is not None:
+            self._own = totals
+            return
         for metric, sums in zip(self._metrics, totals, strict=True):
             metric.replace_sums(sums)
 

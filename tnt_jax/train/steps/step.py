@@ -26,6 +26,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.contracts import Apply, Batch, Parts
 from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, updated
+from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.epoch_sums import (
     add_sums,
     counts_of,
@@ -77,6 +78,7 @@ def with_step(accumulated: Any, grads: Any) -> Any:
 _FEW_ROWS = 16
 # Parts of steps that have been traced.
 _traced = Slot[WeakSet[Parts]](WeakSet)
+_own_statistics = Slot[list[str]](list)
 _REPLICATED: Any = PartitionSpec()
 _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED = PartitionSpec(None, _jax.DATA_AXIS)
@@ -357,9 +359,17 @@ def prediction(apply: Apply) -> Callable:
     return step
 
 
+def own_statistics() -> list[str]:
+    """Returns by path which arrays of the state steps of this job compute of a rank's own rows."""
+    return list(_own_statistics.get())
+
+
 def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
     """Warns if statistics of each rank's own rows make results depend on the number of ranks."""
-    if any(_jax.is_varying(x) for x in jax.tree.leaves(model_state)):
+    arrays = state_arrays({"model_state": model_state})
+    own = [path for path, x in arrays.items() if _jax.is_varying(x)]
+    _own_statistics.get().extend(own)
+    if own:
         logger.warning(
             "Statistics such as BatchNorm's are computed over each rank's %d row(s) of a batch, so "
             "results depend on the number of ranks%s. Synchronize them: "

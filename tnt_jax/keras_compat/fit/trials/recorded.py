@@ -1,6 +1,5 @@
 """`fit` in a process of `tnt-jax verify`: trains for a few steps, and records each of them."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tnt_jax.data.sources import Source
-from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback
 from tnt_jax.keras_compat.callbacks.base import first_base
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
@@ -23,6 +21,7 @@ from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.steps.step import own_statistics
 
 # Without an end: it is asked for a backup.
 _NEVER = 1 << 30
@@ -146,7 +145,9 @@ class _RecordingHooks(PhaseHooks):
         text = "" if lowered is None else lowered.as_text()
         arrays, state = self._arrays(), trainer.require_state()
         unit = rounding_unit(arrays, text, trainer.runtime.platform)
-        self._recorder.begin(int(state.step), arrays, unit=unit, trained_by="fit")
+        # The step has been traced.
+        facts = {"trained_by": "fit", "own_statistics": own_statistics()}
+        self._recorder.begin(int(state.step), arrays, unit=unit, **facts)
         if self._recorder.kind == "rounded":
             params = changed_by_rounding(state.params, unit)
             trainer.state = replace(state, params=params)
@@ -157,17 +158,8 @@ class _RecordingHooks(PhaseHooks):
         step = int(self._core.trainer.require_state().step)
         place = {"epoch": self._progress.epoch, "batch": index, "num_rows": num_rows}
         self._recorder.end_step(step, self._arrays(), self._logs(sums), **place)
-        if self._recorder.kind == "killed" and self._recorder.num_steps == self._half:
-            if not self._save_now()():
-                raise RuntimeError("The backup of the run that is to be resumed was not written.")
-            collectives.barrier()
-            # As a kill does, it closes and reports nothing, but it is no failure.
-            os._exit(0)
+        self._recorder.end_killed(lambda: self._save_now()())
         return is_over
-
-    @property
-    def _half(self) -> int:
-        return max(self._recorder.steps // 2, 1)
 
     def _arrays(self) -> dict[str, Any]:
         state = self._core.trainer.require_state()
