@@ -17,7 +17,7 @@ to the table:
     nice -n 19 python benchmarks/local_steps.py --models mlp --ways synchronous DiLoCo
     "Streaming DiLoCo" --output benchmarks/results/local_steps_accuracy.json
 
-What is in the output file already is not run again. `--sync` changes arguments of the way
+What is in the output file already is not run again. `--sync` changes arguments of
 "Streaming DiLoCo", whose fragments need more steps to travel over a slower link:
 `--sync delay=12 compress=float4`. `--ways "torchft DiLoCo"` and others of its name take torchft
 instead (local_steps_torchft.py). `--table` prints files of earlier runs.
@@ -225,7 +225,7 @@ def run(task: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def named(way: str, sync: dict[str, Any] | None) -> str:
-    """Returns a way to train with the arguments of its local steps."""
+    """Returns the name of an algorithm with the arguments of its local steps."""
     return way if not sync else f"{way} ({', '.join(f'{k}={v}' for k, v in sync.items())})"
 
 
@@ -246,8 +246,8 @@ class Table:
         speeds = [self._speed(key) for key in self._runs if key[0]]
         tests = [self._test(key) for key in self._runs if not key[0] and "apart" not in key[-1]]
         heads = (
-            "model, hosts, link, way, ms a step, efficiency, KB a step, times fewer bytes",
-            "model, hosts, way, test loss, to synchronous, test accuracy, to synchronous, seeds",
+            "model, hosts, link, algorithm, ms a step, efficiency, KB a step, times fewer bytes",
+            "model, hosts, algorithm, test loss, to synchronous, accuracy, to synchronous, seeds",
         )
         return "\n\n".join(
             "\n".join([_row(head.split(", ")), _row(["---"] * (head.count(", ") + 1)), *rows])

@@ -18,10 +18,10 @@ START = {"a": RNG.normal(size=(3, 5)), "b": RNG.normal(size=7)}
 
 
 class Wires:
-    """Connections of the groups that lose messages while `is_cut`."""
+    """Connections of the groups that fail while `is_broken`."""
 
     def __init__(self):
-        self.boxes, self.is_cut = [], False
+        self.boxes, self.is_broken = [], False
 
     def __call__(self, members, what):
         own = deque()
@@ -38,8 +38,8 @@ class _Links:
 
     def take(self):
         """Returns the oldest message of each group that this one has not taken."""
-        if self._wires.is_cut:
-            raise ConnectionError("cut")
+        if self._wires.is_broken:
+            raise ConnectionError("broken")
         self.taken = getattr(self, "taken", -1) + 1
         return [box[self.taken] for box in self._wires.boxes]
 
@@ -101,11 +101,11 @@ def test_a_group_that_missed_an_update_takes_it_from_another(make_groups):
     for outer, params in zip(groups, own, strict=True):
         steps(outer, params, 1, 3)
     # Both send, and the second one loses the connection before it has received.
-    wires.is_cut = True
+    wires.is_broken = True
     for outer, params in zip(groups, own, strict=True):
         with pytest.raises(ConnectionError):
             steps(outer, params, 4, 4)
-    wires.is_cut = False
+    wires.is_broken = False
     first, second = groups
     first_own, _ = first.close(4, own[0], {})
     assert (first.updates, second.updates) == ([1], [0])
@@ -126,7 +126,7 @@ def test_a_failed_exchange_changes_nothing(make_groups):
     groups, wires = make_groups(compress="int8")
     params = moved(groups[0].params, 0)
     steps(groups[0], params, 1, 3)
-    wires.is_cut = True
+    wires.is_broken = True
     kept = jax.device_get((groups[0].own_arrays(), groups[0].shared_arrays()))
     with pytest.raises(ConnectionError), groups[0].undone_by_errors():
         steps(groups[0], params, 4, 4)
