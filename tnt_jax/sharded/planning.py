@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.hlo import Traffic, read_traffic
 from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+from tnt_jax.log import logger
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.memory_choice import local_bytes
 from tnt_jax.train.state import TrainState
@@ -158,6 +159,7 @@ def memory_note(trainer: Trainer, group: DeviceBatches) -> str:
     try:
         return str(StepMemory.of(trainer.memory_of(group), trainer.described()))
     except Exception as error:  # The error that is explained counts, not this one.
+        logger.debug("The memory of the step is not known.", exc_info=True)
         return f"The memory of the step is not known: {error!r}"
 
 

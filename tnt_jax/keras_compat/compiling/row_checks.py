@@ -191,8 +191,8 @@ def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
             return make(num_rows[0])
         except DrawError:
             raise
-        except (TypeError, ValueError):
-            pass
+        except (TypeError, ValueError) as error:
+            logger.debug("Rows are not checked with %d of them: %s", num_rows[0], error)
     return make(num_rows[-1])
 
 
