@@ -19,7 +19,6 @@ from tnt_jax.train.contracts import Batch, LossTerm, Measured
 from tnt_jax.train.execution import one_by_one
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.micro_batches import why_in_one_pass
-from tnt_jax.train.trainer import Trainer
 
 ROWS, WIDTH = 61, 16
 
@@ -103,10 +102,11 @@ def few_rows(monkeypatch):
     """Lets steps compute at most so many rows at once, whatever the memory."""
 
     def let(most):
-        def choose(asked, ways, limit):
-            assert ways[0].num_rows is not None
-            assert ways[0].why_whole() is None
-            ways[0].program(most)
+        def choose(asked, ways, limit, **options):
+            way = next(iter(ways))
+            assert way.num_rows is not None
+            assert way.why_whole() is None
+            way.program(most)
             attempt = memory_choice.Attempt("few", 0, True, most)
             return memory_choice.Choice(asked, ((attempt,),), limit)
 
@@ -357,6 +357,28 @@ def test_a_choice_is_made_once_for_each_shape(use_ranks, few_rows, monkeypatch):
     train(model, "auto", epochs=3, initial_epoch=2)
 
 
+def comparing(params, batch, rngs, apply):
+    """Each row's outputs times those of all rows."""
+    outputs = apply(params, batch.inputs)
+    return (outputs @ outputs.T).mean(-1)
+
+
+def test_passes_of_a_loss_are_not_those_of_the_next(use_ranks, few_rows):
+    """The next one may compare rows."""
+    use_ranks(1)
+    few_rows(5)
+    found = []
+    for micro in ("auto", None):
+        model = make_model(Net())
+        train(model, micro)
+        assert model._core.at_once.training == (5 if micro else None)
+        model.compile(tnt.optimizers.SGD(0.01), objective=comparing)
+        train(model, None)
+        assert model._core.at_once.training is None
+        found.append(model.get_weights())
+    assert_close(*found)
+
+
 def test_a_step_that_fits_nowhere_leaves_the_model_as_it_was(use_ranks, monkeypatch):
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "80KB")
     use_ranks(2)
@@ -422,10 +444,10 @@ def test_what_several_processes_do_before_a_first_step_suits_steps_one_by_one(
     x, y, _ = data()
     options = {"batch_size": 8, "epochs": 1, "verbose": 0, "tnt_micro_batch_size": "auto"}
     whole = make_model(Convolutional()).fit(x[:32], y[:32], **options)
-    monkeypatch.setattr(Trainer, "_first_run", Trainer._first_run_of_all)
+    monkeypatch.setattr("tnt_jax.train.first_run.process_count", lambda: 2)
     asked = []
     monkeypatch.setattr(
-        "tnt_jax.train.trainer._find_memory",
+        "tnt_jax.train.first_run._find_memory",
         lambda devices, nbytes: asked.append(nbytes) or len(asked) > 1,
     )
     model = make_model(Convolutional())

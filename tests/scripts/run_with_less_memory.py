@@ -1,18 +1,21 @@
-"""Trains with less memory than the compiler's analysis takes for granted; prints what came of it."""
+"""Computes with less memory than the compiler's analysis takes for granted; prints the results."""
 
 import json
+import logging
 import resource
 import sys
+from contextlib import contextmanager
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 import tnt_jax as tnt
 
-ROWS, WIDTH = 32768, 512
-SPARE_BYTES = 300 * 2**20 // tnt.get_process_count()
+ROWS, WIDTH = 131072, 128
 # Number of the process that gets less memory: of two the second.
 LEAST = tnt.get_process_count() - 1
+_, MOST = resource.getrlimit(resource.RLIMIT_AS)
 
 
 class Net(nn.Module):
@@ -23,27 +26,96 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(x))
 
 
-class TakeMemory(tnt.callbacks.Callback):
-    """Leaves the process a little more than it has, once the step was chosen and compiled."""
-
-    def on_train_begin(self, logs=None):
-        if tnt.get_process_index() != LEAST:
-            return
+def leave(mib):
+    """Leaves the process a little more memory than it has."""
+    if tnt.get_process_index() == LEAST:
         with open("/proc/self/statm") as pages:
             used = int(pages.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES,) * 2)
+        spare = mib * 2**20 // tnt.get_process_count()
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare, MOST))
 
 
-def train(micro, callbacks=()):
+class LeaveOnceChosen(logging.Handler):
+    """Leaves the process little memory once a step was chosen and compiled."""
+
+    def __init__(self, mib):
+        super().__init__()
+        self.mib = mib
+
+    def emit(self, record):
+        if " chose " in record.getMessage():
+            leave(self.mib)
+
+
+@contextmanager
+def little_memory(mib):
+    logger, handler = logging.getLogger("tnt_jax"), LeaveOnceChosen(mib)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST, MOST))
+
+
+class TakeMemory(tnt.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        leave(300)
+
+
+def make_model():
     model = tnt.Model(Net(), seed=0)
     model.compile(tnt.optimizers.SGD(0.1), loss="mse")
+    return model
+
+
+def fit(micro, callbacks=()):
+    model = make_model()
     options = {"batch_size": ROWS, "epochs": 2, "verbose": 0, "shuffle": False}
     history = model.fit(x, y, tnt_micro_batch_size=micro, callbacks=list(callbacks), **options)
     return history.history["loss"], model._core.at_once.training
 
 
-x = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)
-y = x[:, :1]
+def evaluate(micro):
+    model = make_model()
+    loss = model.evaluate(X, Y, batch_size=2 * ROWS, verbose=0, tnt_micro_batch_size=micro)
+    return [loss], model._core.at_once.evaluation
+
+
+def predict(micro):
+    model = tnt.Model(Net(), seed=0)
+    outputs = model.predict(X, batch_size=2 * ROWS, verbose=0, tnt_micro_batch_size=micro)
+    return outputs[::1001, 0].tolist(), model._core.at_once.evaluation
+
+
+def loop(rows_at_once):
+    net = Net()
+
+    @tnt.distributed_step(rows_at_once=rows_at_once)
+    def step(params, batch, key):
+        def loss_fn(params, batch, key):
+            options = {"train": True, "rngs": {"dropout": key}}
+            outputs = net.apply({"params": params}, batch.inputs, **options)
+            return tnt.compute_average_loss((outputs - batch.targets)[:, 0] ** 2)
+
+        loss, grads = tnt.value_and_grad(loss_fn)(params, batch, key)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+    params, losses = net.init(jax.random.key(0), x[:1])["params"], []
+    dataset = tnt.distribute(x, y, batch_size=ROWS, shuffle=False)
+    for _ in range(2):
+        for batch in dataset:
+            params, metrics = step(params, batch, jax.random.key(1))
+            losses.append(float(metrics["loss"]))
+    return losses, step._engine.get()._chosen.get(False)
+
+
+X = np.random.default_rng(0).normal(size=(2 * ROWS, 16)).astype(np.float32)
+Y = X[:, :1]
+x, y = X[:ROWS], Y[:ROWS]
 if "without passes" in sys.argv:
-    train(None, [TakeMemory()])
-print(json.dumps([train(None), train("auto", [TakeMemory()])]))
+    fit(None, [TakeMemory()])
+found = {}
+for call, mib in ((fit, 300), (evaluate, 200), (predict, 200), (loop, 300)):
+    whole = call(None)
+    with little_memory(mib):
+        found[call.__name__] = (whole, call("auto"))
+print(json.dumps(found))

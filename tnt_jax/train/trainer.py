@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -31,6 +30,7 @@ from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.first_run import first_run
 from tnt_jax.train.state import TrainState, moved
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.global_step import row_sharding
@@ -54,6 +54,7 @@ class Trainer:
         ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
         fewer_rows: Lets steps compute fewer rows at once, and returns whether that is possible;
             called where a device has no memory for a step. None to raise the error.
+        fewer_evaluated_rows: The same for evaluation and prediction.
         most_in_flight: Programs that may wait for others; see `InFlight`.
     """
 
@@ -78,8 +79,10 @@ class Trainer:
         self._compiled: CompiledSteps | None = None
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
         self.fewer_rows: Callable[[], bool] | None = None
+        self.fewer_evaluated_rows: Callable[[], bool] | None = None
         self.most_in_flight: int | None = None
-        self._ran: set[int] = set()
+        # Kinds of programs, and rows of their batches, that have found memory.
+        self._ran: set[tuple[str, int]] = set()
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
     def _use(self, runtime: Runtime, steps: Steps) -> None:
@@ -96,6 +99,7 @@ class Trainer:
 
     def renew_evaluation(self) -> None:
         """Traces and compiles evaluation and prediction anew when they are called next."""
+        self._ran.clear()
         self._use_prediction()
         if self._compiled is not None:
             self._compiled.renew_evaluation()
@@ -329,11 +333,7 @@ class Trainer:
             self.ahead.wait()
             sums = compiled.zero_sums(group, self._built()) if sums is None else sums
             sums = sums if watch is None else watch.before(index, self._built(), sums)
-            if self.fewer_rows is not None and group.num_rows not in self._ran:
-                first_run = self._first_run if jax.process_count() == 1 else self._first_run_of_all
-                self.state, sums = first_run(group, sums)
-            else:
-                sums = self._run(group, sums)
+            sums = self._run(group, sums)
             running.add(sums["loss"][1])
             index += group.num_steps
             if watch is not None:
@@ -346,50 +346,49 @@ class Trainer:
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
         """Runs the program of a group of batches; returns the sums after it."""
-        # Read here, because a callback may have replaced the state.
-        step = self.programs.training(group, self._built(), sums)
-        done = step(self._built(), sums, group.batch)
+
+        def start() -> tuple[TrainState, Any]:
+            # Read here, because a callback may have replaced the state.
+            state = self._built()
+            return self.programs.training(group, state, sums)(state, sums, group.batch)
+
+        done = self._started(
+            ("fit", group.num_rows),
+            start,
+            self.fewer_rows,
+            partial(self.memory_of, group),
+            takes_state=True,
+        )
         if link() is not None:
             jax.block_until_ready(done)  # The state stays that of a complete step.
         self.state, sums = done
         return sums
 
-    def _first_run(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:
-        """Runs the first step of a shape; without memory for it, again with fewer rows at once.
+    def _started(
+        self,
+        kind: tuple[str, int],
+        start: Callable[[], Any],
+        fewer_rows: Callable[[], bool] | None,
+        memory: Callable[[], _jax.ProgramMemory],
+        *,
+        takes_state: bool = False,
+    ) -> Any:
+        """Starts a program; if its rows at once may be fewer, the first of a kind by `first_run`.
 
-        A program that fails has taken the state, of which the host holds a copy meanwhile.
+        One that `takes_state` may fail after that: the host holds a copy meanwhile.
         """
-        assert self.fewer_rows is not None
-        held = jax.device_get(self._built())
-        while True:
-            state = self._built()
-            try:
-                step = self.programs.training(group, state, sums)
-                done = jax.block_until_ready(step(state, sums, group.batch))
-            except jax.errors.JaxRuntimeError as error:
-                if not execution.lacks_memory(error):
-                    raise
-                self.set_state(held)
-                if not self.fewer_rows():
-                    raise
-            else:
-                self._ran.add(group.num_rows)
-                return done
-
-    def _first_run_of_all(self, group: DeviceBatches, sums: Any) -> tuple[TrainState, Any]:
-        """Does the same in several processes.
-
-        One that lacks memory within a step would leave the others waiting for it. So all ask for
-        what the program computes beforehand, and go on alike.
-        """
-        assert self.fewer_rows is not None
-        while True:
-            nbytes = self.memory_of(group).computed_bytes
-            lacks = not _find_memory(self.runtime.mesh.local_devices, nbytes)
-            if not collectives.any_process(lacks, where="the first step") or not self.fewer_rows():
-                break
-        self._ran.add(group.num_rows)
-        return self.programs.training(group, self._built(), sums)(self._built(), sums, group.batch)
+        if fewer_rows is None or kind in self._ran:
+            return start()
+        held = jax.device_get(self._built()) if takes_state and jax.process_count() == 1 else None
+        done = first_run(
+            start,
+            devices=self.runtime.mesh.local_devices,
+            computed_bytes=lambda: memory().computed_bytes,
+            fewer_rows=fewer_rows,
+            put_back=lambda: None if held is None else self.set_state(held),
+        )
+        self._ran.add(kind)
+        return done
 
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one runs or has run, before a save."""
@@ -455,8 +454,12 @@ class Trainer:
             hooks.on_batch_begin(index)
             self.evaluation_ahead.wait()
             sums = compiled.zero_sums(group, state) if sums is None else sums
-            step = compiled.evaluation(group)
-            sums = step(state.params, state.model_state, sums, group.batch)
+            sums = self._started(
+                ("evaluate", group.num_rows),
+                partial(self._evaluated, group, state, sums),
+                self.fewer_evaluated_rows,
+                partial(_memory_of, compiled.trace_evaluation, group, state),
+            )
             running.add(sums["loss"][1])
             index += group.num_steps
             if hooks.on_batch_end(index - 1, sums, group.num_rows):
@@ -471,22 +474,41 @@ class Trainer:
         state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
         for group in map(self._taken, batches):
             hooks.on_batch_begin(index)
-            arrays = (state.params, state.model_state, group.batch.inputs)
+            outputs = self._started(
+                ("predict", group.num_rows),
+                partial(self._predicted, group, state, first_row),
+                self.fewer_evaluated_rows,
+                partial(_memory_of, self._trace_prediction, group, state),
+            )
+            outputs = jax.tree.map(self._fetch, outputs)
             if group.num_steps == 1:
-                outputs = self.predict_step(*arrays, np.uint32(first_row))
-                outputs = jax.tree.map(lambda x: self._fetch(x)[None], outputs)
-            else:
-                assert self._predict_steps is not None, (
-                    "Steps that run one by one get one batch each."
-                )
-                each = np.arange(group.num_steps) * (group.num_rows // group.num_steps)
-                outputs = self._predict_steps(*arrays, (first_row + each).astype(np.uint32))
-                outputs = jax.tree.map(self._fetch, outputs)
+                outputs = jax.tree.map(lambda x: x[None], outputs)
             rows.add(outputs, group)
             index, first_row = index + group.num_steps, first_row + group.num_rows
             if hooks.on_batch_end(index - 1, None, group.num_rows):
                 break
         return rows.joined()
+
+    def _evaluated(self, group: DeviceBatches, state: TrainState, sums: Any) -> Any:
+        """Starts the program that evaluates a group of batches; returns the sums after it."""
+        step = self.programs.evaluation(group)
+        return step(state.params, state.model_state, sums, group.batch)
+
+    def _predicted(self, group: DeviceBatches, state: TrainState, first_row: int) -> Any:
+        """Starts the program that predicts for a group of batches; returns its outputs."""
+        program, operands = self._prediction(group, state, first_row)
+        return program(*operands)
+
+    def _prediction(
+        self, group: DeviceBatches, state: TrainState, first_row: int
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the program that predicts for a group of batches, and its operands."""
+        operands = (state.params, state.model_state, group.batch.inputs)
+        if group.num_steps == 1:
+            return self.predict_step, (*operands, np.uint32(first_row))
+        assert self._predict_steps is not None, "Steps that run one by one get one batch each."
+        each = np.arange(group.num_steps) * (group.num_rows // group.num_steps)
+        return self._predict_steps, (*operands, (first_row + each).astype(np.uint32))
 
     def described_batch(self, batch: Batch, num_rows: int) -> DeviceBatches:
         """Returns descriptions of a global batch of `num_rows` rows like those of `batch`."""
@@ -532,9 +554,12 @@ class Trainer:
         return self.programs.trace_evaluation(self._taken(group), self.described())
 
     def trace_prediction(self, group: DeviceBatches) -> Any:
-        """Returns the traced program that predicts for a batch."""
-        state, step = self.described(), self.predict_step
-        return step.trace(state.params, state.model_state, group.batch.inputs, _FIRST)  # pyright: ignore
+        """Returns the traced program that predicts for a group of batches."""
+        return self._trace_prediction(group, self.described())
+
+    def _trace_prediction(self, group: DeviceBatches, state: TrainState) -> Any:
+        program, operands = self._prediction(group, state, 0)
+        return program.trace(*operands)
 
     @property
     def programs(self) -> CompiledSteps:
@@ -577,16 +602,8 @@ OF_GROUPS = "groups/"
 """Start of the paths of arrays that groups of ranks have for themselves."""
 
 
-def _find_memory(devices: Sequence[Any], nbytes: int) -> bool:
-    """Returns whether each device has memory for an array of so many bytes, which is dropped."""
-    try:
-        shape = (-(-nbytes // 2**20), 2**20)
-        jax.block_until_ready([jnp.zeros(shape, np.uint8, device=device) for device in devices])
-    except jax.errors.JaxRuntimeError as error:
-        if not execution.lacks_memory(error):
-            raise
-        return False
-    return True
+def _memory_of(trace: Callable[..., Any], *operands: Any) -> _jax.ProgramMemory:
+    return _jax.TracedProgram(trace(*operands)).compile()
 
 
 _FIRST = np.uint32(0)  # Rows of the data before the batch.

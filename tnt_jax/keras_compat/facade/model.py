@@ -193,6 +193,7 @@ class Model(SingleBatches, Inspection):
             auto_scale_loss=auto_scale_loss,
             on_nan=on_nan,
         )
+        self._core.forget_passes()
         self._core.check_local_steps()
 
     @called("Model.fit")

@@ -157,6 +157,7 @@ class Builder:
             self._core.read_assigned()
         elif self._core.take_over_changes(batch.inputs) and self._core.compilation is not None:
             self._core.compilation.forget_data()
+            self._core.forget_passes()
         self._check_shapes(batch, was_built=was_built)
 
     def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:

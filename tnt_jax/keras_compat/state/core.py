@@ -33,6 +33,7 @@ from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.first_run import half_as_many
 from tnt_jax.train.local.trainer import LocalTrainer
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
@@ -273,6 +274,9 @@ class Core:
         if choice.rows_at_once != self.at_once.evaluation:
             self.at_once.evaluation = choice.rows_at_once
             self.trainer.renew_evaluation()
+        self.trainer.fewer_evaluated_rows = lambda: (
+            not dependence and self._evaluate_fewer_rows(num_rows)
+        )
         logger.info("%s.", choice)
 
     def _forms(self, *, in_passes: bool) -> list[_Form]:
@@ -367,22 +371,36 @@ class Core:
             self._take(form, choice.rows_at_once)
         if num_rows is not None:
             trainer.fewer_rows = lambda: why_whole() is None and self._compute_fewer_rows(num_rows)
+            trainer.fewer_evaluated_rows = lambda: (
+                compilation.dependence is None and self._evaluate_fewer_rows(num_rows)
+            )
 
     def _compute_fewer_rows(self, num_rows: int) -> bool:
         """Halves the rows of a pass, of `num_rows` of a rank; returns whether they were several."""
-        most = self.at_once.training or num_rows
-        if most == 1:
+        fewer = half_as_many(num_rows, self.at_once.training)
+        if fewer is None:
             return False
-        fewer = memory_choice.equal_rows(num_rows, most // 2)
         self.at_once.training = self.at_once.evaluation = fewer
-        logger.warning(
-            "A device has no memory for %d rows at once, although the compiler stated that they "
-            "fit: %d are computed at once from here on. TNT_DEVICE_MEMORY sets the limit.",
-            most,
-            fewer,
-        )
         self._compile_steps()
         return True
+
+    def _evaluate_fewer_rows(self, num_rows: int) -> bool:
+        """Does the same for the passes of evaluation and prediction."""
+        fewer = half_as_many(num_rows, self.at_once.evaluation)
+        if fewer is None:
+            return False
+        self.at_once.evaluation = fewer
+        self.trainer.renew_evaluation()
+        return True
+
+    def forget_passes(self) -> None:
+        """Lets steps compute all rows at once: passes suit the model and loss of their choice."""
+        if self._trainer is None:
+            return
+        self.trainer.fewer_rows = self.trainer.fewer_evaluated_rows = None
+        if self.at_once != RowsAtOnce():
+            self.at_once.training = self.at_once.evaluation = None
+            self.trainer.renew_evaluation()
 
     def compute_in_two_passes(self, batch: Batch) -> str | None:
         """Lets training compute half of a rank's rows at once; returns why it cannot, or None.

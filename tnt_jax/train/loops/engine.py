@@ -20,6 +20,7 @@ from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.execution import InFlight
+from tnt_jax.train.first_run import first_run, half_as_many
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.checkpoints import restores, save_recorded
@@ -57,7 +58,11 @@ class Engine:
             function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
         )
         self._placement = Placement(name, runtime.mesh)
+        # By whether batches are stacked: the program, and the rows at once where memory chose them.
         self._compiled: dict[bool, Callable] = {}
+        self._chosen: dict[bool, int | None] = {}
+        # Kinds of batches whose program has found memory.
+        self._ran: set[tuple[bool, int]] = set()
         self._metrics = _Metrics([], [], self._placement, counts=counts)
         self._take: RealRows | None = None
         fits_memory = rows_at_once == "auto" and runtime.platform == "cpu"
@@ -82,12 +87,18 @@ class Engine:
         here.epoch, here.step = batch.epoch + 1, batch.index + 1
         number = self._next[1] if self._next[0] == batch.step else np.int32(batch.step)
         phase: phases.Phase = "steps" if stacked else "step"
+        kind = (stacked, batch.num_rows)
         with phases.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words, number)
             carried, arrays = (self._metrics.totals(), number), self._taken(batch)
             if self._recorder is not None:
                 state = self._begin_record(program, state, carried, batch, arrays, words)
-            state, carried, metrics = program(state, carried, arrays, words)
+            arguments = state, carried, arrays, words
+            if stacked in self._chosen and kind not in self._ran:
+                state, carried, metrics = self._first_run(arguments, stacked=stacked)
+                self._ran.add(kind)
+            else:
+                state, carried, metrics = program(*arguments)
             totals, number = carried
             self._metrics.replace(totals)
             self._next = batch.step + (batch.num_steps or 1), number
@@ -220,7 +231,7 @@ class Engine:
         if in_passes:
             arguments = state, (self._metrics.totals(), number), batch.arrays, words
             self._check_passes(operation, state, one, words)
-            program = self._in_passes(num_local_rows(one) // mesh.size, arguments, stacked=stacked)
+            program = self._in_passes(arguments, stacked=stacked)
         elif operation is None:
             program = self._jitted(None, stacked=stacked)
         else:
@@ -255,7 +266,7 @@ class Engine:
             two_passes = replace(self._program, rows_at_once=num_rows - 1)
             two_passes.prepared(mesh, state, batch, words)
 
-    def _in_passes(self, num_rows: int, arguments: tuple[Any, ...], *, stacked: bool) -> Callable:
+    def _in_passes(self, arguments: tuple[Any, ...], *, stacked: bool) -> Callable:
         """Returns the program with the rows at once that were asked for, or that fit the memory."""
         if isinstance(self._rows_at_once, int):
             return self._jitted(self._rows_at_once, stacked=stacked)
@@ -267,11 +278,47 @@ class Engine:
         state, _, arrays, _ = arguments
         waiting = BATCHES_AHEAD * local_bytes(arrays)
         floor = local_bytes((state, arrays)) + waiting
-        way = Way("", floor, 0, program, waiting, num_rows)
+        way = Way("", floor, 0, program, waiting, self._rows_of_rank(arrays, stacked=stacked))
         limit = memory_limit(self.runtime.mesh.local_devices, self.runtime.settings.device_memory)
         choice = choose(f'{self._program.name}(rows_at_once="auto")', [way], limit)
         logger.info("%s.", choice)
+        self._chosen[stacked] = choice.rows_at_once
         return jitted(choice.rows_at_once)
+
+    def _rows_of_rank(self, arrays: Any, *, stacked: bool) -> int:
+        return jax.tree.leaves(arrays)[0].shape[int(stacked)] // self.runtime.mesh.size
+
+    def _first_run(self, arguments: tuple[Any, ...], *, stacked: bool) -> Any:
+        """Runs a program whose rows at once memory has chosen; see `first_run`.
+
+        One that fails may have taken the state, of which the host holds a copy meanwhile.
+        """
+        state, *others = arguments
+        held = jax.device_get(state) if jax.process_count() == 1 else None
+
+        def computed_bytes() -> int:
+            program: Any = self._compiled[stacked]
+            return _jax.TracedProgram(program.trace(state, *others)).compile().computed_bytes
+
+        def put_back() -> None:
+            nonlocal state
+            state = _jax.replicate(held, self.runtime.mesh)
+
+        def fewer_rows() -> bool:
+            num_rows = self._rows_of_rank(others[1], stacked=stacked)
+            fewer = half_as_many(num_rows, self._chosen[stacked])
+            if fewer is not None:
+                self._chosen[stacked] = fewer
+                self._compiled[stacked] = self._jitted(fewer, stacked=stacked)
+            return fewer is not None
+
+        return first_run(
+            lambda: self._compiled[stacked](state, *others),
+            devices=self.runtime.mesh.local_devices,
+            computed_bytes=computed_bytes,
+            fewer_rows=fewer_rows,
+            put_back=put_back,
+        )
 
     def _with_whole_batches(self, operation: str) -> Mesh:
         """Returns the mesh of steps that compare rows."""
