@@ -75,12 +75,49 @@ def test_a_plan_lists_the_collectives_of_the_step(four_ranks, monkeypatch, capsy
 
 
 def test_a_plan_says_why_the_mesh_was_chosen(use_ranks, monkeypatch, capsys):
+    monkeypatch.setenv("TNT_PLAN", "1")
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "10GB")
     use_ranks(4)
     text, state = planned(monkeypatch, capsys, mesh="auto")
     assert text.startswith('Mesh: data 4\nmesh="auto" chose data 4, which needs ')
-    assert "of 9.3 GiB a device\nParameters, with" in text
+    assert "of 9.3 GiB a device\nSteps that were looked at" in text
+    last = text.partition("\nParameters, with")[0].splitlines()[-1]
+    assert re.fullmatch(r"  fsdp 4 needs about [\d.]+ KiB; time 1\.00; not needed", last)
     assert all(x.is_fully_replicated for x in jax.tree.leaves(state.params))
+
+
+def test_a_plan_compares_the_steps_that_memory_leaves(use_ranks, monkeypatch, capsys):
+    """What was too much, what was chosen, and the slower ones, of which none is compiled."""
+    monkeypatch.setenv("TNT_PLAN", "1")
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "3000KiB")
+    use_ranks(2)
+    x, y = np.ones((2048, 64), np.float32), np.zeros(2048, np.int32)
+    model = compiled_model()
+    with pytest.raises(TrialsDone):
+        model.fit(x, y, batch_size=2048, verbose=0, tnt_micro_batch_size="auto")
+    choice = model._core.memory_choice
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == str(choice)
+    assert lines[2].startswith("Steps that were looked at. Times are estimates, by the products")
+    table = lines[3 : lines.index("Parameters, with the axis that cuts each dimension:")]
+    assert re.fullmatch(r"  one pass needs about [\d.]+ MiB; time 1\.00; too much", table[0])
+    [chosen] = [line for line in table if line.endswith("; chosen")]
+    count = -(-1024 // choice.rows_at_once)
+    grads = local_bytes(model.state.params)
+    assert f"{count} passes of {choice.rows_at_once} rows needs" in chosen
+    assert f"time 1.00; passes add up {in_units(count * grads)} of gradients; " in chosen
+    sent_ms = float(re.search(r"([\d.e-]+) ms at 50 GB/s \(400 Gbit/s\) to send", chosen)[1])
+    assert sent_ms == pytest.approx(grads / 50e9 * 1000, rel=0.02)
+    # Of two kernels, the forward products of the first are computed again: its output is needed.
+    kernels = 64 * 256, 256 * 8
+    plain, again = 2 * kernels[0] + 3 * kernels[1], kernels[0]
+    slower = [line for line in table if line.endswith("; not needed")]
+    assert [line.partition(" needs")[0] for line in slower] == [
+        "  remat='full', one pass",
+        "  shard_optimizer_state, remat='full', one pass",
+        "  fsdp 2, remat='full', one pass",
+    ]
+    assert f"time {(plain + again) / plain:.2f}; not needed" in slower[0]
 
 
 def test_a_plan_says_what_a_pipeline_costs(use_ranks, monkeypatch, caplog):

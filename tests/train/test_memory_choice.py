@@ -151,7 +151,42 @@ def test_a_choice_says_how_much_more_it_computes():
     first = memory_choice.Attempt("one pass", 900, False, operations=300)
     last = memory_choice.Attempt("remat='full', one pass", 400, operations=400)
     said = str(memory_choice.Choice("asked", ((first,), (last,)), 500))
-    assert "needs 400 B of 500 B a device and computes 1.33 times as much as the first" in said
+    assert said == (
+        "asked chose remat='full', one pass, which needs 400 B of 500 B a device (time 1.33); too "
+        "much: one pass needs about 900 B (time 1.00). Times are estimates, by the products of "
+        "matrices and convolutions that a step computes"
+    )
+
+
+def test_slower_ways_are_estimated_where_all_are_asked_for(use_ranks):
+    """None of them is compiled, and one that is impossible says why."""
+    use_ranks(1)
+    ways = Ways(of_pass, 1000)
+
+    def impossible(rows):
+        raise ValueError("The model has no blocks. Leave it out.")
+
+    others = [ways.ways[0]._replace(name="b"), memory_choice.Way("c", 50, 50, impossible)]
+    choice = memory_choice.choose("asked", [*ways.ways, *others], 700, looks_at_all=True)
+    assert ways.compiled == [50]
+    assert choice.chosen.added_bytes == 2 * 50
+    assert choice.chosen.sent_bytes == 0
+    assert [str(x) for x in choice.others] == [
+        "b, one pass needs about 1000 B",
+        "c is impossible: The model has no blocks",
+    ]
+    assert memory_choice.choose("asked", [*ways.ways, *others], 700).others == ()
+
+
+def test_what_needs_less_than_the_choice_is_not_called_too_much(use_ranks):
+    use_ranks(1)
+    ways = Ways(lambda rows: 1000 if rows is None else 101 + 2 * rows, 1000)
+    said = str(memory_choice.choose("asked", ways.ways, 500))
+    assert "chose 2 passes of 50 rows" in said
+    expected = "one pass needs about 1000 B (time 1.00); one pass needs 1000 B (time 1.00). Times"
+    assert said.partition("too much: ")[2].startswith(expected)
+    ways = Ways(of_pass, 3000)
+    assert "too much" not in str(memory_choice.choose("asked", ways.ways, 1100))
 
 
 def test_a_choice_says_what_it_had():

@@ -1,3 +1,4 @@
+from .blocks.remat import NoBlocksError as NoBlocksError
 from .blocks.remat import Remat as Remat
 from .blocks.remat import check_remat as check_remat
 from .blocks.remat import policy_of as policy_of

@@ -14,7 +14,7 @@ from tnt_jax.distributed.sums.hlo import Traffic, read_traffic
 from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
 from tnt_jax.log import logger
 from tnt_jax.train.execution import DeviceBatches
-from tnt_jax.train.memory_choice import local_bytes
+from tnt_jax.train.memory_choice import TIMES, Attempt, Choice, local_bytes
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.trainer import Trainer
@@ -123,15 +123,47 @@ class StepPlan:
                 sent + x.times * x.sent_bytes,
             )
         total = sum(sent for _, _, sent in kinds.values())
-        times = [f"{total / rate * 1000:.3g} ms at {link}" for link, rate in _LINKS.items()]
         return [
             "Communication of a step, as compiled:",
             *(
                 f"  {count} x {kind}, {in_units(nbytes)}; a device sends {in_units(sent)}"
                 for kind, (count, nbytes, sent) in kinds.items()
             ),
-            f"  Time on the links, if all of it were waited for: {', '.join(times)}",
+            f"  Time on the links, if all of it were waited for: {_link_times(total)}",
         ]
+
+
+def _link_times(sent_bytes: float) -> str:
+    """Returns how long usual links take for what a device sends."""
+    return ", ".join(
+        f"{sent_bytes / rate * 1000:.3g} ms at {link}" for link, rate in _LINKS.items()
+    )
+
+
+def alternatives(choice: Choice) -> list[str]:
+    """Returns lines on all steps that were looked at for a choice, with estimates of their times.
+
+    Those of computation are relative: nothing has run on the devices.
+    """
+
+    def described(attempt: Attempt, state: str) -> str:
+        time = choice.relative_time(attempt)
+        details = [
+            "" if time is None else f"time {time:.2f}",
+            f"passes add up {in_units(attempt.added_bytes)} of gradients"
+            if attempt.added_bytes
+            else "",
+            f"{_link_times(attempt.sent_bytes)} to send" if attempt.sent_bytes else "",
+        ]
+        return f"  {'; '.join(filter(None, [str(attempt), *details, state]))}"
+
+    attempts = [x for way in choice.attempts for x in way if x is not choice.chosen]
+    return [
+        f"Steps that were looked at. {TIMES}; what several passes or links take comes on top:",
+        *(described(x, "too much" if choice.exceeds(x) else "slower") for x in attempts),
+        described(choice.chosen, "chosen"),
+        *(described(x, "not needed") for x in choice.others),
+    ]
 
 
 def plan_step(

@@ -7,7 +7,8 @@ estimated from the traced program.
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.sums.hlo import sent_bytes
 from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
 
 # The option that asks for a choice of passes.
@@ -73,6 +75,8 @@ class Attempt(NamedTuple):
         problem: Why the model cannot be computed so; `nbytes` is infinite then.
         largest: Of a step that does not fit, the arrays that take most.
         operations: How many numbers the step multiplies; 0 if it was not traced.
+        added_bytes: Bytes of the gradients that several passes add up.
+        sent_bytes: Bytes that a device sends in a compiled step, if all ways are asked for.
     """
 
     name: str
@@ -82,6 +86,8 @@ class Attempt(NamedTuple):
     problem: str = ""
     largest: tuple[str, ...] = ()
     operations: int = 0
+    added_bytes: int = 0
+    sent_bytes: float | None = None
 
     def __str__(self) -> str:
         if self.problem:
@@ -97,17 +103,24 @@ class Choice(NamedTuple):
         attempts: Steps that were looked at, way by way; the last one fits.
         limit: Bytes of a device.
         note: Why all rows had to be computed at once; empty if they had not.
+        others: Estimates of the slower ways, if they were asked for.
     """
 
     asked: str
     attempts: tuple[tuple[Attempt, ...], ...]
     limit: int
     note: str = ""
+    others: tuple[Attempt, ...] = ()
 
     @property
     def way(self) -> int:
         """Index of the way that was chosen."""
         return len(self.attempts) - 1
+
+    @property
+    def chosen(self) -> Attempt:
+        """The step that was chosen."""
+        return self.attempts[-1][-1]
 
     @property
     def num_compiled(self) -> int:
@@ -117,62 +130,99 @@ class Choice(NamedTuple):
     @property
     def rows_at_once(self) -> int | None:
         """Most rows of a rank that are computed in one pass; None for all."""
-        return self.attempts[-1][-1].rows_at_once
+        return self.chosen.rows_at_once
+
+    def exceeds(self, attempt: Attempt) -> bool:
+        """Returns whether a step needs more than a device has."""
+        return attempt.nbytes > self.limit
+
+    def relative_time(self, attempt: Attempt) -> float | None:
+        """Estimates the time of a step, as a multiple of that of the first that was traced.
+
+        That is how many times as much its products multiply, rematerialization included. Other
+        operations and communication are left out. None if it was not traced.
+        """
+        operations = (x.operations for way in self.attempts for x in way)
+        first = next(filter(None, operations), 0)
+        return attempt.operations / first if first and attempt.operations else None
 
     def __str__(self) -> str:
         *others, last = self.attempts
-        needed, limit = in_units(last[-1].nbytes), in_units(self.limit)
-        chosen = f"{self.asked} chose {last[-1].name}, which needs {needed} of {limit} a device"
-        first = self.attempts[0][0].operations
-        if first and last[-1].operations > 1.01 * first:
-            chosen += f" and computes {last[-1].operations / first:.2f} times as much as the first"
-        tried = _ends([*others, last[:-1]])
-        return f"{chosen}; too much: {tried}{self.note}" if tried else chosen
+        needed, limit = in_units(self.chosen.nbytes), in_units(self.limit)
+        # The estimate of what was chosen, and what needs less, was not too much.
+        ends = (x for way in (*others, last[:-1]) for x in (*way[:1], *way[-1:]))
+        tried = [x for x in dict.fromkeys(ends) if x.name != self.chosen.name and self.exceeds(x)]
+        chosen = f"{self.asked} chose {self.chosen.name}, which needs {needed} of {limit} a device"
+        if not tried:
+            return chosen
+        times = [self.relative_time(x) for x in (self.chosen, *tried)]
+        texts = [
+            f"{text} (time {time:.2f})" if time is not None else text
+            for text, time in zip((chosen, *map(str, tried)), times, strict=True)
+        ]
+        line = f"{texts[0]}; too much: {'; '.join(texts[1:])}{self.note}"
+        return f"{line}. {TIMES}" if any(times) else line
 
 
-def _ends(ways: Sequence[tuple[Attempt, ...]]) -> str:
-    """Returns the first and the last attempt at each way, as text."""
-    return "; ".join(str(attempt) for way in ways for attempt in dict.fromkeys(way[:1] + way[-1:]))
+TIMES = "Times are estimates, by the products of matrices and convolutions that a step computes"
 
 
-def choose(asked: str, ways: Sequence[Way], limit: int) -> Choice:
+def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = False) -> Choice:
     """Returns the first way whose step fits; all processes must call it, and choose alike.
 
     Args:
         asked: The option that asks for it.
-        ways: Ways to compute a step, the fastest first.
+        ways: Ways to compute a step, the fastest first; each is asked for when it is needed.
         limit: Bytes of a device.
+        looks_at_all: Whether slower ways are estimated as well, and communication is counted.
 
     Raises:
         ValueError: On every process, if no step fits.
     """
     attempts: list[tuple[Attempt, ...]] = []
-    for way in ways:
+    ways = iter(ways)
+    for way in chain([first := next(ways)], ways):
         try:
-            attempts.append(tuple(_attempts(way, limit)))
+            attempts.append(tuple(_attempts(way, limit, counts_sent=looks_at_all)))
         except ValueError as error:
             if not attempts:
                 raise
-            problem = str(error).partition(". ")[0]
-            attempts.append((Attempt(way.name, math.inf, False, problem=problem),))
+            attempts.append((_impossible(way, error),))
         if attempts[-1][-1].nbytes <= limit:
             break
     asks = len(attempts) > 1 or attempts[0][-1].nbytes > limit
-    problem = ways[0].why_whole() if asks and ways[0].num_rows is not None else None
+    problem = first.why_whole() if asks and first.num_rows is not None else None
     note = f". {problem}, so that all rows of a rank are computed at once" if problem else ""
     if attempts[-1][-1].nbytes <= limit:
-        return Choice(asked, tuple(attempts), limit, note)
+        others = list(map(_estimated, ways)) if looks_at_all else []
+        return Choice(asked, tuple(attempts), limit, note, tuple(others))
+    ends = (x for way in attempts for x in (*way[:1], *way[-1:]))
+    tried = "; ".join(map(str, dict.fromkeys(ends)))
     largest = [x.largest for way in attempts for x in way if x.largest]
     most = f". Most of the last step is taken by {'; '.join(largest[-1])}" if largest else ""
     raise ValueError(
         f"{asked} found no way to compute a step that fits the {in_units(limit)} of a device: "
-        f"{_ends(attempts)}{note}{most}. Use more devices, a smaller global batch, "
+        f"{tried}{note}{most}. Use more devices, a smaller global batch, "
         "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
         "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
     )
 
 
-def _attempts(way: Way, limit: int) -> list[Attempt]:
+def _impossible(way: Way, error: ValueError) -> Attempt:
+    return Attempt(way.name, math.inf, False, problem=str(error).partition(". ")[0])
+
+
+def _estimated(way: Way) -> Attempt:
+    """Returns what a step that computes all rows at once needs, by an estimate."""
+    try:
+        program = way.program(None)
+    except ValueError as error:
+        return _impossible(way, error)
+    nbytes = _agreed(way.floor + program.estimate_bytes())
+    return Attempt(_name(way, None), nbytes, False, operations=program.operations())
+
+
+def _attempts(way: Way, limit: int, *, counts_sent: bool) -> list[Attempt]:
     """Returns the steps of a way that were compiled; the last one fits if any does.
 
     The memory of a pass grows with its rows. The next number of rows is where the line through the
@@ -193,11 +243,18 @@ def _attempts(way: Way, limit: int) -> list[Attempt]:
         program = whole if most is None else way.program(most)
         memory = program.compile()
         nbytes = _agreed(memory.peak_bytes + way.beside)
-        largest = (
-            tuple(map(str, largest_arrays(memory.compiled.as_text()))) if nbytes > limit else ()
+        text = memory.compiled.as_text() if nbytes > limit or counts_sent else ""
+        tried.append(
+            Attempt(
+                _name(way, most),
+                nbytes,
+                rows_at_once=most,
+                largest=tuple(map(str, largest_arrays(text))) if nbytes > limit else (),
+                operations=program.operations(),
+                added_bytes=way.grads * math.ceil(num_rows / rows) if most else 0,
+                sent_bytes=sent_bytes(text) if counts_sent else None,
+            )
         )
-        operations = program.operations()
-        tried.append(Attempt(_name(way, most), nbytes, True, most, "", largest, operations))
         if most is not None:
             passes.append((rows, nbytes))
         return nbytes <= limit

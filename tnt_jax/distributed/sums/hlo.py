@@ -165,6 +165,11 @@ def read_traffic(text: str) -> list[Traffic]:
     return found
 
 
+def sent_bytes(text: str) -> float:
+    """Returns the bytes that a device sends in a run of a compiled program."""
+    return sum(x.times * x.sent_bytes for x in read_traffic(text))
+
+
 def count_runs(text: str) -> dict[str, int]:
     """Returns how often a compiled program runs each loop body and branch, by its name.
 

@@ -29,6 +29,7 @@ from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardingOptions, auto
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
+from tnt_jax.sharded.planning import alternatives
 from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
@@ -56,9 +57,11 @@ class _Form(NamedTuple):
     options: ModelOptions
     sharding: ShardingOptions | None
 
-
-def _joined(*names: str) -> str:
-    return ", ".join(filter(None, names))
+    def saving(self) -> "_Form":
+        """Returns the same form with rematerialization."""
+        name = ", ".join(filter(None, (self.name, "remat='full'")))
+        options = replace(self.options, remat="full")
+        return _Form(name, options, self.sharding)
 
 
 _WAYS_OUT = {
@@ -280,27 +283,20 @@ class Core:
         logger.info("%s.", choice)
 
     def _forms(self, *, in_passes: bool) -> list[_Form]:
-        """Returns the ways to compute a step, the fastest first."""
+        """Returns the ways to compute a step without rematerialization, the fastest first."""
         options, own, num_ranks = self._used, self._sharding, runtime.init().num_ranks
         meshes = auto.candidates(runtime.init().mesh.size)
-        if self.has_open_mesh:
-            assert own is not None
-            forms = [_Form(auto.name_of(meshes[0]), options, None)]
-        else:
-            forms = [_Form("", options, own)]
-        saved = ""
-        if in_passes and options.remat == "none":
-            options, saved = replace(options, remat="full"), "remat='full'"
-            forms.append(_Form(_joined(forms[0].name, saved), options, forms[0].sharding))
+        name = auto.name_of(meshes[0]) if self.has_open_mesh else ""
+        forms = [_Form(name, options, None if self.has_open_mesh else own)]
         is_free = own is None and not (options.gradient_compression or options.ranks_per_host > 1)
         if in_passes and is_free and num_ranks > 1 and not options.shard_optimizer_state:
             sharded_state = replace(options, shard_optimizer_state=True)
-            forms.append(_Form(_joined(saved, "shard_optimizer_state"), sharded_state, None))
+            forms.append(_Form("shard_optimizer_state", sharded_state, None))
         if self.has_open_mesh or (in_passes and is_free):
             rules = () if own is None else own.rules
             options = replace(options, shard_optimizer_state=False)
             forms += [
-                _Form(_joined(auto.name_of(axes), saved), options, ShardingOptions(axes, rules))
+                _Form(auto.name_of(axes), options, ShardingOptions(axes, rules))
                 for axes in meshes[1:]
             ]
         return forms
@@ -329,6 +325,10 @@ class Core:
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), (state, batch)
         )
 
+        saves = trace is not None and self._used.remat == "none"
+        lacks_blocks = False
+        looked_at: list[_Form] = []
+
         @cache
         def why_whole() -> str | None:
             return compilation.dependence or why_in_one_pass(
@@ -341,28 +341,49 @@ class Core:
             step_options = (compilation.accumulation_steps, compilation.on_nan)
 
             def program(rows_at_once: int | None) -> _jax.TracedProgram:
+                nonlocal lacks_blocks
                 if not form.name and trace is not None:
                     # The program that is compiled here is the one that will run.
                     self._take(form, rows_at_once)
                     return _jax.TracedProgram(trace())
                 parts = functions.step_parts(form.options.apply(self._plain_apply), rows_at_once)
                 step = auto.TrainingStep(parts, transformation, *step_options)
-                return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
+                try:
+                    return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
+                except sharded.NoBlocksError:
+                    lacks_blocks = True
+                    raise
 
             places = steps.place(state)
             floor = memory_choice.local_bytes(places) + of_batch + waiting
             grads = memory_choice.local_bytes(places.params)
             return memory_choice.Way(form.name, floor, grads, program, waiting, num_rows, why_whole)
 
+        def variants() -> Iterator[_Form]:
+            """Yields the forms that there are by then: only some models can rematerialize."""
+            yield forms[0]
+            if saves:
+                yield forms[0].saving()
+            for form in forms[1:]:
+                if saves and not lacks_blocks:
+                    yield form.saving()
+                if lacks_blocks or not saves:
+                    yield form
+
+        def ways() -> Iterator[memory_choice.Way]:
+            for form in variants():
+                looked_at.append(form)
+                yield way_of(form)
+
         try:
-            choice = memory_choice.choose(asked, list(map(way_of, forms)), limit)
+            choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
         except ValueError:
             self.at_once.training = self.at_once.evaluation = None
             self._compile_steps()
             raise
         logger.info("%s.", choice)
         self.memory_choice = choice
-        form = forms[choice.way]
+        form = looked_at[choice.way]
         if form.name or trace is None:
             self._take(form, choice.rows_at_once)
             here = form.options.on_mesh(job, form.sharding)
@@ -524,8 +545,9 @@ class Core:
         return self.has_open_mesh or self.memory_choice is not None
 
     def mesh_notes(self) -> list[str]:
-        """Returns why the mesh was chosen, if training chose it, and what a pipeline costs."""
-        chosen = [] if self.memory_choice is None else [str(self.memory_choice)]
+        """Returns why training chose this step, if it did, and what a pipeline costs."""
+        choice = self.memory_choice
+        chosen = [] if choice is None else [str(choice), *alternatives(choice)]
         return chosen + self._pipeline_notes(self.trainer.runtime)
 
     def _pipeline_notes(self, job: runtime.Runtime) -> list[str]:

@@ -36,6 +36,10 @@ _POLICIES: dict[str, Any] = {
 }
 
 
+class NoBlocksError(ValueError):
+    """Says that a model has no blocks to rematerialize."""
+
+
 def check_remat(remat: Any) -> None:
     """Raises a ValueError unless `remat` is a known name, or maps patterns of paths to such."""
     names = remat.values() if isinstance(remat, Mapping) else [remat]
@@ -62,7 +66,8 @@ def rematerialized(
             the first that fits a block counts.
 
     Raises:
-        ValueError: If the model has no blocks, or a pattern fits none.
+        NoBlocksError: If the model has no blocks.
+        ValueError: If a pattern fits none.
     """
     if remat == "none":
         return function(params)
@@ -152,7 +157,7 @@ def _common_path(paths: Sequence[str]) -> str:
 def _policies(remat: Remat | Mapping[str, Remat], blocks: Sequence[str]) -> dict[str, Any]:
     """Returns the policy of each block; None to keep everything."""
     if not blocks:
-        raise ValueError(
+        raise NoBlocksError(
             f"remat={remat!r} needs a model that repeats blocks: a loop over stacked layers "
             "(nn.scan), or a list of modules such as layers_0, layers_1. This one has none; leave "
             "remat out, or use jax.checkpoint (nn.remat, nnx.remat) in the model."
