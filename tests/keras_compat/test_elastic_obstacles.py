@@ -69,3 +69,58 @@ def test_a_view_of_the_model_is_an_obstacle():
     assert model._core.why_not_elastic() == "the arrays of another model would be lost"
     del view
     assert model._core.why_not_elastic() is None
+
+
+@pytest.fixture
+def custom_step():
+    """A step of a custom training loop, and a batch for it."""
+    dataset = tnt.distribute(X, X[:, :1], batch_size=8, shuffle=False)
+
+    @tnt.distributed_step
+    def train_step(state, batch):
+        loss = tnt.compute_average_loss(((batch.inputs - state) ** 2).sum(1))
+        return state, {"loss": loss}
+
+    return train_step, next(iter(dataset))
+
+
+def test_a_custom_training_loop_is_an_obstacle(custom_step):
+    step, batch = custom_step
+    model = compiled()
+    assert model._core.why_not_elastic() is None
+    step(np.zeros(3, np.float32), batch)
+    expected = "the state of a custom training loop would be lost"
+    assert model._core.why_not_elastic() == expected
+
+
+class Line:
+    """Stands for the line of an elastic job to its launcher."""
+
+    def __init__(self, has_joined):
+        self.has_joined, self.refused = has_joined, None
+
+    def refuse(self, why):
+        self.refused = why
+
+
+def test_a_custom_training_loop_of_an_elastic_job_warns_once(custom_step, monkeypatch, caplog):
+    step, batch = custom_step
+    monkeypatch.setattr("tnt_jax.train.loops.step.link", lambda: Line(has_joined=True))
+    for _ in range(2):
+        step(np.zeros(3, np.float32), batch)
+    (text,) = [text for text in caplog.messages if "elastic" in text]
+    assert "train_step cannot go on in place, because a custom training loop holds" in text
+
+
+def test_a_process_that_is_to_join_refuses_a_custom_training_loop(custom_step, monkeypatch):
+    step, batch = custom_step
+    line = Line(has_joined=False)
+    monkeypatch.setattr("tnt_jax.train.loops.step.link", lambda: line)
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("tnt_jax.train.loops.step.os._exit", end)
+    with pytest.raises(SystemExit):
+        step(np.zeros(3, np.float32), batch)
+    assert "it has not the state of train_step" in line.refused

@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def long(value):
-    return pytest.param(value, marks=pytest.mark.long)
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 SCRIPT = '''
@@ -29,6 +30,15 @@ y = np.argmax(x @ rng.normal(size=(16, 4)), 1)
 planned = int(os.environ.get("TNT_NUM_PROCESSES", 1))
 is_first = not joins and os.environ.get("TNT_RESTART_COUNT", "0") == "0"
 
+def meet(moment):
+    """Lets this process, if it was started first, meet its fate at a moment."""
+    if options.get("fates", {}).get(str(rank)) == moment and is_first:
+        if options.get("signal") == "hang":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGKILL")))
+
+meet("start")
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
@@ -36,16 +46,12 @@ class Net(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.2, deterministic=not train)(x))
 
 class Fate(tnt.callbacks.Callback):
-    """Notes the hooks, and lets this process meet its fate at a moment, if it was started first."""
+    """Notes the hooks of a `fit`, and meets the fate of this process."""
     def __init__(self, part):
         super().__init__()
-        self.hooks, self.steps, self.part = [], 0, part
+        self.hooks, self.steps, self.generations, self.part = [], 0, 0, part
     def meet(self, moment):
-        fate = options.get("fates", {}).get(str(rank))
-        if fate == f"{moment} of fit {self.part}" and is_first:
-            if options.get("signal") == "hang":
-                time.sleep(1000)
-            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGKILL")))
+        meet(f"{moment} of fit {self.part}")
     def on_train_begin(self, logs=None):
         self.meet("begin")
     def on_epoch_begin(self, epoch, logs=None):
@@ -62,15 +68,31 @@ class Fate(tnt.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.hooks.append(["epoch ends", epoch])
         self.meet(f"epoch {epoch}")
+    def on_generation(self):
+        self.generations += 1
+        self.meet(f"generation {self.generations}")
 
-model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False))
+class Later(tnt.callbacks.Callback):
+    """Meets the fate of this process in the calls after `fit`."""
+    def on_test_batch_end(self, batch, logs=None):
+        meet(f"batch {batch} of evaluation")
+    def on_predict_batch_end(self, batch, logs=None):
+        meet(f"batch {batch} of prediction")
+
+sharded = {
+    None: {},
+    "optimizer": {"shard_optimizer_state": True},
+    "variables": {"mesh": {"fsdp": planned} if planned > 1 else None},
+}[options.get("sharded")]
+loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+if options.get("compares"):
+    plain = tnt.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    # The loss of a row depends on the others.
+    loss = lambda y, outputs: plain(y, outputs) + 0.1 * (outputs.mean(0) ** 2).sum()
+model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
 rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
 model.compile(
-    tnt.optimizers.SGD(
-        rate, momentum=0.9, gradient_accumulation_steps=options.get("accumulation")
-    ),
-    loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=["accuracy"],
+    tnt.optimizers.SGD(rate, momentum=0.9), loss=loss, metrics=["accuracy"]
 )
 results = []
 for part in range(options.get("fits", 1)):
@@ -84,8 +106,11 @@ for part in range(options.get("fits", 1)):
         x, y, batch_size=48, epochs=options.get("epochs", 4), verbose=0, callbacks=callbacks,
         validation_split=0.1,
     )
-    logs = model.evaluate(x[:60], y[:60], verbose=0, return_dict=True)
+    logs = model.evaluate(x[:60], y[:60], verbose=0, return_dict=True, callbacks=[Later()])
     results.append({"history": history.history, "hooks": fate.hooks, "evaluated": logs})
+    if options.get("predicts"):
+        outputs = model.predict(x[:100], verbose=0, callbacks=[Later()])
+        results[-1]["predicted"] = outputs.tolist()
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
 found = {"fits": results, "size": tnt.get_process_count(), "joins": joins}
@@ -152,12 +177,13 @@ def check_alike(found, expected, *, exactly=False):
     "fates",
     [
         {"2": "step 13 of fit 0"},
-        {"0": "step 13 of fit 0"},
+        long({"0": "step 13 of fit 0"}),
         {"1": "step 13 of fit 0", "2": "step 13 of fit 0"},
         long({"0": "step 9 of fit 0"}),
         long({"2": "validation after 18 of fit 0"}),
         long({"0": "epoch 1 of fit 0"}),
         long({"0": "step 1 of fit 0", "2": "epoch 1 of fit 0"}),
+        long({"1": "begin of fit 0", "0": "epoch 3 of fit 0"}),
     ],
     ids=str,
 )
@@ -168,6 +194,21 @@ def test_survivors_end_with_the_result_of_one_process(train, alone, fates):
     check_alike(left, alone())
     assert "was ended by signal 9 (SIGKILL)" in err
     assert "goes on at step" in err
+
+
+def test_evaluation_and_prediction_go_on_when_processes_are_lost(train, alone):
+    fates = {"2": "batch 0 of evaluation", "0": "batch 1 of prediction"}
+    code, err, found = train("-n", 3, "--elastic", fates=fates, predicts=True)
+    assert code == 0, err
+    assert sorted(found) == [1]
+    check_alike(found, alone())
+    assert "2 process(es) goes on at the beginning of Model.evaluate" in err
+    assert "1 process(es) goes on at the beginning of Model.predict" in err
+    first_bias, first, last_bias, last = alone()[0]
+    x = np.random.default_rng(0).normal(size=(480, 16)).astype(np.float32)[:100]
+    expected = np.maximum(x @ first + first_bias, 0) @ last + last_bias
+    (predicted,) = [part["predicted"] for part in found[1][1]["fits"]]
+    np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, long(1)])
@@ -187,6 +228,45 @@ def test_reproducible_training_keeps_its_bits_when_a_process_is_lost(train, alon
     code, err, found = train("-n", 2, "--elastic", fates=fates, reproducible=True)
     assert code == 0, err
     check_alike({1: found[1]}, alone(reproducible=True), exactly=True)
+
+
+@pytest.mark.long
+def test_reproducible_training_waits_where_it_cannot_use_all_survivors(train, alone):
+    fates = {"0": "step 13 of fit 0"}
+    code, err, found = train("-n", 4, "--elastic", fates=fates, reproducible=True)
+    assert code == 0, err
+    assert "Generation 1 of 4 process(es)" in err
+    check_alike(found, alone(reproducible=True), exactly=True)
+
+
+@pytest.mark.long
+def test_a_process_that_is_lost_while_another_joins_is_survived(train, alone):
+    fates = {"2": "step 11 of fit 0", "0": "generation 2 of fit 0"}
+    code, err, found = train("-n", 3, "--elastic", fates=fates, waits=3)
+    assert code == 0, err
+    assert "process 2 joins on" in err
+    assert "process 0 on localhost was ended by signal 9" in err
+    check_alike(found, alone())
+
+
+@pytest.mark.long
+def test_a_signal_to_all_processes_at_once_saves_their_state(train, alone, tmp_path):
+    fates = {str(rank): "step 13 of fit 0" for rank in range(3)}
+    words = ["-n", 3, "--elastic", "--checkpoint-dir", tmp_path / "run"]
+    code, err, found = train(*words, fates=fates, signal="SIGTERM")
+    assert (code, found) == (75, {}), err
+    code, err, found = train(*words)
+    assert code == 0, err
+    for weights, _ in found.values():
+        for one, another in zip(alone()[0], weights, strict=True):
+            np.testing.assert_allclose(another, one, rtol=1e-4, atol=1e-5)
+
+
+def test_a_process_that_is_lost_before_training_ends_the_job_with_the_reason(train):
+    code, err, found = train("-n", 3, "--elastic", fates={"1": "start"})
+    assert (code, found) == (128 + 9, {})
+    expected = "Training cannot go on in place: no call of fit, evaluate or predict has begun."
+    assert f"Process 1 on localhost was ended by signal 9 (SIGKILL). {expected}" in err
 
 
 def test_a_stopped_process_is_lost_after_the_heartbeat(train, alone):
@@ -250,11 +330,29 @@ def test_the_file_of_a_master_that_is_lost_is_complete(train, alone, tmp_path):
         assert list(file)
 
 
-def test_a_fit_whose_state_is_sharded_says_that_it_is_not_elastic(train):
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"sharded": "optimizer"}, "the optimizer's state is sharded"),
+        ({"sharded": "variables"}, "the variables are sharded"),
+        ({"compares": True}, "the state of a model that compares rows is sharded"),
+    ],
+)
+@pytest.mark.long
+def test_a_fit_whose_state_is_sharded_goes_on_from_its_checkpoint(
+    train, alone, tmp_path, options, obstacle
+):
+    words = ["--max-restarts", 1, "--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 3]
     fates = {"1": "step 13 of fit 0"}
-    code, err, _ = train("-n", 2, "--elastic", fates=fates, accumulation=2)
-    assert code == 128 + 9
-    assert "fit cannot go on in place, because accumulated gradients are sharded" in err
+    code, err, found = train("-n", 3, "--elastic", *words, fates=fates, **options)
+    assert code == 0, err
+    assert f"fit cannot go on in place, because {obstacle}" in err
+    assert f"Training cannot go on in place: {obstacle}." in err
+    assert "Restart 1 starts on" in err
+    expected = alone(compares=True) if "compares" in options else alone()
+    for weights, _ in found.values():
+        for one, another in zip(expected[0], weights, strict=True):
+            np.testing.assert_allclose(another, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

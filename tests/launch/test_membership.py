@@ -50,11 +50,15 @@ def ready(call=0, done=(5, 0), why=""):
     }
 
 
-def job(ranks=3, hosts=1, **options):
+def can_change(obstacle="", call=0, sizes=None):
+    return {"kind": "can_change", "obstacle": obstacle, "call": call, "sizes": sizes}
+
+
+def job(ranks=3, hosts=1, sizes=None, **options):
     actions = Actions()
     of_rank = {rank: f"host{rank % hosts}" for rank in range(ranks)}
     membership = Membership(of_rank, **{"at_least": 1, "silence_s": 5.0} | options, actions=actions)
-    membership.heard(0, {"kind": "can_change", "obstacle": "", "call": 0})
+    membership.heard(0, can_change(sizes=sizes))
     return membership, actions
 
 
@@ -125,6 +129,11 @@ def test_a_death_before_training_ends_the_job_as_without_elastic():
     membership = Membership({0: "a", 1: "a"}, at_least=1, silence_s=5.0, actions=actions)
     assert not membership.lost(1, "was killed")
     assert not actions.told
+    (line,) = actions.said
+    assert line == (
+        "Process 1 on a was killed. Training cannot go on in place: no call of fit, evaluate or "
+        "predict has begun."
+    )
 
 
 def test_with_too_few_processes_training_waits_for_one_that_joins():
@@ -190,10 +199,10 @@ def test_nobody_joins_while_the_generation_cannot_change():
     for rank in (0, 1):
         membership.heard(rank, ready())
     actions.take("interrupt")
-    membership.heard(0, {"kind": "can_change", "obstacle": "fit has ended", "call": 0})
+    membership.heard(0, can_change("fit has ended"))
     membership.heard(2, ready())
     assert not actions.take("interrupt")
-    membership.heard(0, {"kind": "can_change", "obstacle": "", "call": 0})
+    membership.heard(0, can_change())
     assert sorted(actions.take("interrupt")) == [0, 1]
 
 
@@ -309,3 +318,92 @@ def test_losses_of_processes_that_lasted_do_not_count_as_early(monkeypatch):
     assert actions.started == [2, 2, 2]
     membership.lost(2, "was killed")
     assert actions.started == [2, 2, 2]
+
+
+def test_numbers_of_processes_that_the_model_cannot_use_wait_for_a_replacement():
+    membership, actions = job(4, sizes=[1, 2, 4])
+    membership.lost(3, "was killed")
+    for rank in range(3):
+        membership.heard(rank, ready())
+    assert not actions.take("form")
+    membership.heard(3, ready(done=()))
+    assert sorted(actions.take("form")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_processes_join_together_where_the_model_needs_both(is_early):
+    membership, actions = job(4, sizes=[1, 2, 4])
+    for rank in (2, 3):
+        membership.lost(rank, "was killed")
+    for rank in (2, 0, 1) if is_early else (0, 1, 2):
+        if rank == 2 and not is_early:
+            actions.take("interrupt")
+        membership.heard(rank, ready(done=() if rank == 2 else (5, 0)))
+    assert sorted(actions.take("form")) == [0, 1]
+    assert is_early or not actions.take("interrupt")
+    membership.heard(3, ready(done=()))
+    assert 0 in actions.take("interrupt")
+    for rank in (0, 1):
+        membership.heard(rank, ready() | {"number": 1})
+    assert sorted(actions.take("form")) == [0, 1, 2, 3]
+
+
+def test_numbers_that_nobody_can_complete_end_the_job():
+    membership, actions = job(4, hosts=4, sizes=[1, 2, 4])
+    membership.lost_host("host3", "no answer")
+    for rank in range(3):
+        membership.heard(rank, ready())
+    expected = "3 process(es) are left, and the model computes on 1 or 2 or 4 only"
+    assert expected in actions.given_up
+
+
+def test_one_that_has_not_taken_the_state_does_not_train_alone():
+    membership, actions = job(2)
+    membership.lost(1, "was killed")
+    membership.heard(0, ready())
+    membership.heard(1, ready(done=()))
+    membership.heard(0, ready() | {"number": 1})
+    assert sorted(actions.take("form")) == [0, 1]
+    membership.lost(0, "was killed")
+    membership.heard(1, ready(done=()) | {"number": 2})
+    assert "no process is left that has the state of training" in actions.given_up
+
+
+def test_one_that_waited_for_a_call_that_has_ended_does_not_interrupt_the_next():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(0, can_change("fit has ended"))
+    membership.heard(2, ready(done=()))
+    membership.heard(0, {"kind": "ended", "call": 0, "result": {"value": 1}})
+    actions.take("interrupt")
+    membership.heard(0, can_change(call=1))
+    assert not actions.take("interrupt")
+
+
+def test_nobody_joins_in_a_call_that_does_not_train():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(2, {"kind": "here"})
+    membership.heard(0, {"kind": "ended", "call": 0, "result": {"value": 1}})
+    membership.heard(0, can_change(call=-1))
+    actions.take("form")
+    assert actions.take("calls")[2]["latest"] == 0
+    membership.lost(1, "was killed")
+    membership.heard(0, ready(call=1))
+    assert sorted(actions.take("form")) == [0]
+
+
+def test_what_happened_before_a_generation_did_a_step_is_said_with_the_next():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.lost(1, "was stopped")
+    membership.heard(0, ready() | {"number": 1})
+    membership.heard(0, {"kind": "on", "place": "step 9 of epoch 1"})
+    (line,) = actions.said
+    assert "process 2 on host0 was killed; process 1 on host0 was stopped. Generation 2" in line

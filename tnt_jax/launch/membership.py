@@ -13,7 +13,8 @@ A process reports, in one JSON object each, over its supervisor:
     ended       a call of the script has ended, with its `result`
     on          the first step of the generation is done
     stuck       the process of an `index` makes no progress, and `why`
-    can_change  whether the generation can change from here on, or the `obstacle`
+    can_change  whether the generation can change from here on, or the `obstacle`; the `call` that a
+                process can join, or -1; the `sizes` that generations can have, None for any
     refuses     it cannot join, and `why`; it ends then
 
 The launcher sends it:
@@ -116,10 +117,11 @@ class Membership:
         # Why the generation has ended; empty while it trains.
         self._causes: list[str] = []
         self._since = now
-        # The line to show once training goes on, and since when it did not.
-        self._news: tuple[str, float] | None = None
-        # Why the generation cannot change at the moment; empty within a `fit` that can go on.
-        self._obstacle = "training has not begun"
+        # What to show once training goes on: the causes, the generation, and since when it did not.
+        self._news: tuple[list[str], str, float] | None = None
+        # Why the generation cannot change at the moment; empty within a call that can go on.
+        self._obstacle = "no call of fit, evaluate or predict has begun"
+        self._sizes: Sequence[int] | None = None
         self._is_over = False
 
     # What the processes report.
@@ -145,7 +147,7 @@ class Membership:
             case "stuck":
                 self._end_stuck(message)
             case "can_change":
-                self._obstacle = message["obstacle"]
+                self._obstacle, self._sizes = message["obstacle"], message["sizes"]
                 self._latest = max(self._latest, message["call"])
                 self._send_calls()
                 self._admit()
@@ -156,7 +158,7 @@ class Membership:
     def _take_ready(self, rank: int, seat: _Seat, message: Mapping[str, Any]) -> None:
         seat.ready = dict(message)
         if not seat.is_in and seat.ready["call"] < len(self._calls):
-            seat.ready = None  # The call has ended meanwhile: it goes on to the next one.
+            seat.ready = None  # The call has ended meanwhile, as `_take_result` says.
         elif not seat.is_in:
             self._admit()
         elif not self._causes and message.get("number", self._number) == self._number:
@@ -176,14 +178,24 @@ class Membership:
 
     def _admit(self) -> None:
         """Lets processes join that wait for the call in which the others are."""
-        for rank, seat in self._seats.items():
-            if not seat.is_in and seat.ready is not None and not (self._obstacle or self._is_over):
+        if self._obstacle or self._is_over:
+            return
+        waiting = {
+            rank: seat
+            for rank, seat in self._seats.items()
+            if not seat.is_in and seat.ready is not None
+        }
+        if self._causes or self._can_train(len(self._members) + len(waiting)):
+            for rank, seat in waiting.items():
                 self._interrupt(f"process {rank} joins on {seat.host}")
 
     def _take_result(self, message: Mapping[str, Any]) -> None:
         if message["call"] != len(self._calls):
             return  # Another process has reported it.
         self._calls.append(message["result"])
+        for seat in self._seats.values():
+            if not seat.is_in and seat.ready is not None and seat.ready["call"] < len(self._calls):
+                seat.ready = None  # It goes on to the next one.
         self._send_calls()
 
     def _send_calls(self) -> None:
@@ -195,10 +207,14 @@ class Membership:
     def _take_step(self, message: Mapping[str, Any]) -> None:
         self._without_step = 0
         if self._news is not None and not self._causes:
-            text, since = self._news
+            causes, generation, since = self._news
             self._news = None
             passed_s = time.monotonic() - since
-            self._actions.say(f"{text} at {message['place']}, {passed_s:.1f} s later.")
+            moment = time.strftime("%H:%M:%S", time.localtime(time.time() - passed_s))
+            self._actions.say(
+                f"{moment}: {'; '.join(causes)}. {generation} goes on at {message['place']}, "
+                f"{passed_s:.1f} s later."
+            )
 
     # What happens to them.
 
@@ -208,7 +224,13 @@ class Membership:
         if self._is_over and not seat.is_in:
             seat.is_running = False
             return True
-        if self._is_over or (seat.is_in and self._obstacle and not self._causes):
+        if not self._is_over and seat.is_in and self._obstacle and not self._causes:
+            self._is_over = True
+            self._actions.say(
+                f"Process {rank} on {seat.host} {how}. Training cannot go on in place: "
+                f"{self._obstacle}."
+            )
+        if self._is_over:
             return False
         was_in, seat.is_running, seat.is_in, seat.ready = seat.is_in, False, False, None
         if seat.losses < _MOST_EARLY:
@@ -303,10 +325,10 @@ class Membership:
         if self._without_step > _MOST_WITHOUT_STEP:
             self._give_up(f"no step was done in {_MOST_WITHOUT_STEP} tries")
             return
-        if not members:
+        places = {rank: seat.ready for rank, seat in members.items() if seat.ready is not None}
+        if not any(map(_done, places.values())):
             self._give_up("no process is left that has the state of training")
             return
-        places = {rank: seat.ready for rank, seat in members.items() if seat.ready is not None}
         call = max(place["call"] for place in places.values())
         if any(place["call"] != call for place in places.values()):
             self._give_up("the processes were in different calls of the script")
@@ -318,13 +340,27 @@ class Membership:
             for rank, seat in self._seats.items()
             if seat.ready is not None and not seat.is_in and seat.ready["call"] == call
         }
+        joins = sorted(joining)
+        while joins and not self._can_train(len(members) + len(joins)):
+            joins.pop()
         # The master stays, and who joins comes last.
-        ranks = [rank for rank in self._order if rank in members] + sorted(joining)
-        if len(ranks) < self._at_least:
-            if not any(s.is_running for rank, s in self._seats.items() if rank not in ranks):
-                self._give_up(f"{len(ranks)} process(es) are left, fewer than {self._at_least}")
+        ranks = [rank for rank in self._order if rank in members] + joins
+        if not self._can_train(len(ranks)):
+            known = {*members, *joining}
+            if not any(seat.is_running for rank, seat in self._seats.items() if rank not in known):
+                self._give_up(f"{len(known)} process(es) are left, {self._what_lacks(len(known))}")
             return
         self._start_generation(ranks, source)
+
+    def _can_train(self, size: int) -> bool:
+        """Returns whether so many processes are a generation."""
+        return size >= self._at_least and (self._sizes is None or size in self._sizes)
+
+    def _what_lacks(self, size: int) -> str:
+        """Returns why so many processes are no generation, in words."""
+        if size < self._at_least or self._sizes is None:
+            return f"fewer than {self._at_least}"
+        return f"and the model computes on {' or '.join(map(str, self._sizes))} only"
 
     def _start_generation(self, ranks: Sequence[int], source: int) -> None:
         self._number += 1
@@ -347,21 +383,17 @@ class Membership:
                 address=address,
                 source=ranks.index(source),
             )
-        moment = time.strftime("%H:%M:%S", time.localtime(time.time() - self._passed_s))
-        causes = "; ".join(self._causes)
-        text = f"{moment}: {causes}. Generation {self._number} of {len(ranks)} process(es) goes on"
-        since = self._since if self._news is None else self._news[1]
-        self._news = (text, since)
+        # The generation before may have done no step.
+        earlier, _, since = self._news or ([], "", self._since)
+        causes = [cause for cause in earlier if _COULD_NOT not in cause] + self._causes
+        generation = f"Generation {self._number} of {len(ranks)} process(es)"
+        self._news = (list(dict.fromkeys(causes)), generation, since)
         self._causes = []
 
     def _give_up_if_over(self) -> None:
         """Ends processes that wait for a generation without one that has ended its script."""
         if any(seat.ready is not None for seat in self._members.values()):
             self._give_up("a process has come to the end of its script meanwhile")
-
-    @property
-    def _passed_s(self) -> float:
-        return time.monotonic() - self._since
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
@@ -370,5 +402,5 @@ class Membership:
 
 
 def _done(ready: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Returns how far a process has come; the least of all for one that is lost."""
+    """Returns how far a process has come; the least of all for one that is lost or joins."""
     return () if ready is None else tuple(ready["done"])

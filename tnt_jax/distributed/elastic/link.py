@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -110,9 +110,13 @@ class Link:
             self._changed.wait_for(is_there)
         return self.result_of(call)
 
-    def report_obstacle(self, obstacle: str, call: int) -> None:
-        """Reports why the generation cannot change from here on, in a call; empty if it can."""
-        self._send(kind="can_change", obstacle=obstacle, call=call)
+    def report_obstacle(self, obstacle: str, *, call: int, sizes: Sequence[int] | None) -> None:
+        """Reports why the generation cannot change from here on; empty if it can.
+
+        `call` is the one that a process can join, -1 if it cannot; `sizes` are the numbers of
+        processes that can train, None for all.
+        """
+        self._send(kind="can_change", obstacle=obstacle, call=call, sizes=sizes)
 
     def report_step(self, place: str) -> None:
         """Reports that the first step of a generation is done; `place` in words."""

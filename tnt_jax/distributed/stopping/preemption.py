@@ -161,11 +161,11 @@ def start() -> Watch:
 
 
 def renewed(points: Points) -> Points:
-    """Returns points of the running `fit` for the processes of another generation."""
+    """Returns points of the running call for the processes of another generation."""
     if not isinstance(points, Watch):
         return points
     watch = start()
-    watch.is_training = True
+    watch.is_training = points.is_training
     watch.take_signals()
     return watch
 

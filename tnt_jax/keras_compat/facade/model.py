@@ -15,7 +15,7 @@ from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
-from tnt_jax.keras_compat.fit.elastic.recovery import Call
+from tnt_jax.keras_compat.fit.elastic.calls import Call
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
@@ -324,7 +324,7 @@ class Model(SingleBatches, Inspection):
         )
         calls = CallbackArguments(callbacks, verbose, self)
         call = Call(trains=False)
-        logs = call.value if call.has_ended else evaluate(self._shared, data, steps, calls)
+        logs = call.value if call.has_ended else evaluate(self._shared, data, steps, calls, call)
         call.end(logs)
         return as_returned(logs, return_dict)
 
@@ -359,7 +359,8 @@ class Model(SingleBatches, Inspection):
         call = Call(trains=False)
         if call.has_ended:
             return call.value
-        outputs = predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
+        calls = CallbackArguments(callbacks, verbose, self)
+        outputs = predict(self._shared, data, steps, calls, call)
         call.end(None)
         return outputs
 

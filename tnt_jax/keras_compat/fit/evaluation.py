@@ -1,6 +1,6 @@
 """Evaluation and prediction: runs a stream of batches through compiled steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
+from tnt_jax.keras_compat.fit.elastic.calls import Call, Generations, why_not_again
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts
@@ -26,16 +27,50 @@ from tnt_jax.train.trainer import device_feed, preparation_of, steps_per_program
 
 
 def evaluate(
-    shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
+    shared: Shared,
+    data: DataArguments,
+    steps: int | None,
+    callbacks: CallbackArguments,
+    call: Call,
 ) -> dict[str, float]:
     """Returns loss and metrics over `steps` batches, or all, with their own callbacks."""
     shared.core.require_compiled()
+    generations = Generations(shared, call)
+    return generations.repeat(lambda: _evaluate(shared, data, steps, callbacks, generations))
+
+
+def _evaluate(
+    shared: Shared,
+    data: DataArguments,
+    steps: int | None,
+    callbacks: CallbackArguments,
+    generations: Generations,
+) -> dict[str, float]:
     compare_starts("Model.evaluate", shared.core, data, steps=steps)
     source = collectives.call_on_all_processes(lambda: shared.intake.source(data))
+    generations.begin(lambda: _why_not_elastic(shared, data, source))
     num_steps = steps or source.num_batches
     shown = callbacks.open("Model.evaluate", steps=num_steps)
     with shown as hooks, preemption.ending_call() as points:
-        return evaluate_source(shared, source, steps, hooks, points, fits_memory=data.fits_memory)
+        return evaluate_source(
+            shared,
+            source,
+            steps,
+            hooks,
+            points,
+            fits_memory=data.fits_memory,
+            note_step=generations.note_step,
+        )
+
+
+def _why_not_elastic(shared: Shared, data: DataArguments, source: Source) -> str | None:
+    """Returns why a call cannot begin again with other processes, or None."""
+    if not shared.state.built:
+        return "the model has no variables yet"
+    shared.core.trainer.require_state()
+    return shared.core.why_not_elastic() or why_not_again(
+        source, is_distributed=data.distribute, rows_per_rank=(data.rows_per_rank,)
+    )
 
 
 def evaluate_source(
@@ -46,10 +81,12 @@ def evaluate_source(
     points: Points,
     *,
     fits_memory: bool = False,
+    note_step: Callable[[], None],
 ) -> dict[str, float]:
     """Returns loss and metrics over a source, as for the validation data of `fit`.
 
-    With `fits_memory`, rows are computed in passes that fit the memory of a device.
+    With `fits_memory`, rows are computed in passes that fit the memory of a device. `note_step` is
+    called after each step.
     """
     shared.core.require_compiled()
     trainer = shared.core.trainer
@@ -64,7 +101,8 @@ def evaluate_source(
         shared.core.fit_memory("evaluate", to_batch(first), trace)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
-    with _steps(shared, "test", stream, steps, to_batch(first), hooks, points) as (feed, phase):
+    running = _steps(shared, "test", stream, steps, to_batch(first), hooks, points, note_step)
+    with running as (feed, phase):
         sums = shared.core.trainer.evaluate(feed, phase)
         phase.end_group(sums)
         logs = shared.core.logs(sums)
@@ -73,16 +111,32 @@ def evaluate_source(
 
 
 def predict(
-    shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
+    shared: Shared,
+    data: DataArguments,
+    steps: int | None,
+    callbacks: CallbackArguments,
+    call: Call,
 ) -> Any:
     """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
     check_prediction_methods(shared.core.module)
+    generations = Generations(shared, call)
+    return generations.repeat(lambda: _predict(shared, data, steps, callbacks, generations))
+
+
+def _predict(
+    shared: Shared,
+    data: DataArguments,
+    steps: int | None,
+    callbacks: CallbackArguments,
+    generations: Generations,
+) -> Any:
     compare_starts("Model.predict", shared.core, data, steps=steps)
     stream, item = shared.intake.open("Model.predict", data, steps=steps)
     first = to_batch(item)
     if data.fits_memory:
         shared.core.ask_for_passes()
     shared.builder.build_for(first)
+    generations.begin(lambda: _why_not_elastic(shared, data, stream.source))
     shared.preparation.check_outputs(first)
     if data.fits_memory:
         trainer = shared.core.trainer
@@ -93,7 +147,10 @@ def predict(
     with (
         shown as hooks,
         preemption.ending_call() as points,
-        _steps(shared, "predict", stream, steps, first, hooks, points) as (feed, phase),
+        _steps(shared, "predict", stream, steps, first, hooks, points, generations.note_step) as (
+            feed,
+            phase,
+        ),
     ):
         hooks.call("on_predict_begin", {})
         try:
@@ -115,6 +172,7 @@ def _steps(
     first: Batch,
     hooks: CallbackList,
     points: Points,
+    note_step: Callable[[], None],
 ) -> Iterator[tuple[Iterator[DeviceBatches], PhaseHooks]]:
     """Yields the batches on the devices, and what runs around their steps and may end them."""
     core, compilation = shared.core, shared.core.compilation
@@ -141,6 +199,7 @@ def _steps(
             progress=shared.progress,
             read=core.logs,
             stop=stop,
+            note_step=note_step,
             num_steps=num_steps,
         )
         yield points.before_each(feed), phase_hooks

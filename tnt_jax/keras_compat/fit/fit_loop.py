@@ -15,7 +15,6 @@ from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.arguments import is_arrays, takes_batch_size
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.opening import Meanwhile
-from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import goodput
@@ -39,7 +38,8 @@ from tnt_jax.keras_compat.fit.data_intake import (
     to_batch,
 )
 from tnt_jax.keras_compat.fit.divergence import Divergence
-from tnt_jax.keras_compat.fit.elastic.recovery import Call, HasEnded, Recovery
+from tnt_jax.keras_compat.fit.elastic.calls import Call, HasEnded, why_not_again
+from tnt_jax.keras_compat.fit.elastic.recovery import Recovery
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
@@ -200,8 +200,9 @@ class FitLoop:
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with callbacks.open("Model.fit", **counts) as hooks:
             recovery = Recovery(self._shared, hooks, self._call)
-            if link() is not None:
-                recovery.begin(self._core.why_not_elastic() or self._why_not_again(plan))
+            recovery.generations.begin(
+                lambda: self._core.why_not_elastic() or self._why_not_again(plan)
+            )
             try:
                 with self._core.fitting(), goodput.training():
                     self._run_epochs(plan, hooks, recovery)
@@ -209,21 +210,16 @@ class FitLoop:
                 return self._ended(callbacks)
         history = self._shared.progress.history
         assert history is not None
-        recovery.end()
         self._call.end({"epoch": history.epoch, "history": history.history})
         return history
 
     def _why_not_again(self, plan: Plan) -> str | None:
         """Returns why other processes cannot read the data from where training is, or None."""
-        order = row_order_of(plan.stream.source)
-        if not (self._data.distribute and plan.arguments.distribute_validation):
-            return "each process brings data of its own, of which a part would be lost"
-        if not order.can_go_back:
-            return "the data is a generator, which cannot go back"
-        rows = (self._data.rows_per_rank, plan.arguments.validation_micro_batch_size)
-        if any(number is not None for number in rows):
-            return "the global batch follows from tnt_micro_batch_size and the number of ranks"
-        return order.unrepeatable or None
+        return why_not_again(
+            plan.stream.source,
+            is_distributed=self._data.distribute and plan.arguments.distribute_validation,
+            rows_per_rank=(self._data.rows_per_rank, plan.arguments.validation_micro_batch_size),
+        )
 
     def _open_validation(self, plan: Plan) -> Source | None:
         """Returns the validation data, checked if it is at hand, or None."""
@@ -256,7 +252,7 @@ class FitLoop:
         hooks.call("on_train_begin", {})
         start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
-        if recovery.joins:
+        if recovery.generations.joins:
             plan, start = self._go_on(plan, recovery, None)
         is_over = False
         try:
@@ -265,9 +261,10 @@ class FitLoop:
                     if not is_over:
                         self._train_from(start, plan, hooks, recovery)
                     self._core.trainer.of_group.end_training()
+                    recovery.generations.end()
                     break
                 except Exception as error:
-                    if not recovery.is_loss(error):
+                    if not recovery.generations.is_loss(error):
                         raise
                     plan, start = self._go_on(plan, recovery, error)
                     is_over = progress.stop_training and start.batch == 0
@@ -325,7 +322,7 @@ class FitLoop:
             phase_hooks = self.step_hooks(
                 "train",
                 hooks,
-                note_step=recovery.note_step,
+                note_step=recovery.generations.note_step,
                 progress=progress,
                 read=self._core.training_logs,
                 stop=stop,
@@ -338,7 +335,7 @@ class FitLoop:
             if logs is None:
                 return
             if plan.validates_after(epoch):
-                logs |= self._validate(plan, hooks)
+                logs |= self._validate(plan, hooks, recovery)
             recovery.logs = logs
             hooks.call("on_epoch_end", epoch, logs)
             self._shared.resumption.enter_epoch(epoch + 1)
@@ -428,12 +425,17 @@ class FitLoop:
             self._core.require_compiled().steps_per_execution = chosen
             logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
 
-    def _validate(self, plan: Plan, hooks: CallbackList) -> dict[str, float]:
+    def _validate(self, plan: Plan, hooks: CallbackList, recovery: Recovery) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
         assert plan.validation is not None
         with phases.calling("validation"), goodput.phase("validating"):
             found = evaluate_source(
-                self._shared, plan.validation, plan.arguments.validation_steps, hooks, self._points
+                self._shared,
+                plan.validation,
+                plan.arguments.validation_steps,
+                hooks,
+                self._points,
+                note_step=recovery.generations.note_step,
             )
         return {f"val_{name}": value for name, value in found.items()}
 

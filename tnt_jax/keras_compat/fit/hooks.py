@@ -149,6 +149,8 @@ class PhaseHooks:
             progress.rows_done += num_rows
             progress.training_sums = sums
             goodput.note_steps(index + 1 - self._first, self._start_ns)
+        else:
+            self.note_step()
         if self._group_ends and index >= self._group_ends[0]:
             self.end_group(sums)
         return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))

@@ -36,6 +36,7 @@ from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.first_run import half_as_many
 from tnt_jax.train.local.trainer import LocalTrainer
+from tnt_jax.train.loops.context import steps_in_use
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows
@@ -121,7 +122,7 @@ class Core:
             job = self._used.on_mesh(runtime.init(), self._sharding)
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
-            steps = self._first_steps(job, whole=False)
+            steps = self._first_steps(job)
             seed, sync = self.options.seed, self.options.sync
             if sync is None:
                 self._trainer = Trainer(self.adapter, job, steps, seed=seed)
@@ -137,38 +138,46 @@ class Core:
             _on_devices.get().add(self)
         return self._trainer
 
-    def _first_steps(self, job: runtime.Runtime, *, whole: bool) -> Steps:
+    def _first_steps(self, job: runtime.Runtime) -> Steps:
         if self.options.reproducible:
             ranks = reproducible.VirtualRanks(self.options.virtual_ranks, job.mesh)
             return reproducible.ReproducibleSteps(ranks)
-        return self._steps(job, whole=whole)
+        return self._steps(job)
 
     def reopen(self, kept: Any) -> None:
         """Goes on from what the trainer has kept, on the devices of another generation."""
         job = self._used.on_mesh(runtime.init(), self._sharding)
-        whole = isinstance(self.trainer.steps, WholeBatches)
-        self.trainer.reopen(job, self._first_steps(job, whole=whole), kept)
+        self.trainer.reopen(job, self._first_steps(job), kept)
         self._compile_steps()
         # The wrapped object holds arrays of devices that are closed.
         self._store()
 
     def why_not_elastic(self) -> str | None:
         """Returns why training cannot go on with other processes in place, None if it can."""
-        options, compilation = self.options, self.require_compiled()
+        options, compilation = self.options, self.compilation
+        accumulates = compilation is not None and compilation.accumulation_steps > 1
+        compares_rows = isinstance(self.trainer.steps, WholeBatches)
+        looks_back = compilation is not None and compilation.on_nan is not None
         reasons = {
             "the optimizer's state is sharded": options.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
-            "accumulated gradients are sharded": compilation.accumulation_steps > 1,
-            "on_nan looks back at steps on the devices": compilation.on_nan is not None,
+            "accumulated gradients are sharded": accumulates,
+            "on_nan looks back at steps on the devices": looks_back,
             "a group that trains by itself may lose a part of its ranks": isinstance(
                 self.trainer, LocalTrainer
             )
             and not self.trainer.loses_whole_groups,
             "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": _has_others(self),
+            "the state of a model that compares rows is sharded": compares_rows,
+            "the state of a custom training loop would be lost": bool(steps_in_use.get()),
         }
         return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+    def computes_on(self, num_ranks: int) -> bool:
+        """Returns whether the model computes on so many ranks."""
+        return not self.options.reproducible or self.options.virtual_ranks % num_ranks == 0
 
     def view(self, owner: Trainer) -> None:
         """Makes this model compute with the state of another one."""

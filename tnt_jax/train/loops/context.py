@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.job import Slot
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.steps.row_weights import where_rows
 
@@ -163,6 +164,8 @@ class StepContext:
             self.records = outer
 
 
+steps_in_use = Slot[set[str]](set, lasts=True)
+"""The names of the distributed steps that this job has run, whose state the script holds."""
 _current: ContextVar[StepContext | None] = ContextVar("distributed_step", default=None)
 
 

@@ -1,14 +1,19 @@
 """Distributed steps: a function that is written for one device, as one program over all ranks."""
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any, Literal, overload
 
 import jax
 
+from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.joining.runtime import init
+from tnt_jax.distributed.leaving.last_words import flush
+from tnt_jax.log import logger
 from tnt_jax.train.loops.batch import DistributedBatch
+from tnt_jax.train.loops.context import steps_in_use
 from tnt_jax.train.loops.engine import Engine
 
 
@@ -176,8 +181,26 @@ class _EngineOfJob:
         """Returns the engine, a new one if a job was left for another."""
         runtime = init()
         if self._engine is None or self._engine.runtime is not runtime:
+            _note_use(_name(self._step))
             self._engine = Engine(self._step, _name(self._step), runtime, **self._options)
         return self._engine
+
+
+def _note_use(name: str) -> None:
+    """Says, in an elastic job, that a custom training loop does not go on after a loss."""
+    own = link()
+    if own is not None and not own.has_joined:
+        own.refuse(f"it has not the state of {name}, a step of a custom training loop.")
+        flush()
+        os._exit(1)
+    if own is not None and name not in steps_in_use.get():
+        logger.warning(
+            "If a process of this elastic job is lost, %s cannot go on in place, because a custom "
+            "training loop holds its state itself. The job ends then; --max-restarts starts it "
+            "again, and tnt_jax.LoopCheckpoints lets it go on from its last checkpoint.",
+            name,
+        )
+    steps_in_use.get().add(name)
 
 
 def _name(step: Callable) -> str:

@@ -1,0 +1,278 @@
+"""Calls of the script in an elastic job, and how they go on with other processes.
+
+The launcher forms the generations of processes (`tnt_jax/launch/membership.py`). `fit` goes on from
+its last step (`recovery.py`); `evaluate` and `predict`, which change nothing, begin again:
+
+    generations = Generations(shared, Call(trains=False))
+    logs = generations.repeat(compute)  # It calls `generations.begin` once its data is open.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from tnt_jax.data.permutation import row_order_of
+from tnt_jax.data.sources import Source
+from tnt_jax.distributed import goodput
+from tnt_jax.distributed.elastic.link import Generation, Interrupted, Link, link
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.joining.join import own_address
+from tnt_jax.distributed.leaving.last_words import flush, gist, tells_of_loss
+from tnt_jax.distributed.liveness import phases
+from tnt_jax.distributed.stopping import preemption
+from tnt_jax.distributed.stopping.preemption import Points
+from tnt_jax.job import Slot
+from tnt_jax.keras_compat.fit.preparation import Shared
+from tnt_jax.log import logger
+
+# How long an error of JAX waits for the launcher to report a loss.
+_NEWS_S = 5.0
+_calls = Slot(count, lasts=True)
+# Obstacles of which the user has been warned, by call.
+_warned = Slot[set[tuple[str, str]]](set, lasts=True)
+_T = TypeVar("_T")
+
+
+class Call:
+    """A call of the script in an elastic job; the calls of all processes have the same numbers.
+
+    Args:
+        trains: Whether a process can join in it.
+
+    Attributes:
+        name: As the user calls it, such as `Model.fit`.
+        number: Its number; -1 if it is none.
+        has_ended: Whether this process, which is to join, takes its value from the others.
+    """
+
+    def __init__(self, *, trains: bool) -> None:
+        self.name, self.trains = phases.here().calls[0], trains
+        # Within another call, as in a callback, it is a part of that one.
+        self._link = link() if len(phases.here().calls) == 1 else None
+        self.number = -1 if self._link is None else next(_calls.get())
+        self.has_ended = False
+        if self._link is not None and not self._link.has_joined:
+            self.has_ended = not trains or self._link.result_of(self.number) is not None
+
+    @property
+    def value(self) -> Any:
+        """The value that the others have got from it, once they have."""
+        assert self._link is not None
+        value = self._link.await_result(self.number, trains=self.trains)["value"]
+        if value is None:
+            self._link.refuse(
+                f"it has not the results of {self.name}, which the others have called."
+            )
+            flush()
+            os._exit(1)
+        return value
+
+    def end(self, value: Any) -> None:
+        """Reports its value for processes that join later; None for one that is not passed on."""
+        if self._link is not None:
+            plain = json.loads(json.dumps(value, default=lambda x: np.asarray(x).tolist()))
+            self._link.report_result(self.number, {"value": plain})
+
+
+class HasEnded(Exception):
+    """Raised where a process was to join a call that the others have ended meanwhile."""
+
+
+class Generations:
+    """The generations of processes that make a call together, one after the other.
+
+    Attributes:
+        joins: Whether this process is still to join the others.
+    """
+
+    def __init__(self, shared: Shared, call: Call) -> None:
+        self._shared, self._call = shared, call
+        # None as long as the call cannot go on with other processes.
+        self._link: Link | None = None
+        self.joins = False
+        # Whether no step of the generation is done.
+        self._is_new = False
+
+    def begin(self, why_not: Callable[[], str | None]) -> None:
+        """Reports whether the call can go on with other processes, or else the obstacle.
+
+        All processes call it. After a loss it does nothing.
+        """
+        own = link() if self._call.number >= 0 else None
+        if own is None or self._link is not None:
+            return
+        self._link, self.joins = own, not own.has_joined
+        if self.joins:
+            return
+        obstacles = collectives.agree(self._call.name, {}, note=why_not())
+        obstacle = next(filter(None, obstacles), "")
+        self._report(obstacle)
+        if obstacle:
+            self._link = None
+            _warn(self._call.name.removeprefix("Model."), obstacle)
+
+    def end(self) -> None:
+        """Reports, once all processes are here, that what follows cannot go on with others."""
+        if self._link is not None:
+            collectives.agree(f"the end of {self._call.name}", {})
+            self._report(f"{self._call.name} has ended")
+            self._link = None
+
+    def _report(self, obstacle: str) -> None:
+        assert self._link is not None
+        if self._link.generation.index == 0:
+            call = self._call.number if self._call.trains else -1
+            self._link.report_obstacle(obstacle, call=call, sizes=self._sizes())
+
+    def _sizes(self) -> list[int] | None:
+        """Returns the numbers of processes on which the model computes; None for any."""
+        assert self._link is not None
+        core, ranks_each = self._shared.core, len(runtime.init().local_ranks)
+        numbers = range(1, self._link.planned + 1)
+        possible = [number for number in numbers if core.computes_on(number * ranks_each)]
+        return None if len(possible) == len(numbers) else possible
+
+    def note_step(self) -> None:
+        """Reports to the launcher that the call goes on, after the first step of a generation."""
+        if not self._is_new:
+            return
+        assert self._link is not None
+        progress = self._shared.progress
+        jax.block_until_ready(progress.epoch_sums)
+        self._is_new = False
+        if self._link.generation.index == 0:
+            step = f"step {progress.batches_done} of epoch {progress.epoch + 1}"
+            name = self._call.name
+            self._link.report_step(step if self._call.trains else f"the beginning of {name}")
+
+    def is_loss(self, error: Exception) -> bool:
+        """Returns whether an error follows from the end of this process's generation."""
+        if self._link is None:
+            return False
+        if self._link.ended or isinstance(error, Interrupted) or tells_of_loss(error):
+            return True
+        return isinstance(error, jax.errors.JaxRuntimeError) and self._link.await_end(_NEWS_S)
+
+    def repeat(self, compute: Callable[[], _T]) -> _T:
+        """Returns the result of a call that changes nothing; after a loss it begins again."""
+        while True:
+            try:
+                result = compute()
+                self.end()
+                return result
+            except Exception as error:
+                if not self.is_loss(error):
+                    raise
+                self._begin_again(error)
+
+    def _begin_again(self, error: Exception) -> None:
+        kept, points = self.kept(error), preemption.current() or Points()
+        self.go_on(error, (self.num_steps,), kept, lambda _: preemption.renewed(points))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the state of this process has behind it."""
+        return int(jax.device_get(self._shared.core.trainer.require_state().step))
+
+    def kept(self, error: Exception | None) -> Any:
+        """Returns what the trainer keeps of the last complete step, on the host.
+
+        Raises:
+            RuntimeError: If something would be lost that was not there when the call began, such as
+                a model that a callback has made.
+        """
+        if obstacle := self._shared.core.why_not_elastic():
+            raise RuntimeError(
+                f"{self._call.name} cannot go on with other processes, because {obstacle}. The job "
+                "ends; --max-restarts starts it again."
+            ) from error
+        trainer = self._shared.core.trainer
+        trainer.ahead.wait()
+        trainer.evaluation_ahead.wait()
+        return trainer.kept()
+
+    def go_on(
+        self,
+        error: Exception | None,
+        done: Sequence[int],
+        kept: Any,
+        adopt: Callable[[Generation], _T],
+    ) -> _T:
+        """Returns what `adopt` does in the next generation; further losses have it done again.
+
+        Args:
+            error: The error of the loss; None in a process that joins.
+            done: How far this process has come, in numbers that are compared in their order.
+            kept: What it has on the host for the next generation, as `kept` returned it.
+            adopt: Takes what the other processes have.
+
+        Raises:
+            HasEnded: If the others have ended the call that this process was to join.
+        """
+        with goodput.phase("restarting"):
+            while True:
+                why = "" if error is None else gist(error)
+                logger.debug("Waits for the next generation. %s", why, exc_info=error)
+                try:
+                    result = adopt(self._next(done, kept, why))
+                    break
+                except Exception as another:  # A further process was lost meanwhile.
+                    if not self.is_loss(another):
+                        raise
+                    error = another
+        self.joins, self._is_new = False, True
+        return result
+
+    def _next(self, done: Sequence[int], kept: Any, why: str) -> Generation:
+        """Waits for the next generation, and returns it with the state on its devices."""
+        assert self._link is not None
+        # Before it has joined, a process has no state that others could take.
+        message = {"done": [] if self.joins else list(done), "why": why, **_addresses()}
+        generation = self._link.next_generation({"call": self._call.number, **message})
+        if generation is None:
+            raise HasEnded
+        runtime.rejoin(generation)
+        self._shared.core.reopen(kept)
+        return generation
+
+
+def why_not_again(
+    source: Source, *, is_distributed: bool, rows_per_rank: Sequence[int | None]
+) -> str | None:
+    """Returns why other processes cannot read a call's data from the same row on, or None."""
+    order = row_order_of(source)
+    if not is_distributed:
+        return "each process brings data of its own, of which a part would be lost"
+    if not order.can_go_back:
+        return "the data is a generator, which cannot go back"
+    if any(rows is not None for rows in rows_per_rank):
+        return "the global batch follows from tnt_micro_batch_size and the number of ranks"
+    return order.unrepeatable or None
+
+
+def _warn(name: str, obstacle: str) -> None:
+    """Warns, once for each call and obstacle, of what a loss leads to."""
+    if (name, obstacle) not in _warned.get():
+        _warned.get().add((name, obstacle))
+        logger.warning(
+            "If a process of this elastic job is lost, %s cannot go on in place, because %s. "
+            "The job ends then; --max-restarts starts it again.",
+            name,
+            obstacle,
+        )
+
+
+def _addresses() -> dict[str, str]:
+    """Returns where a coordinator of this process could listen, for one machine and for several."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    host = own_address() or socket.gethostname()
+    host = f"[{host}]" if ":" in host else host
+    return {"local_address": f"127.0.0.1:{port}", "address": f"{host}:{port}"}
