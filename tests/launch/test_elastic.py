@@ -4,6 +4,7 @@ The truth is one process without losses.
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ is_first = not joins and os.environ.get("TNT_RESTART_COUNT", "0") == "0"
 def meet(moment):
     """Lets this process, if it was started first, meet its fate at a moment."""
     if options.get("fates", {}).get(str(rank)) == moment and is_first:
-        if options.get("signal") == "hang":
+        if options.get("signal") == "host":
+            os.kill(os.getppid(), signal.SIGKILL)  # With its supervisor the host is lost.
+        if options.get("signal") in ("host", "hang"):
             time.sleep(1000)
         os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGKILL")))
 
@@ -260,6 +263,30 @@ def test_a_signal_to_all_processes_at_once_saves_their_state(train, alone, tmp_p
     for weights, _ in found.values():
         for one, another in zip(alone()[0], weights, strict=True):
             np.testing.assert_allclose(another, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def other_host(tmp_path, hostfile):
+    """Options and environment for a second host, which is this one behind another `ssh`."""
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n')
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    return ["--hostfile", hostfile("localhost slots=2", "other slots=1")], {"PATH": path}
+
+
+@pytest.mark.long
+def test_a_host_that_was_lost_joins_again(train, alone, other_host):
+    words, environ = other_host
+    options = {"fates": {"2": "step 11 of fit 0"}, "signal": "host", "waits": 3}
+    code, err, found = train(*words, "--elastic", environ=environ, **options)
+    assert code == 0, err
+    assert "Lost other with rank 2" in err
+    assert "other can be reached again" in err
+    assert "process 2 joins on other" in err
+    assert found[2][1]["joins"]
+    check_alike(found, alone())
 
 
 def test_a_process_that_is_lost_before_training_ends_the_job_with_the_reason(train):

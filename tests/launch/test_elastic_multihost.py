@@ -1,6 +1,7 @@
-"""Elastic jobs over several hosts: one is cut off, and a process of another is killed."""
+"""Elastic jobs over several hosts: one is cut off and comes back, a process is killed."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ class Fate(tnt.callbacks.Callback):
     steps = 0
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-        time.sleep(0.2 if fate == "cut" else 0.05)
-        if self.steps == 13 and fate == "cut":
+        time.sleep({"cut": 0.2, "back": 0.8}.get(fate, 0.05))
+        if self.steps == 13 and fate in ("cut", "back"):
             pathlib.Path(out, f"trains-{rank}").touch()
         if self.steps == 13 and fate == str(rank) and not joins:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -88,3 +89,22 @@ def test_training_goes_on_without_a_host_that_is_cut_off(train, tmp_path, wait_u
     assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
     check_alike(tmp_path, "cut", range(lost))
     assert not (tmp_path / f"cut-{lost}.npz").exists()
+
+
+@needs_cuts
+def test_a_host_that_was_cut_off_joins_again(train, tmp_path, wait_until):
+    run_undisturbed(train)
+    launcher = train("back")
+    lost = len(HOSTS) - 1
+    wait_until(lambda: (tmp_path / f"trains-{lost}").exists(), timeout_s=90)
+    cut(HOSTS[lost])
+    try:
+        time.sleep(14)  # It is lost after eight seconds of silence.
+    finally:
+        mend(HOSTS[lost])
+    code, _, err = finish(launcher, timeout=180)
+    assert code == 0, err
+    assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
+    assert f"{HOSTS[lost]} can be reached again" in err
+    assert f"process {lost} joins on {HOSTS[lost]}" in err
+    check_alike(tmp_path, "back", range(len(HOSTS)))

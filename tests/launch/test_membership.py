@@ -397,6 +397,28 @@ def test_nobody_joins_in_a_call_that_does_not_train():
     assert sorted(actions.take("form")) == [0]
 
 
+def test_processes_of_a_host_that_comes_back_are_started_again():
+    membership, actions = job(2, hosts=2)
+    membership.lost_host("host1", "no answer")
+    membership.heard(0, ready())
+    assert not actions.started
+    assert membership.may_return("host1")
+    membership.returned_host("host1")
+    assert actions.started == [1]
+    actions.take("interrupt")
+    membership.heard(1, ready(done=()))
+    assert sorted(actions.take("interrupt")) == [0]
+
+
+def test_a_host_that_is_lost_three_times_does_not_come_back():
+    membership, _ = job(2, hosts=2)
+    for _ in range(3):
+        assert membership.may_return("host1")
+        membership.lost_host("host1", "no answer")
+        membership.returned_host("host1")
+    assert not membership.may_return("host1")
+
+
 def test_what_happened_before_a_generation_did_a_step_is_said_with_the_next():
     membership, actions = job()
     membership.lost(2, "was killed")

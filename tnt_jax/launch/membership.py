@@ -26,12 +26,15 @@ The launcher sends it:
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 # A process that is lost sooner after it was started, so many times in a row, is not started again.
 _EARLY_S, _MOST_EARLY = 30.0, 3
+# A host that is lost so many times does not come back.
+_MOST_HOST_LOSSES = 3
 # Generations in a row without a step after which the processes are taken to be unable to train.
 _MOST_WITHOUT_STEP = 8
 _COULD_NOT = "could not go on"
@@ -104,6 +107,7 @@ class Membership:
         self._seats = {rank: _Seat(host, now) for rank, host in hosts.items()}
         self._at_least, self._silence_s, self._actions = at_least, silence_s, actions
         self._lost_hosts: set[str] = set()
+        self._host_losses: Counter[str] = Counter()
         # Results of the calls of the script, and the number of the latest that trains.
         self._calls: list[Any] = []
         self._latest = -1
@@ -251,11 +255,23 @@ class Membership:
     def lost_host(self, host: str, reason: str) -> bool:
         """Handles the loss of a host; returns False if the job cannot go on without it."""
         self._lost_hosts.add(host)
+        self._host_losses[host] += 1
         ranks = [r for r, seat in self._seats.items() if seat.host == host and seat.is_running]
         goes_on = True
         for rank in ranks:
             goes_on = self.lost(rank, f"is out of reach ({reason})") and goes_on
         return goes_on
+
+    def may_return(self, host: str) -> bool:
+        """Returns whether a host that is lost may take part again once it can be reached."""
+        return not self._is_over and self._host_losses[host] < _MOST_HOST_LOSSES
+
+    def returned_host(self, host: str) -> None:
+        """Starts the processes of a host that was lost and can be reached again."""
+        self._lost_hosts.discard(host)
+        for rank, seat in self._seats.items():
+            if seat.host == host and not seat.is_running:
+                self._replace(rank, seat)
 
     def ended(self, rank: int) -> None:
         """Notes that a process has come to the end of its script."""

@@ -220,20 +220,24 @@ def _connect(entry: HostEntry, options: Options) -> Connection:
 @contextmanager
 def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Session]:
     """Connects to all hosts; at the end, however it comes, the supervisors end their processes."""
-    connections = [_connect(entry, options) for entry in entries]
-    session = Session(connections, grace_period_s=options.grace_period_s)
+    by_name = {entry.name: entry for entry in entries}
+    session = Session(
+        [_connect(entry, options) for entry in entries],
+        grace_period_s=options.grace_period_s,
+        connect=lambda host: _connect(by_name[host], options),
+    )
     restore_signals = session.watch_signals()
     try:
         yield session
     finally:
-        for connection in connections:
+        for connection in session.connections:
             connection.close()
         restore_signals()
         deadline = time.monotonic() + _END_TIMEOUT_S
-        for connection in connections:
+        for connection in session.connections:
             connection.wait(max(0.0, deadline - time.monotonic()))
         session.close()
-        for connection in connections:
+        for connection in session.connections:
             connection.release()
 
 

@@ -7,6 +7,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ FAILURE_GRACE_S = 5.0
 ASK_TIMEOUT_S = 60.0
 _TICK_S = 0.5
 _MOST_REPORTS = 4
+# How often a host that an elastic job has lost is tried again. By then a supervisor that has lost
+# the launcher has ended its processes.
+_AGAIN_S = 15.0
 # The exit codes of a process that was asked, and then forced, to end.
 _ENDED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 # What JAX prints before it aborts a process that has lost its coordinator or a peer.
@@ -73,13 +77,18 @@ class Session:
         has_passed_on: Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
     """
 
-    def __init__(self, connections: Sequence[Connection], *, grace_period_s: float) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        *,
+        grace_period_s: float,
+        connect: Callable[[str], Connection] | None = None,
+    ) -> None:
         self._connections = {connection.host: connection for connection in connections}
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
         for connection in connections:
-            self._listen(connection.stdout, partial(self._receive, connection))
-            self._listen(connection.stderr, partial(self._read_complaints, connection))
+            self._hear(connection)
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._starting, self._began_at = 0, 0.0
         self._started = False
@@ -96,9 +105,19 @@ class Session:
         # Of an elastic job, with the plan of each of its processes.
         self._membership: Membership | None = None
         self._plans: dict[int, Process] = {}
+        # Connects to a host again; when each that was lost is tried next, and the connections whose
+        # hosts have not answered yet.
+        self._connect = connect
+        self._again_at: dict[str, float] = {}
+        self._coming: dict[str, Connection] = {}
         self.has_passed_on = False
         self.because = ""
         self._turned_at = time.monotonic()
+
+    @property
+    def connections(self) -> list[Connection]:
+        """All connections that are open, or were so until they were lost."""
+        return [*self._connections.values(), *self._coming.values()]
 
     @property
     def silent_hosts(self) -> list[str]:
@@ -256,6 +275,7 @@ class Session:
             self._fail(1, "The processes did not end in time.")
         if (membership := self._open_membership) is not None:
             membership.tick()
+            self._seek_hosts(membership)
         for connection in self._connections.values():
             silent_s = time.monotonic() - connection.heard_at
             if connection.is_remote and not connection.closed and silent_s > HOST_TIMEOUT_S:
@@ -291,6 +311,10 @@ class Session:
 
     # From the hosts.
 
+    def _hear(self, connection: Connection) -> None:
+        self._listen(connection.stdout, partial(self._receive, connection))
+        self._listen(connection.stderr, partial(self._read_complaints, connection))
+
     def _receive(self, connection: Connection) -> None:
         for message in connection.receive():
             getattr(self, f"_on_{message['kind']}")(connection, message)
@@ -303,11 +327,12 @@ class Session:
         data = connection.read_complaints()
         if data is None:
             self._selector.unregister(connection.stderr)
-        elif data and self._started:
+        elif data and self._started and self._coming.get(connection.host) is not connection:
             say(f"{connection.host}: {data.decode(errors='replace').rstrip()}")
 
     def _lose(self, connection: Connection, reason: str) -> None:
         if connection.host in self._lost:
+            connection.abort()  # It was lost before, or could not be reached again.
             return
         self._lost[connection.host] = reason
         connection.closed = True
@@ -319,6 +344,7 @@ class Session:
             for rank in lost:
                 self._running.pop(rank)
             if membership.lost_host(connection.host, reason):
+                self._again_at[connection.host] = time.monotonic() + _AGAIN_S
                 self._release_if_over()
                 return
         if lost:
@@ -418,6 +444,42 @@ class Session:
         shown = self._plans[max(self._plans)].shown
         again = replace(plan, environment=environment, shown=shown)
         self._start(self._connections[plan.host], [again])
+
+    def _seek_hosts(self, membership: Membership) -> None:
+        """Lets hosts that were lost take part again once they answer; tries them now and then."""
+        for host, again_at in list(self._again_at.items()):
+            if host in self._coming and "answer" in self._answers.get(host, {}):
+                self._take_back(host)
+                membership.returned_host(host)
+            elif time.monotonic() > again_at:
+                self._drop(self._coming.pop(host, None))
+                del self._again_at[host]
+                if self._connect is not None and membership.may_return(host):
+                    self._try_again(host, self._connect(host))
+
+    def _try_again(self, host: str, connection: Connection) -> None:
+        self._answers = {name: x for name, x in self._answers.items() if name != host}
+        self._again_at[host] = time.monotonic() + _AGAIN_S
+        self._coming[host] = connection
+        self._hear(connection)
+        connection.send("ask", question="read_clock", arguments={})
+
+    def _take_back(self, host: str) -> None:
+        del self._again_at[host], self._lost[host]
+        self._drop(self._connections[host])
+        self._connections[host] = connection = self._coming.pop(host)
+        if connection.is_remote:
+            connection.outbox.beat_for_ever()
+        say(f"{host} can be reached again.")
+
+    def _drop(self, connection: Connection | None) -> None:
+        """Ends a connection between two turns, after which nobody listens to it."""
+        if connection is None:
+            return
+        for descriptor in (connection.stdout, connection.stderr):
+            with suppress(KeyError):
+                self._selector.unregister(descriptor)
+        connection.release()
 
     def tell_member(self, rank: int, message: Mapping[str, Any]) -> None:
         """Sends a message to a process of an elastic job."""
