@@ -13,6 +13,7 @@ from training import assert_close
 
 import tnt_jax as tnt
 from tnt_jax.train import memory_choice
+from tnt_jax.train.loops.engine import Engine
 
 NUM_EXAMPLES, SIZE = 31, 12
 
@@ -121,6 +122,31 @@ def test_as_many_rows_as_fit_the_memory_are_computed_at_once(use_ranks, monkeypa
     assert 1 < rows[2] < rows[1] < 2048
     assert all(choice.attempts[-1][-1].nbytes <= choice.limit for choice in chosen)
     assert_close(results[1:], results[:1] * 2)
+
+
+def test_a_step_that_finds_no_memory_gets_its_state_back(use_ranks, monkeypatch, in_one_pass):
+    """Real lack of memory: see `test_out_of_memory.py`."""
+    use_ranks(1)
+    jitted, failed = Engine._jitted, []
+
+    def failing(self, rows_at_once, *, stacked):
+        program = jitted(self, rows_at_once, stacked=stacked)
+
+        def step(state, *others):
+            if (stacked, rows_at_once) in ((False, None), (False, 6), (True, None)):
+                failed.append((stacked, rows_at_once))
+                jax.tree.map(lambda x: x.delete(), state)
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+            return program(state, *others)
+
+        step.trace = program.trace
+        return step
+
+    monkeypatch.setattr(Engine, "_jitted", failing)
+    params, _, accuracy = train(rows_at_once="auto")
+    assert failed == [(False, None), (False, 6), (True, None)]
+    assert_close(params, in_one_pass[0])
+    assert accuracy == pytest.approx(in_one_pass[2])
 
 
 class Module(nnx.Module):
