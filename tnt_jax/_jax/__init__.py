@@ -79,6 +79,7 @@ from tnt_jax._jax.programs import (
     check_local,
     communicates,
     computes_in_half,
+    convolutions_in,
     convolves,
     define_prng_impl,
     draws_in,

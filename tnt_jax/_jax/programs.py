@@ -444,10 +444,12 @@ def _made_by(jaxpr: Any, var: Any) -> str:
 
 def convolves(jitted: Any, *args: Any) -> bool:
     """Returns whether a jitted function, which is traced for it, contains a convolution."""
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        for equation in _equations(jitted.trace(*args).jaxpr.jaxpr)
-    )
+    return bool(convolutions_in(jitted.trace(*args).jaxpr.jaxpr))
+
+
+def convolutions_in(jaxpr: Any) -> list[Any]:
+    """Returns the equations of convolutions in a program, and in those that it calls."""
+    return [x for x in _equations(jaxpr) if x.primitive.name == "conv_general_dilated"]
 
 
 def unjitted(jitted: Any) -> Callable:

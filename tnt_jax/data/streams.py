@@ -252,3 +252,29 @@ class EpochStream:
     def _end_pass(self) -> None:
         self._pass = None
         self._num_passes += 1
+
+
+def only_full(items: Iterator[HostBatch], source: Source) -> Iterator[HostBatch]:
+    """Yields the batches that have the rows of the first one, where batches have one size."""
+    num_rows = None
+    for item in items:
+        num_rows = num_rows or item.num_rows
+        if source.global_batch_size is None or item.num_rows == num_rows:
+            yield item
+
+
+def full_batches(stream: EpochStream, *, first_epoch: int = 0) -> Iterator[HostBatch]:
+    """Yields the full batches of epoch after epoch without an end, for steps that are timed.
+
+    A ValueError says that the data have come to an end.
+    """
+    for epoch in count(first_epoch):
+        is_empty = True
+        for item in only_full(stream.epoch(epoch), stream.source):
+            is_empty = False
+            yield item
+        if is_empty:
+            raise ValueError(
+                f"The data has ended after {epoch} epoch(s), before all steps were timed: a "
+                "generator is read once. Pass data that can be read again, or name fewer --steps."
+            )

@@ -73,7 +73,11 @@ class Description(NamedTuple):
 
 def describe(trainer: Any, batch: Any) -> Description:
     """Returns the collectives of a trainer's step for a host batch of this process's rows."""
-    lowered = trainer.lower_train_step(batch)
+    return describe_lowered(trainer.lower_train_step(batch))
+
+
+def describe_lowered(lowered: Any) -> Description:
+    """Returns the collectives of a step that was lowered, such as by `jax.jit(step).lower`."""
     compiled = split_programs(lowered.compile().as_text() or "")
     return Description(
         read_planned(lowered.as_text()),

@@ -8,6 +8,7 @@ benchmarks/README.md has the model's tables.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -33,6 +34,8 @@ MOST_RANKS_FOR_XLA, XLA_BYTES = 64, 200 * 2**20
 """Between hosts, up to this many ranks and from this many bytes of gradients on, the compiler's own
 grouping was modelled as faster: Transformer-big and -base, but not ResNet-50 with its 98 MiB.
 """
+
+_TRIED_KB = (1024, 4096, 8192, 25600, 102400)
 
 
 def sum_in_bfloat16(
@@ -192,6 +195,18 @@ def choose_reduction(
             "out."
         )
     return reduction
+
+
+def list_thresholds(
+    platform: str, num_ranks: int, nbytes: int
+) -> list[tuple[Threshold, Reduction]]:
+    """Returns the thresholds, in KiB, that make a difference for gradients of so many bytes."""
+    # All thresholds above the whole ask for one bucket.
+    sizes = [
+        kb for before, kb in zip((0, *_TRIED_KB), _TRIED_KB, strict=False) if before * 1024 < nbytes
+    ]
+    choose = partial(choose_reduction, platform, num_ranks, settings=Settings())
+    return [(kb, choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")]
 
 
 def plan_buckets(

@@ -18,6 +18,10 @@ RESULTS = "explain.json"
 """Name of the file with the results."""
 _PAGE = "explain.html"
 _ROUNDS = 3
+_TOO_SHORT = (
+    "it has ended without a call of fit, or of a distributed step, or before its steps were timed: "
+    "let a custom training loop train for longer, or name fewer --steps."
+)
 
 
 def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) -> int:
@@ -43,7 +47,7 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
     if ending.was_signalled or options.dry_run:
         return ending.code
     if not listener.kept:
-        because = ending.because if ending.code else "it has ended without a call of fit."
+        because = ending.because if ending.code else _TOO_SHORT
         say(f"error: nothing was measured: {because}")
         return 1
     measured = json.loads(listener.kept[-1].removeprefix(EXPLAIN_MARK))

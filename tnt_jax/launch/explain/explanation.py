@@ -28,6 +28,10 @@ _SLOW_FIRST_BATCH = 5.0
 # Of a step, from which sums between hosts make another algorithm worth a thought; its steps between
 # two updates.
 _LINK_BOUND, _LOCAL_STEPS = 0.3, 50
+# Below it, a copy takes the time of its start.
+_SMALL_BYTES = 64 * 1024
+# Batches that are timed while they are read, and how much longer than others some take in a burst.
+_READ, _BURST = 8, 5.0
 # Seconds of compiling that a cache would spare at each start.
 _LONG_COMPILATION_S = 5.0
 _PARTS = {
@@ -65,12 +69,14 @@ class Finding:
         text: What was found.
         advice: What to change; empty if nothing that was tried has helped.
         gain: By how much of a step that was measured to help.
+        share: Of a step; findings with a larger one come first.
     """
 
     cause: str
     text: str
     advice: str = ""
     gain: Spread | None = None
+    share: float = 0.0
 
     @property
     def line(self) -> str:
@@ -133,10 +139,12 @@ class Explanation:
         zeros = [0.0] * len(whole)
         in_whole, in_quiet = (compiled.get(name, zeros) for name in ("as is", "no callbacks"))
         whole, quiet = _less(whole, in_whole), _less(quiet, in_quiet)
+        # Reading cannot hold a step up for longer than it takes.
+        read_s = self.measured["read_mean_s"] + self._first_batch_of_step_s
         found = {
             "compiling": in_whole,
             "callbacks": _less(whole, quiet),
-            "reading": _less(quiet, kept),
+            "reading": [min(seconds, read_s) for seconds in _less(quiet, kept)],
             "placing": _less(kept, placed),
         }
         local = self.measured["seconds"].get("no sums")
@@ -151,21 +159,36 @@ class Explanation:
         return found | {"sharing": _less(first, alone), "computing": alone}
 
     @property
+    def _first_batch_of_step_s(self) -> float:
+        """Seconds for the first batch of a pass, shared by the steps of the pass."""
+        measured = self.measured
+        return measured["first_batch_s"] / (measured["steps_of_epoch"] or measured["steps"])
+
+    @property
     def sentence(self) -> str:
         """What a step consists of, in a sentence."""
         low, high = self.step.lowest, self.step.highest
         parts = sorted(self.parts, key=lambda part: -part.share)
         shares = ", ".join(
-            f"{_PARTS[part.name]} {100 * part.share:.0f} %" for part in parts if part.share >= 0.005
+            f"{self._name_of(part)} {100 * part.share:.0f} %"
+            for part in parts
+            if part.share >= 0.005
         )
         return (
             f"A step takes {_ms(self.step.median)} ({_ms(low)} to {_ms(high)}), "
             f"{self.measured['rows'] / self.step.median:.4g} rows/s: {shares}."
         )
 
+    def _name_of(self, part: Part) -> str:
+        is_of_loop = part.name == "callbacks" and self.measured["trained_by"] != "fit"
+        return "the loop between steps" if is_of_loop else _PARTS[part.name]
+
     @property
     def findings(self) -> list[Finding]:
-        """The causes of shares that are worth a change, with what was tried and has helped."""
+        """The causes of shares that are worth a change, with what was tried and has helped.
+
+        The one with the largest share comes first; one that makes others follow, before them.
+        """
         found = [
             *self._of_compiling(),
             *self._of_callbacks(),
@@ -174,9 +197,13 @@ class Explanation:
             *self._of_links(),
             *self._of_ranks(),
             *self._of_rows(),
+            *self._of_convolutions(),
             *self._of_machine(),
         ]
-        return [finding for finding in found if finding is not None]
+        return sorted(found, key=lambda finding: -finding.share)
+
+    def _share(self, name: str) -> float:
+        return next(part.share for part in self.parts if part.name == name)
 
     def _is_large(self, name: str) -> bool:
         part = next((part for part in self.parts if part.name == name), None)
@@ -200,12 +227,28 @@ class Explanation:
                 "Pad them to a few shapes",
                 self.slowest("as is"),
                 self.slowest("kept batches"),
+                share=self._share("compiling"),
             )
         ]
 
     def _of_callbacks(self) -> list[Finding]:
         if not self._is_large("callbacks"):
             return []
+        share, trained_by = self._share("callbacks"), self.measured["trained_by"]
+        if trained_by != "fit":
+            line = self.measured["line"]
+            what = (
+                "such as reading a metric, for which it waits for the devices, or logging"
+                if line is None
+                else f"most of it in {line['file']}, line {line['number']} ({line['text']})"
+            )
+            text = (
+                f"What the loop does between two calls of {trained_by} takes "
+                f"{_ms(statistics.median(self._seconds()['callbacks']))} of a step, {what}."
+            )
+            advice = "Do it once in many steps"
+            pair = self.slowest("as is"), self.slowest("no callbacks")
+            return [_tried("callback", text, advice, *pair, share=share)]
         tried = [trial for trial in self.measured["trials"] if trial["what"] == "callback"]
         helping = [trial for trial in tried if _gain(trial["before"], trial["after"]) is not None]
         return [
@@ -216,41 +259,43 @@ class Explanation:
                 "Leave it out, or let it act at the end of an epoch",
                 trial["before"],
                 trial["after"],
+                share=share,
             )
-            for trial in helping
-        ] or [Finding("callback", "Callbacks hold steps up; no single one does.")]
+            for trial in sorted(helping, key=lambda trial: statistics.median(trial["after"]))
+        ] or [Finding("callback", "Callbacks hold steps up; no single one does.", share=share)]
 
     def _of_reading(self) -> list[Finding]:
         measured, found = self.measured, []
         placed = self.slowest("placed batches") or [math.nan]
         if self._is_large("reading"):
-            how = (
-                "longer than the rest of a step"
-                if measured["read_s"] > statistics.median(placed)
-                else "and takes time from the devices, whose processors it shares"
-            )
+            read_s, most_s = measured["read_s"], measured["read_most_s"]
+            rest_s = statistics.median(placed)
+            how = "and takes time from the devices, whose processors it shares"
+            if read_s > rest_s:
+                how = "longer than the rest of a step"
+            elif most_s > max(rest_s, _BURST * read_s):
+                how = f"but one of {_READ} takes {_ms(most_s)}, and few are read ahead"
             found.append(
                 _tried(
                     "reading",
-                    f"Reading a batch takes {_ms(measured['read_s'])}, {how}.",
+                    f"Reading a batch takes {_ms(read_s)}, {how}.",
                     "Keep what is read in memory, as dataset.cache() does",
                     self.slowest("no callbacks"),
                     self.slowest("kept batches"),
+                    share=self._share("reading"),
                 )
             )
         first, step = measured["first_batch_s"], self.step.median
         if first > _SLOW_FIRST_BATCH * max(measured["read_s"], step):
-            found.append(
-                Finding(
-                    "first batch",
-                    f"The first batch of a pass over the data takes {_ms(first)}, as long as "
-                    f"{first / step:.0f} steps.",
-                )
-            )
+            text = f"The first batch of a pass over the data takes {_ms(first)}, as long as "
+            of_step = self._first_batch_of_step_s
+            share = of_step / (of_step + step)
+            found.append(Finding("first batch", f"{text}{first / step:.0f} steps.", share=share))
         if self._is_large("placing"):
             text = f"Preparing and copying a batch of {measured['batch_bytes'] / 1e6:.3g} MB takes "
             seconds = statistics.median(self._seconds()["placing"])
-            found.append(Finding("placing", f"{text}{_ms(seconds)} of a step."))
+            share = self._share("placing")
+            found.append(Finding("placing", f"{text}{_ms(seconds)} of a step.", share=share))
         return found
 
     def _of_sums(self) -> list[Finding]:
@@ -270,17 +315,19 @@ class Explanation:
             for trial in measured["trials"]
             if trial["what"] == "sums" and _gain(trial["before"], trial["after"])
         ]
+        share = self._share("sums")
         if not tried:
-            return [Finding("sums", f"{text}. No other way to sum them that was tried is faster.")]
+            text = f"{text}. No other form of sums that was tried is faster."
+            return [Finding("sums", text, share=share)]
         # A form of sums that rounds gradients is for those who may accept that.
         best = min(tried, key=lambda each: (not each["exact"], statistics.median(each["after"])))
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
-        return [_tried("sums", f"{text}.", advice, best["before"], best["after"])]
+        return [_tried("sums", f"{text}.", advice, best["before"], best["after"], share=share)]
 
     def _of_links(self) -> list[Finding]:
         """Proposes local steps where links between hosts take much of a step; not tried here."""
         measured, hosts = self.measured, self.measured.get("hosts", 1)
-        share = next((part.share for part in self.parts if part.name == "sums"), 0.0)
+        share = self._share("sums")
         if hosts == 1 or share < _LINK_BOUND or not self._is_large("sums"):
             return []
         mb, seconds = measured["sums"]["bytes"] / 1e6, statistics.median(self._seconds()["sums"])
@@ -296,6 +343,7 @@ class Explanation:
                 f"{before / after:.0f} times less, while steps run, which then take at least "
                 f"{_ms(rest)}. It is another algorithm, with other results, and was not tried "
                 "(docs/local_steps.md).",
+                share=share,
             )
         ]
 
@@ -309,8 +357,11 @@ class Explanation:
             slow = max(range(len(own)), key=own.__getitem__)
             others = statistics.median(own[:slow] + own[slow + 1 :])
             if own[slow] > _SLOW * others:
-                text = f"Process {slow} computes a step in {_ms(own[slow])}, the others in "
-                found.append(Finding("slow rank", f"{text}{_ms(others)}: all wait for it."))
+                text = (
+                    f"Process {slow} computes a step in {_ms(own[slow])}, the others in "
+                    f"{_ms(others)}: all wait for it."
+                )
+                found.append(Finding("slow rank", text, share=self._share("waiting")))
         if self._is_large("sharing"):
             number, cores = measured["processes"], measured["cores_of_machine"]
             text = (
@@ -322,7 +373,7 @@ class Explanation:
                 pairs = zip(self.fewer["all"], self.fewer["half"], strict=True)
                 gain = _gain(*zip(*((1 / a, 1 / b) for a, b in pairs), strict=True))
             advice = f"Start {max(number // 2, 1)} processes" if gain else ""
-            found.append(Finding("sharing", text, advice, gain))
+            found.append(Finding("sharing", text, advice, gain, self._share("sharing")))
         return found
 
     def _of_rows(self) -> list[Finding]:
@@ -337,10 +388,34 @@ class Explanation:
             f"Half the rows take {100 * ratio:.0f} % of the time: batches are small, and most of "
             "a step is its start."
         )
+        # What half the rows take twice does not depend on rows.
+        share = self._share("computing") * min(2 * ratio - 1, 1.0)
+        if self.measured["batch_bytes"] < _SMALL_BYTES:  # Nor does the start of a copy.
+            share += self._share("placing")
         if fused is None:
-            return [Finding("small batch", text)]
-        advice = f"compile(steps_per_execution={fused['name']})"
-        return [_tried("small batch", text, advice, fused["before"], fused["after"])]
+            return [Finding("small batch", text, share=share)]
+        name, number = self.measured["trained_by"], fused["name"]
+        advice = f"compile(steps_per_execution={number})"
+        if name != "fit":
+            advice = f"Call {name}.scan with batches of dataset.stacked({number})"
+        return [_tried("small batch", text, advice, fused["before"], fused["after"], share=share)]
+
+    def _of_convolutions(self) -> list[Finding]:
+        trials = [trial for trial in self.measured["trials"] if trial["what"] == "channels"]
+        step = self.slowest("placed batches")
+        if not trials or step is None:
+            return []
+        (trial,) = trials
+        seconds = statistics.median(trial["before"])
+        without = _less(step, _less(trial["before"], trial["after"]))
+        text = (
+            f"{trial['name']} convolution(s) have their channels before the dimensions of space, "
+            f"and take {_ms(seconds)} of a step."
+        )
+        advice = "Put the channels last, which was tried on the convolutions alone"
+        share = seconds / self.step.median
+        found = _tried("convolution", text, advice, step, without, share=share)
+        return [] if found.gain is None else [found]
 
     def _of_machine(self) -> list[Finding]:
         measured, found = self.measured, []
@@ -350,7 +425,8 @@ class Explanation:
                 f"Memory is short: while steps ran, {faults['major']} pages of the process "
                 f"were read from disk, and {faults['swapped']} were swapped in."
             )
-            found.append(Finding("memory", text))
+            # Whatever else is slow may be so for this reason.
+            found.append(Finding("memory", text, share=1.0))
         if not measured["cache"] and compile_s > _LONG_COMPILATION_S:
             text = (
                 f"Each start compiles for {compile_s:.1f} s, because no programs are kept "
@@ -402,7 +478,7 @@ class Explanation:
     def to_html(self) -> str:
         """Returns a page that a browser shows without a network."""
         title, *_ = self.text.splitlines()
-        bars = [Bar(_PARTS[part.name], part.share, part.seconds) for part in self.parts]
+        bars = [Bar(self._name_of(part), part.share, part.seconds) for part in self.parts]
         kinds = {name: self.slowest(name) or [] for name in self.measured["seconds"]}
         return draw_page(
             title, self.sentence, bars, kinds, [finding.line for finding in self.findings]
@@ -431,10 +507,12 @@ def _tried(
     advice: str,
     before: Sequence[float] | None,
     after: Sequence[float] | None,
+    *,
+    share: float,
 ) -> Finding:
     """Returns a finding with advice, if that has helped."""
     gain = None if before is None or after is None else _gain(before, after)
-    return Finding(cause, text, advice if gain else "", gain)
+    return Finding(cause, text, advice if gain else "", gain, share)
 
 
 def _ms(seconds: float) -> str:

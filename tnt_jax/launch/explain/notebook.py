@@ -18,11 +18,11 @@ def explain(
 ) -> Explanation:
     """Finds out where the time of a script's steps goes, and tries what may help.
 
-    It is `tnt-jax explain`: the script runs in processes of its own, up to its first `fit`, which
-    times steps instead of training. See docs/explanation.md.
+    It is `tnt-jax explain`: the script runs in processes of its own, up to its first `fit`, or its
+    first loop with `tnt.distributed_step`, whose steps are timed. See docs/explanation.md.
 
     Args:
-        script: The script, which calls `fit`.
+        script: The script.
         arguments: Arguments of the script.
         steps: Steps of each kind that are timed in a round.
         rounds: Rounds, each of which takes all kinds in turn.

@@ -33,9 +33,9 @@ COMMANDS = {
     "verify": "Trains a script's first steps on several numbers of devices, in passes, with "
     "sharded optimizer state, and with a fault in the middle, and says where results differ by "
     "more than rounding.",
-    "explain": "Times the steps of a script's first fit with one thing after another removed "
-    "(callbacks, data, sums, other ranks, rows), says where the time goes, and tries what may "
-    "help.",
+    "explain": "Times the steps of a script's first fit, or of its custom training loop, with one "
+    "thing after another removed (callbacks, data, sums, other ranks, rows), says where the time "
+    "goes, and tries what may help.",
     "tune": "Times ways to sum the gradients of a script's first fit, instead of training, and "
     "recommends options.",
     "plan": "Shows where the arrays of a script's first fit lie, and what memory and communication "

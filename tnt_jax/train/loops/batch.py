@@ -1,6 +1,6 @@
 """A global batch on the devices, as a custom training loop gets it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ class DistributedBatch:
         step: Number of the batch, or of the first one, since the dataset's beginning, from 0.
         num_steps: Stacked batches; None of one that is not stacked.
         real_rows: Where the real rows stand: one range, or one for each process's shard.
+        reading: What `tnt-jax explain` knows of where it comes from; otherwise None.
     """
 
     inputs: Any
@@ -40,6 +41,7 @@ class DistributedBatch:
     step: int
     num_steps: int | None
     real_rows: tuple[slice, ...]
+    reading: Any = field(default=None, repr=False)
 
     @property
     def arrays(self) -> Batch:

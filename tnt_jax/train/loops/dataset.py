@@ -1,7 +1,7 @@
 """A distributed dataset: global batches of any data that `fit` takes, for custom loops."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -14,13 +14,14 @@ from tnt_jax.data.feed import Feed, make_put, rank_slice_of
 from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.opening import open_stream
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, only_full, read_in_lockstep
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.liveness.phases import called, in_phase
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import batches_done, describe_position
 from tnt_jax.train.execution import in_groups, signature, stack
+from tnt_jax.train.explaining.steps import KEPT, Reading
 from tnt_jax.train.loops.batch import DistributedBatch
 
 
@@ -37,6 +38,24 @@ class _Position:
         return _Position(self.epoch, self.batch + num_batches, self.step + num_batches)
 
 
+_BEGINNING = _Position()
+
+
+@dataclass
+class ExplainedReading:
+    """What `tnt-jax explain` knows of a loop over a dataset.
+
+    Attributes:
+        reading: The batches of the host.
+        batches: What the loop iterates over.
+        is_explained: Whether the steps that are explained take the batches.
+    """
+
+    reading: Reading
+    batches: Iterator[DistributedBatch] = field(init=False)
+    is_explained: bool = False
+
+
 class DistributedDataset:
     """Global batches on the devices, epoch by epoch; `tnt_jax.distribute` makes it.
 
@@ -47,14 +66,17 @@ class DistributedDataset:
     Args:
         stream: Batches of this process, epoch by epoch.
         mesh: Ranks, over the axis `data`.
+        is_explained: Whether `tnt-jax explain` may time steps on the batches.
     """
 
-    def __init__(self, stream: EpochStream, mesh: Mesh) -> None:
+    def __init__(self, stream: EpochStream, mesh: Mesh, *, is_explained: bool = False) -> None:
         self._stream = stream
         self._mesh = mesh
         self._position = _Position()
         self._is_within = False
         self._is_resumed = False
+        self._is_explained = is_explained
+        self._reading: ExplainedReading | None = None
         # Rows of the epoch before the position.
         self._num_rows = 0
 
@@ -132,7 +154,7 @@ class DistributedDataset:
 
     def __iter__(self) -> Iterator[DistributedBatch]:
         """Begins the next epoch, or goes on where `seek` says."""
-        return self._epoch(1, stacked=False)
+        return self._epochs(1, stacked=False)
 
     def stacked(self, num_steps: int | None = None) -> Iterator[DistributedBatch]:
         """Returns an epoch as stacked batches, arrays `[steps, rows, ...]`, for `step.scan`.
@@ -148,7 +170,31 @@ class DistributedDataset:
         """
         if num_steps is not None and num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, but is {num_steps}.")
-        return self._epoch(num_steps, stacked=True)
+        return self._epochs(num_steps, stacked=True)
+
+    def _epochs(self, size: int | None, *, stacked: bool) -> Iterator[DistributedBatch]:
+        """Returns an epoch; under `tnt-jax explain` full batches without an end."""
+        if not self._is_explained:
+            return self._epoch(size, stacked=stacked)
+        if self._reading is None:
+            keep = KEPT * (size or self._stream.num_steps or 1)
+            self._reading = ExplainedReading(Reading(self._stream, keep))
+        batches = self._without_end(self._reading, size, stacked=stacked)
+        self._reading.batches = batches
+        return batches
+
+    def _without_end(
+        self, reading: ExplainedReading, size: int | None, *, stacked: bool
+    ) -> Iterator[DistributedBatch]:
+        """Yields epoch after epoch where the batches go to the steps that are explained."""
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            for batch in self._epoch(size, stacked=stacked):
+                is_empty = False
+                yield batch
+            if not reading.is_explained:
+                return
 
     def _epoch(self, size: int | None, *, stacked: bool) -> Iterator[DistributedBatch]:
         if self._is_within:  # An epoch that was left early.
@@ -164,6 +210,8 @@ class DistributedDataset:
             where=f"epoch {start.epoch + 1}",
             first_step=start.batch + 1,
         )
+        if self._reading is not None:
+            items = self._reading.reading.noted(only_full(items, self._stream.source))
         return self._batches(items, start, size, stacked=stacked)
 
     def _batches(
@@ -173,7 +221,9 @@ class DistributedDataset:
             groups = (list(group) for _, group in groupby(items, key=signature))
         else:
             groups = in_groups(items, size)
-        put = _put(self._mesh, start, stacked=stacked)
+        put = put_batches(self._mesh, start, stacked=stacked, reading=self._reading)
+        if self._reading is not None:
+            groups = _of_one_length(groups)
         with Feed(groups, put, threaded=not self._stream.source.in_memory) as feed:
             for batch in feed:
                 self._position = _Position(start.epoch, batch.index, batch.step).after(
@@ -253,10 +303,26 @@ def distribute(
         drop_remainder=drop_remainder,
         seed=reading.seed,
     )
-    return DistributedDataset(stream, runtime.mesh)
+    is_explained = runtime.settings.explain_steps is not None
+    return DistributedDataset(stream, runtime.mesh, is_explained=is_explained)
 
 
-def _put(mesh: Mesh, start: _Position, *, stacked: bool) -> Callable[..., DistributedBatch]:
+def _of_one_length(groups: Iterator[list[HostBatch]]) -> Iterator[list[HostBatch]]:
+    """Yields the groups that are as long as the first."""
+    num_steps = None
+    for group in groups:
+        num_steps = num_steps or len(group)
+        if len(group) == num_steps:
+            yield group
+
+
+def put_batches(
+    mesh: Mesh,
+    start: _Position = _BEGINNING,
+    *,
+    stacked: bool,
+    reading: ExplainedReading | None = None,
+) -> Callable[[list[HostBatch]], DistributedBatch]:
     """Returns a function that puts groups of host batches, in order from `start` on, on devices."""
     put_rows = make_put(mesh, stacked=stacked)
     position = start
@@ -278,6 +344,7 @@ def _put(mesh: Mesh, start: _Position, *, stacked: bool) -> Callable[..., Distri
             step=here.step,
             num_steps=len(group) if stacked else None,
             real_rows=(slice(0, first.num_rows),) if first.shards is None else first.shards,
+            reading=reading,
         )
 
     return put

@@ -15,6 +15,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import steps_in_use
 from tnt_jax.train.loops.engine import Engine
+from tnt_jax.train.loops.trials.explained import ExplainedSteps, explained_if_asked
 
 
 class DistributedStep:
@@ -175,14 +176,15 @@ class _EngineOfJob:
     def __init__(self, step: Callable, **options: Any) -> None:
         self._step = step
         self._options = options
-        self._engine: Engine | None = None
+        self._engine: Engine | ExplainedSteps | None = None
 
-    def get(self) -> Engine:
+    def get(self) -> Engine | ExplainedSteps:
         """Returns the engine, a new one if a job was left for another."""
         runtime = init()
         if self._engine is None or self._engine.runtime is not runtime:
             _note_use(_name(self._step))
-            self._engine = Engine(self._step, _name(self._step), runtime, **self._options)
+            engine = Engine(self._step, _name(self._step), runtime, **self._options)
+            self._engine = explained_if_asked(engine)
         return self._engine
 
 

@@ -15,6 +15,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.execution import DeviceBatches, choose_num_steps
+from tnt_jax.train.explaining.turns import CountedCompilations
 from tnt_jax.train.trainer import Trainer, device_feed
 
 # Steps that compile and warm up; with "auto", as many are then timed to choose the steps of a
@@ -50,27 +51,6 @@ class Times(NamedTuple):
     rows: int
     seconds: float
     shares: tuple[float, ...]
-
-
-class CountedCompilations:
-    """Counts the programs that are compiled within a block, and the seconds that it takes."""
-
-    def __init__(self) -> None:
-        self.number, self.seconds = 0, 0.0
-
-    def __enter__(self) -> "CountedCompilations":
-        """Begins to count."""
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the count."""
-        jax.monitoring.unregister_event_duration_listener(self._note)
-
-    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.number += event.endswith("backend_compile_duration")
-        if event.startswith("/jax/core/compile/"):
-            self.seconds += duration_secs
 
 
 class CountedRows:

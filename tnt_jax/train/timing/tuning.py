@@ -9,6 +9,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, repeat
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import optax
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction, list_thresholds
 from tnt_jax.settings import Settings
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.execution import DeviceBatches
@@ -27,7 +28,6 @@ from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.trainer import Trainer, device_feed
 
 NUM_ROUNDS = 5
-_THRESHOLDS_KB = (1024, 4096, 8192, 25600, 102400)
 # A way must be faster by so much to be worth a change of options.
 _WORTH_A_CHANGE = 0.98
 
@@ -65,20 +65,12 @@ def list_candidates(
     """
     platform = trainer.runtime.platform
     num_ranks = trainer.runtime.num_ranks
-    total_kb = sum(x.nbytes for x in jax.tree.leaves(trainer.require_state().params)) / 1024
-    # All thresholds above the whole ask for one bucket.
-    sizes = [
-        kb
-        for before, kb in zip((0, *_THRESHOLDS_KB), _THRESHOLDS_KB, strict=False)
-        if before < total_kb
-    ]
+    choose = partial(choose_reduction, platform, num_ranks, settings=Settings())
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(trainer.require_state().params))
     option = "Model(fusion_threshold={!r})" if by_argument else "--fusion-threshold {}"
-
-    def choose(**choices: Any) -> Reduction:
-        return choose_reduction(platform, num_ranks, settings=Settings(), **choices)
-
     candidates = [
-        Candidate(option.format(kb), choose(threshold_kb=kb)) for kb in (0, *sizes, "xla")
+        Candidate(option.format(kb), reduction)
+        for kb, reduction in list_thresholds(platform, num_ranks, nbytes)
     ]
     compressed = choose(compression="bfloat16")
     setting = 'Model(gradient_compression="bfloat16")'

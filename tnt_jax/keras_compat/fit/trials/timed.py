@@ -6,14 +6,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fractions import Fraction
 from importlib.metadata import version
-from itertools import count
 from typing import NoReturn
 
 import jax
 import numpy as np
 
-from tnt_jax.data.sources import HostBatch
-from tnt_jax.data.streams import read_in_lockstep
+from tnt_jax.data.streams import full_batches, read_in_lockstep
 from tnt_jax.distributed import goodput
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import is_master_rank
@@ -167,7 +165,11 @@ class ScaleLoop(FitLoop):
         self._shared.intake.log_plan(plan.stream)
         times = time_steps(
             trainer,
-            read_in_lockstep(full_batches(plan), source, where="the steps that are timed"),
+            read_in_lockstep(
+                full_batches(plan.stream, first_epoch=plan.arguments.initial_epoch),
+                source,
+                where="the steps that are timed",
+            ),
             plan.unpack,
             threaded=not source.in_memory,
             num_steps=self._core.require_compiled().steps_per_execution,
@@ -211,22 +213,6 @@ def scaled(core: Core, data: DataArguments) -> DataArguments:
     """Returns the data of a `fit` with the global batch that the launcher asks for."""
     num_ranks, settings = core.trainer.rank_slice.num_ranks, core.trainer.runtime.settings
     return collectives.call_on_all_processes(lambda: scale_batch(data, num_ranks, settings))
-
-
-def full_batches(plan: Plan) -> Iterator[HostBatch]:
-    """Yields full batches without an end, epoch after epoch."""
-    is_fixed = plan.stream.source.global_batch_size is not None
-    for epoch in count(plan.arguments.initial_epoch):
-        is_empty = True
-        for item in plan.stream.epoch(epoch):
-            is_empty = False
-            if not is_fixed or item.num_rows == plan.first.num_rows:
-                yield item
-        if is_empty:
-            raise ValueError(
-                f"The data of fit has ended after {epoch} epoch(s), before all steps were timed: a "
-                "generator is read once. Pass data that can be read again, or name fewer --steps."
-            )
 
 
 def _peak_memory() -> tuple[int, str]:

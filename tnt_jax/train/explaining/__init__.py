@@ -1,0 +1,1 @@
+"""What `tnt-jax explain` measures of steps, whoever trains."""

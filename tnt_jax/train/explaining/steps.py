@@ -1,0 +1,248 @@
+"""What `tnt-jax explain` measures of steps: of those of `fit`, and of those of custom loops."""
+
+import json
+import os
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from tnt_jax.cluster.devices import machine_id
+from tnt_jax.data.permutation import row_order_of
+from tnt_jax.data.sources import HostBatch
+from tnt_jax.data.streams import EpochStream
+from tnt_jax.distributed import goodput
+from tnt_jax.distributed.host import collectives
+from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
+from tnt_jax.log import logger, report_to_launcher
+from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
+from tnt_jax.train.execution import signature
+from tnt_jax.train.explaining.convolutions import channels_first, run_alone
+from tnt_jax.train.explaining.turns import Timed, run_to_end, turns
+
+WORTH_A_TRIAL = 0.05
+"""Share of a step from which something is tried."""
+FUSED = 8
+"""Steps that share a program where that is tried."""
+KEPT = 8
+"""Programs whose batches are kept in memory where that is tried."""
+_SMALL_SUM_BYTES = 64 * 1024
+
+
+class Reading:
+    """What is noted of the batches that are read: their shapes; the first of them are kept.
+
+    Args:
+        stream: Where they come from.
+        keep: How many are kept.
+    """
+
+    def __init__(self, stream: EpochStream, keep: int) -> None:
+        self.source, self._steps_of_epoch = stream.source, stream.num_steps
+        self.kept: list[HostBatch] = []
+        self._keep = keep
+        self._seconds: list[float] = []
+        self._shapes: Counter[str] = Counter()
+
+    def noted(self, items: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        """Yields batches as they are."""
+        start = time.perf_counter()
+        for item in items:
+            self._seconds.append(time.perf_counter() - start)
+            if len(self.kept) < self._keep:
+                self.kept.append(item)
+            leaves = jax.tree.leaves(item.data)
+            shapes = [f"{np.asarray(x).dtype}{list(np.shape(x))}" for x in leaves]
+            self._shapes[", ".join(shapes)] += 1
+            yield item
+            start = time.perf_counter()
+
+    def is_uniform(self) -> bool:
+        """Returns whether the batches that are kept, which all processes have, are alike."""
+        first, *others = (signature(item) for item in self.kept)
+        return all(other == first for other in others)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what is known of the data, as JSON values; reads the first batch of a pass."""
+        return {
+            "source": type(self.source).__name__,
+            "in_memory": self.source.in_memory,
+            "rows": self.kept[0].num_rows,
+            "batch_bytes": sum(np.asarray(x).nbytes for x in jax.tree.leaves(self.kept[0].data)),
+            "steps_of_epoch": self._steps_of_epoch,
+            "shapes": dict(self._shapes.most_common(8)),
+            "num_shapes": len(self._shapes),
+            "first_batch_s": self._first_batch_s(),
+            "read_mean_s": statistics.fmean(self._seconds),
+            "read_s": statistics.median(self._seconds[:KEPT]),
+            # The first of them begins a pass.
+            "read_most_s": max(self._seconds[1:KEPT]),
+        }
+
+    def _first_batch_s(self) -> float:
+        """Returns the seconds until the first batch of another pass over the data.
+
+        Data that can be read once alone gives none.
+        """
+        start = time.perf_counter()
+        if row_order_of(self.source).can_go_back:
+            next(self.source.batches(1), None)
+        return time.perf_counter() - start
+
+
+class Explaining:
+    """Times kinds of steps, and notes what was tried.
+
+    It is made after the first step, whose compilation is that of a start.
+
+    Args:
+        runtime: The job, whose settings say how many steps are timed.
+        num_steps: Steps of a program.
+        trained_by: What trains: `"fit"`, or the name of a step of a custom loop.
+    """
+
+    def __init__(self, runtime: Runtime, num_steps: int, trained_by: str) -> None:
+        settings = runtime.settings
+        assert settings.explain_steps is not None, "The environment says what to explain."
+        self._runtime, self._num_steps, self._trained_by = runtime, num_steps, trained_by
+        self._rounds = settings.explain_rounds
+        self.programs = max(settings.explain_steps // num_steps, 1)
+        """Programs of each kind that are timed in a round."""
+        self._trials: list[dict[str, Any]] = []
+        self._faults = _faults()
+        self._compile_s = goodput.account().report()["compiling_s"]
+
+    def turns(
+        self,
+        kinds: Mapping[str, Callable[[int], None] | None],
+        *,
+        programs: int | None = None,
+        alone: Sequence[str] = (),
+    ) -> Generator[int, None, Timed]:
+        """Returns what a program of each kind takes; see `tnt_jax.train.explaining.turns`."""
+        return turns(kinds, rounds=self._rounds, programs=programs or self.programs, alone=alone)
+
+    def time(
+        self,
+        kinds: Mapping[str, Callable[[int], None]],
+        *,
+        programs: int | None = None,
+        alone: Sequence[str] = (),
+    ) -> Timed:
+        """Returns the same where all kinds run by themselves."""
+        return run_to_end(self.turns(kinds, programs=programs, alone=alone))
+
+    def count_faults(self) -> None:
+        """Ends the count of pages that are read from disk, which began with the object."""
+        self._faults = [
+            after - before for before, after in zip(self._faults, _faults(), strict=True)
+        ]
+
+    def note_trial(
+        self, what: str, name: str, before: Any, after: Any, *, exact: bool = True
+    ) -> None:
+        """Notes what was tried.
+
+        Args:
+            what: Kind of the trial.
+            name: What was changed.
+            before: Seconds of a program without the change, by round.
+            after: The same with it.
+            exact: Whether it rounds nothing.
+        """
+        lists = [(np.asarray(x) / self._num_steps).tolist() for x in (before, after)]
+        trial = {"what": what, "name": name, "exact": exact}
+        self._trials.append(trial | {"before": lists[0], "after": lists[1]})
+
+    def try_fused(self, one: Callable[[int], None], several: Callable[[int], None]) -> None:
+        """Compares programs of one step with those of `FUSED` steps, which the kinds run."""
+        kinds = {"one": lambda n: one(n * FUSED), "several": several}
+        timed = self.time(kinds, programs=max(self.programs // FUSED, 1))
+        before, after = (timed.slowest(name) / FUSED for name in kinds)
+        self.note_trial("fused", str(FUSED), before, after)
+
+    def try_channels_last(self, jaxpr: Any) -> None:
+        """Times the convolutions of a step whose channels come first, and with channels last."""
+        equations = channels_first(jaxpr)
+        if not equations:
+            return
+        mesh = self._runtime.mesh
+        kinds = {
+            name: run_alone(equations, mesh, last=name == "last") for name in ("first", "last")
+        }
+        timed = self.time(kinds)
+        before, after = (timed.slowest(name) * self._num_steps for name in kinds)
+        self.note_trial("channels", str(len(equations)), before, after)
+
+    def measured(self, timed: Timed, reading: Reading, lower: Callable[[], Any]) -> dict[str, Any]:
+        """Returns everything as JSON values.
+
+        Args:
+            timed: The kinds of steps.
+            reading: The data.
+            lower: Returns the lowered program of a step.
+        """
+        runtime, config = self._runtime, jax.config
+        is_cached = config.jax_enable_compilation_cache  # pyright: ignore
+        cores = collectives.all_gather(np.array(len(os.sched_getaffinity(0))))
+        return {
+            "ranks": runtime.num_ranks,
+            "processes": jax.process_count(),
+            "hosts": len(set(collectives.agree(self._trained_by, {}, note=machine_id("net")))),
+            "device": runtime.mesh.devices.flat[0].device_kind,
+            "platform": runtime.platform,
+            "trained_by": self._trained_by,
+            "steps": self.programs * self._num_steps,
+            "steps_per_execution": self._num_steps,
+            "cores_of_machine": os.cpu_count(),
+            "cores_of_process": cores.tolist(),
+            "cache": config.jax_compilation_cache_dir if is_cached else None,  # pyright: ignore
+            "compile_s": self._compile_s,
+            "seconds": {
+                name: (times / self._num_steps).tolist() for name, times in timed.seconds.items()
+            },
+            "compiled_s": {
+                name: (times / self._num_steps).tolist() for name, times in timed.compiled_s.items()
+            },
+            "faults": dict(zip(("major", "swapped"), self._faults, strict=True)),
+            "trials": self._trials,
+            "sums": _describe_sums(None if runtime.num_ranks == 1 else lower()),
+            **reading.facts(),
+        }
+
+
+def report(measured: Mapping[str, Any]) -> NoReturn:
+    """Reports what was measured to the launcher, on the master, and ends the script."""
+    if is_master_rank():
+        report_to_launcher(f"{EXPLAIN_MARK}{json.dumps(measured)}")
+    raise TrialsDone
+
+
+def _describe_sums(lowered: Any | None) -> dict[str, int]:
+    """Returns how many sums a step that was lowered has, how many are small, and their bytes."""
+    compiled = [] if lowered is None else collectives.describe_lowered(lowered).compiled
+    sizes = [entry[1] for entry in compiled]
+    small = sum(size < _SMALL_SUM_BYTES for size in sizes)
+    return {"number": len(sizes), "small": small, "bytes": sum(sizes)}
+
+
+def first_rows(item: HostBatch, rows: int) -> HostBatch:
+    """Returns the first rows of a batch of this process."""
+    mask = None if item.mask is None else item.mask[:rows]
+    return HostBatch(jax.tree.map(lambda x: x[:rows], item.data), mask, rows)
+
+
+def _faults() -> list[int]:
+    """Returns the pages that this process has read from disk, and that the machine swapped in."""
+    swapped = 0
+    try:
+        with open("/proc/vmstat") as file:
+            swapped = sum(int(line.split()[1]) for line in file if line.startswith("pswpin "))
+    except OSError as error:  # Not Linux's, or not mounted.
+        logger.info("Pages that are swapped in are not counted: %s.", error)
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_majflt, swapped]

@@ -1,0 +1,1 @@
+"""Custom loops in processes of `tnt-jax` commands, which measure steps instead of training."""
