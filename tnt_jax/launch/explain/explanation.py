@@ -327,8 +327,7 @@ class Explanation:
     def _of_links(self) -> list[Finding]:
         """Proposes local steps where links between hosts take much of a step; not tried here."""
         measured, hosts = self.measured, self.measured.get("hosts", 1)
-        share = self._share("sums")
-        if hosts == 1 or share < _LINK_BOUND or not self._is_large("sums"):
+        if hosts == 1 or (share := self._share("sums")) < _LINK_BOUND or not self._is_large("sums"):
             return []
         mb, seconds = measured["sums"]["bytes"] / 1e6, statistics.median(self._seconds()["sums"])
         # A ring between hosts; and a byte for each float32, from each host to each other.
