@@ -127,6 +127,13 @@ BUCKETS = trial("sums", "--fusion-threshold 0", 0.02, 0.012)
             "14 of them are below 64 KiB",
         ),
         ({"half the rows": 9}, {"trials": [FUSED]}, "small batch", "steps_per_execution=8): tried"),
+        (
+            {},
+            {"trials": [trial("channels", "3", 0.005, 0.004)]},
+            "convolution",
+            "3 convolution(s) have their channels before the dimensions of space, and take 5 ms of "
+            "a step. Put the channels last: tried, a step takes 10 % less (10 to 10 %).",
+        ),
         ({"one rank": 5}, {}, "sharing", "all 2 at a time: they share 4 cores"),
         ({}, {"first_batch_s": 2.0}, "first batch", "as long as 200 steps"),
         ({}, {"faults": {"major": 900, "swapped": 0}}, "memory", "900 pages of the process"),
@@ -153,6 +160,7 @@ def test_advice_that_did_not_help_is_not_given():
     (finding,) = explained(changes, trials=[slower]).findings
     assert finding.advice == ""
     assert "No other form of sums that was tried is faster" in finding.line
+    assert explained(trials=[trial("channels", "3", 0.005, 0.006)]).findings == []
     (finding,) = explained(
         {"half the rows": 9}, trials=[trial("fused", "8", 0.01, 0.0099)]
     ).findings

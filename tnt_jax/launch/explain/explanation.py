@@ -401,20 +401,19 @@ class Explanation:
 
     def _of_convolutions(self) -> list[Finding]:
         trials = [trial for trial in self.measured["trials"] if trial["what"] == "channels"]
-        step = self.slowest("placed batches")
-        if not trials or step is None:
+        if not trials or _gain(trials[0]["before"], trials[0]["after"]) is None:
             return []
-        (trial,) = trials
-        seconds = statistics.median(trial["before"])
-        without = _less(step, _less(trial["before"], trial["after"]))
+        before, after, step = trials[0]["before"], trials[0]["after"], self.step.median
+        gain = Spread.of([less / step for less in _less(before, after)])
+        if gain.median < 1 - _HELPS:
+            return []
+        share = statistics.median(before) / step
         text = (
-            f"{trial['name']} convolution(s) have their channels before the dimensions of space, "
-            f"and take {_ms(seconds)} of a step."
+            f"{trials[0]['name']} convolution(s) have their channels before the dimensions of "
+            f"space, and take {_ms(statistics.median(before))} of a step."
         )
-        advice = "Put the channels last, which was tried on the convolutions alone"
-        share = seconds / self.step.median
-        found = _tried("convolution", text, advice, step, without, share=share)
-        return [] if found.gain is None else [found]
+        # The convolutions alone were tried.
+        return [Finding("convolution", text, "Put the channels last", gain, share)]
 
     def _of_machine(self) -> list[Finding]:
         measured, found = self.measured, []

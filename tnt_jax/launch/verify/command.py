@@ -188,7 +188,11 @@ def _with_a_fault(
     name = f"{counted(highest, 'rank')} killed after {half} steps, resumed on {lowest}"
     if folder is None:
         return [Check(name, "The hosts need a folder that all of them see: --scratch DIR.")]
-    killed = _Run(name, highest, "killed")
+    killed = _Run(
+        f"{counted(highest, 'rank')}, killed on purpose after {counted(half, 'step')}",
+        highest,
+        "killed",
+    )
     if len(reference.steps) <= half:
         return [
             Check(
@@ -202,7 +206,7 @@ def _with_a_fault(
         return [Check(name, because or "It has ended before.", has_failed=True)]
     if (difference := compare(reference, recorded, rounding)) is not None:
         return [Check(name, difference=difference)]
-    resumed = _Run(f"{name} (going on)", lowest, "resumed")
+    resumed = _Run(f"The same, resumed on {counted(lowest, 'rank')}", lowest, "resumed")
     saved = recorded.steps[-1]
     steps = verify.steps - half
     recorded, because = _record(trials, resumed, steps, checkpoint_dir=folder)
