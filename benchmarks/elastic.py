@@ -1,19 +1,30 @@
 """What the loss of processes costs an elastic job, beside a job that is started again.
 
-A job of CPU processes trains while this program kills, and now and then stops, one of them after
-the other. A delay before each step stands for the device: it is proportional to the rows of a rank,
-so that fewer ranks take longer. Reported are the seconds from a loss to the next step, the share of
-the time in which the "devices" worked, how far the weights at the end are from those of one process
-without losses, and the milliseconds of a step beside the delay, which with `--losses 0` are the
-cost of an elastic job in which nothing fails.
+A job of CPU processes trains while this program kills, and after every nine stops, one of them. A
+delay before each step stands for the device: it is proportional to the rows of a rank, so that
+fewer ranks take longer; up to eight ranks have equally many. Of each job are reported
+
+    share_of_work         time in which the "devices" worked on steps that count, of all the time
+                          from the first step on: the throughput, of that of the ranks that live
+    next_step_s           from a loss to the end of the next step, by the signal
+    joined_s              from the end of the imports of a replacement to its first step
+    step_beside_delay_ms  the cost of a step beside its delay; with `--losses 0`, that of an elastic
+                          job in which nothing fails
+    steps_missing         steps that no process has done
+    steps_repeated        steps after which the callbacks of a process were called twice
+    distance              of the weights from those of one process without losses
+
+The job `plain` has no losses, and `restarts` starts all processes again after each.
 
     python benchmarks/elastic.py --minutes 30 --losses 62 --output benchmarks/results/elastic.json
     python benchmarks/elastic.py --minutes 1 --losses 3 --processes 3  # A first look.
     python benchmarks/elastic.py --minutes 1 --losses 0 --step-s 0.01 --jobs plain elastic
+    python benchmarks/elastic.py --minutes 3 --losses 5 --jobs elastic --reproducible
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -22,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +41,8 @@ from typing import Any
 import numpy as np
 from machine import versions
 
-ROWS, GLOBAL_BATCH, STEPS_PER_EPOCH = 64 * 50, 64, 50
+GLOBAL_BATCH, STEPS_PER_EPOCH = 840, 50  # Equal rows on up to eight ranks.
+ROWS = GLOBAL_BATCH * STEPS_PER_EPOCH
 JOBS = {
     "plain": [],
     "elastic": ["--elastic"],
@@ -37,13 +50,15 @@ JOBS = {
 }
 
 
-def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
+def work(folder: Path, epochs: int, step_s: float, planned: int, reproducible: bool) -> None:
     """Trains as one process of the job, and notes when each step was done."""
     rank = os.environ.get("TNT_PROCESS_ID", "0")
     import flax.linen as nn
 
     import tnt_jax as tnt
     from tnt_jax.distributed.elastic.link import link
+
+    imported_at = time.time()
 
     class MLP(nn.Module):
         @nn.compact
@@ -56,8 +71,9 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
         """Waits as long as the devices would compute, and notes the steps."""
 
         def on_train_begin(self, logs: Any = None) -> None:
-            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            self._trains = False
             self._file = (folder / f"steps-{rank}-{os.getpid()}").open("a", buffering=1)
+            self._file.write(f"{imported_at}\n")
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self._epoch = epoch
@@ -72,6 +88,10 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
             return step_s * self._rows * planned / GLOBAL_BATCH
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not self._trains:
+                # From here on it can be lost.
+                self._trains = True
+                (folder / f"pid-{rank}").write_text(str(os.getpid()))
             own = link()
             generation = -1 if own is None else own.generation.number
             if os.environ.get("TNT_RESTART_COUNT", "0") != "0":
@@ -83,7 +103,7 @@ def work(folder: Path, epochs: int, step_s: float, planned: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 64)).astype(np.float32)
     y = np.argmax(x @ rng.normal(size=(64, 10)), 1)
-    model = tnt.Model(MLP(), seed=1)
+    model = tnt.Model(MLP(), seed=1, reproducible=reproducible)
     model.compile(
         tnt.optimizers.SGD(0.01), loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
@@ -98,54 +118,61 @@ def run(job: str, arguments: argparse.Namespace, epochs: int, folder: Path) -> d
     saves = ["--checkpoint-dir", folder / "saved"] if job == "restarts" else []
     options = [*JOBS[job], *saves]
     words = ["-m", "tnt_jax.launch", "--no-gpu", "-n", arguments.processes, *options, "--"]
-    own = [__file__, "--work", folder, epochs, arguments.step_s, arguments.processes]
+    sizes = [epochs, arguments.step_s, arguments.processes, int(arguments.reproducible)]
+    own = [__file__, "--work", folder, *sizes]
     environ = os.environ | {"TNT_HEARTBEAT_TIMEOUT_S": "10"}
     with (folder / "output.txt").open("w") as output:
         launcher = subprocess.Popen(
             [sys.executable, *map(str, [*words, *own])], stderr=output, stdout=output, env=environ
         )
-        losses = lose_processes(launcher, arguments, folder)
+        num_losses = 0 if job == "plain" else arguments.losses
+        losses = lose_processes(launcher, num_losses, arguments.minutes, folder)
         code = launcher.wait()
-    return {"exit_code": code} | summarize(folder, losses)
+    return {"exit_code": code} | summarize(folder, losses, epochs * STEPS_PER_EPOCH)
 
 
 def lose_processes(
-    launcher: subprocess.Popen, arguments: argparse.Namespace, folder: Path
-) -> list[tuple[float, str]]:
-    """Kills or stops a random process at equal distances; returns when, and how."""
-    chance, losses = random.Random(0), []
-    interval_s = arguments.minutes * 60 / (arguments.losses + 1)
+    launcher: subprocess.Popen, num_losses: int, minutes: float, folder: Path
+) -> list[tuple[float, str, int]]:
+    """Kills or stops a random process at equal distances; returns when, how, and its rank."""
+    chance = random.Random(0)
+    losses: list[tuple[float, str, int]] = []
+    interval_s = minutes * 60 / (num_losses + 1)
     while not list(folder.glob("steps-*")) and launcher.poll() is None:
         time.sleep(0.1)
     began_at = time.time()
-    while len(losses) < arguments.losses and launcher.poll() is None:
-        time.sleep(max(0.0, began_at + (len(losses) + 1) * interval_s - time.time()))
-        pids = [int(file.read_text() or 0) for file in folder.glob("pid-*")]
-        living = [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]
+    while len(losses) < num_losses and launcher.poll() is None:
+        time.sleep(max(0.1, began_at + (len(losses) + 1) * interval_s - time.time()))
+        pids = {file.name[4:]: int(file.read_text() or 0) for file in folder.glob("pid-*")}
+        living = [rank for rank, pid in pids.items() if pid and Path(f"/proc/{pid}").exists()]
         how = signal.SIGSTOP if len(losses) % 10 == 9 else signal.SIGKILL
         if living:
-            os.kill(chance.choice(sorted(living)), how)
-        losses.append((time.time(), how.name))
+            rank = chance.choice(sorted(living))
+            os.kill(pids[rank], how)
+            losses.append((time.time(), how.name, int(rank)))
     return losses
 
 
-def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
-    """Returns the seconds to the next step after each loss, the share of work, and step times."""
-    of_process = [
+def summarize(folder: Path, losses: list[tuple[float, str, int]], num_steps: int) -> dict[str, Any]:
+    """Returns what the module's description lists, of the notes of all processes."""
+    files = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in folder.glob("steps-*")
     ]
+    of_process = [own[1:] for own in files if len(own) > 1]
     notes = sorted(note for own in of_process for note in own)
     first_of: dict[int, float] = {}
     work_s: dict[int, float] = {}
     for moment, step, generation, delay_s in notes:
         first_of.setdefault(generation, moment)
         work_s[step] = delay_s
-    delays = []
-    for at, _ in losses:
+    delays: dict[str, list[float]] = {}
+    for at, how, _ in losses:
         later = [moment for moment in first_of.values() if moment > at]
         if later:
-            delays.append(min(later) - at)
+            delays.setdefault(how, []).append(min(later) - at)
+    joined = [own[1][0] - own[0] - own[1][3] for own in files if len(own) > 1 and own[1][2] > 0]
+    repeated = sum(len(own) - len({note[1] for note in own}) for own in of_process)
     beside_s = [
         after[0] - before[0] - after[3]
         for own in of_process
@@ -153,19 +180,31 @@ def summarize(folder: Path, losses: list[tuple[float, str]]) -> dict[str, Any]:
         if before[2] == after[2]
     ]
     wall_s = notes[-1][0] - notes[0][0]
-    ordered = sorted(delays)
+    # The time begins with the end of the first step.
+    worked_s = sum(work_s.values()) - work_s[notes[0][1]]
     return {
-        "losses": len(losses),
-        "steps": len(work_s),
+        "losses": dict(Counter(how for _, how, _ in losses)),
+        "losses_of_ranks": dict(sorted(Counter(rank for *_, rank in losses).items())),
         "wall_s": round(wall_s, 1),
-        "share_of_work": round(sum(work_s.values()) / wall_s, 4),
+        "share_of_work": round(worked_s / wall_s, 4),
         "step_beside_delay_ms": round(1000 * statistics.median(beside_s), 3),
-        "next_step_s": ordered
-        and {
-            "median": round(statistics.median(ordered), 2),
-            "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 2),
-            "max": round(ordered[-1], 2),
-        },
+        "next_step_s": {how: spread(values) for how, values in delays.items()},
+        "joined_s": spread(joined),
+        "steps_missing": num_steps - len(work_s),
+        "steps_repeated": repeated,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Returns number, median, 95th percentile and largest of some seconds."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {
+        "number": len(ordered),
+        "median": round(statistics.median(ordered), 2),
+        "p95": round(ordered[math.ceil(0.95 * len(ordered)) - 1], 2),
+        "max": round(ordered[-1], 2),
     }
 
 
@@ -182,6 +221,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.5, help="of a step on all processes")
     parser.add_argument("--jobs", nargs="+", default=["elastic", "restarts"], choices=JOBS)
+    parser.add_argument("--reproducible", action="store_true", help="train with the same bits")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     epochs = max(1, round(arguments.minutes * 60 / arguments.step_s / STEPS_PER_EPOCH))
@@ -189,7 +229,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         truth = Path(name, "truth")
         truth.mkdir()
-        own = ["--work", truth, epochs, 0.0, 1]
+        own = ["--work", truth, epochs, 0.0, 1, int(arguments.reproducible)]
         subprocess.run([sys.executable, __file__, *map(str, own)], check=True)
         for job in arguments.jobs:
             folder = Path(name, job)
@@ -208,7 +248,7 @@ def main() -> None:
 if __name__ == "__main__":
     if "--work" in sys.argv:
         at = sys.argv.index("--work")
-        place, num_epochs, seconds, number = sys.argv[at + 1 :]
-        work(Path(place), int(num_epochs), float(seconds), int(number))
+        place, num_epochs, seconds, number, is_reproducible = sys.argv[at + 1 :]
+        work(Path(place), int(num_epochs), float(seconds), int(number), is_reproducible == "1")
     else:
         main()
