@@ -3,6 +3,7 @@ own.
 """
 
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ def chosen(x):
     )
 
 
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
 @pytest.mark.parametrize("loop", [cumulated, halved, counted, chosen])
 def test_loops_that_start_from_constants_run_on_every_rank(loop):
     mesh = _jax.make_data_mesh(jax.devices()[:2])
@@ -52,6 +57,23 @@ def test_loops_that_start_from_constants_run_on_every_rank(loop):
     np.testing.assert_allclose(
         jax.jit(mapped)(x), np.concatenate([loop(x[:2]), loop(x[2:])]), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("function", [exact_gelu, jax.lax.erf, jax.lax.erfc])
+def test_gradients_of_erf_are_those_outside(function):
+    def slopes(function, x):
+        return jax.grad(lambda x: function(x).sum())(x)
+
+    mesh, rows = _jax.make_data_mesh(jax.devices()[:2]), PartitionSpec("data")
+    x = np.linspace(-4, 4, 16, dtype=np.float32)
+    helped, alone = (
+        jax.jit(_jax.shard_map(partial(slopes, each), mesh=mesh, in_specs=rows, out_specs=rows))
+        for each in (with_varying_loops(function), function)
+    )
+    np.testing.assert_allclose(helped(x), slopes(function, x), rtol=1e-6)
+    if _jax.polynomials():  # It can go when JAX traces this alone.
+        with pytest.raises(ValueError, match="polynomial requires varying"):
+            alone(x)
 
 
 def test_loops_without_help_are_refused():

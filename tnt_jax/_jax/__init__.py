@@ -23,6 +23,7 @@ from tnt_jax._jax.arrays import (
     make_varying,
     num_ranks,
     one_rank_mesh,
+    polynomials,
     put,
     rank_axes,
     replicate,

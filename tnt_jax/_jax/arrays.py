@@ -1,9 +1,10 @@
 """Meshes, `shard_map`, and arrays on several devices."""
 
 import contextlib
+import importlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -195,6 +196,17 @@ def make_varying(tree: Any) -> Any:
     return vary(
         tree, [name for name in ((axes,) if isinstance(axes, str) else axes) if name in manual]
     )
+
+
+@or_plain(lambda: {}, lost="The exact gelu, and what else uses erf, trains on one rank alone.")
+def polynomials() -> dict[Any, Callable]:
+    """Returns the function `polynomial` by the module of JAX whose gradients call it."""
+    if not hasattr(jax.lax, "polynomial"):  # JAX 0.10 and 0.11 have none.
+        return {}
+    # Private. Checked with JAX 0.12.0. The gradients of erf and erfc call it with constants, which
+    # `shard_map` refuses beside varying values; it can go when JAX marks such constants itself.
+    module = importlib.import_module("jax._src.lax.erf")  # Its package has a function of its name.
+    return {module: module.polynomial}
 
 
 def vary(tree: Any, axes: Iterable[str]) -> Any:

@@ -8,8 +8,8 @@ mind.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -70,7 +70,11 @@ def with_varying_loops(apply: Callable) -> Callable:
             "fori_loop": _varying_fori_loop,
             "cond": _varying_cond,
         }
-        with replaced(jax.lax, loops):
+        with ExitStack() as stack:
+            stack.enter_context(replaced(jax.lax, loops))
+            for owner, polynomial in _jax.polynomials().items():
+                varying = functools.partial(_varying_polynomial, polynomial)
+                stack.enter_context(replaced(owner, {"polynomial": varying}))
             return apply(*args, **kwargs)
 
     return wrapped
@@ -125,6 +129,13 @@ def _varying_fori_loop(
         return _jax.make_varying(body_fun(index, value))
 
     return _fori_loop(lower, upper, body, _jax.make_varying(init_val), **kwargs)
+
+
+def _varying_polynomial(
+    polynomial: Callable, x: jax.Array, coeffs: Sequence[Any], **kwargs: Any
+) -> jax.Array:
+    axes = _jax.varying_axes(x)
+    return polynomial(x, _jax.vary(list(coeffs), axes) if axes else coeffs, **kwargs)
 
 
 def _varying_cond(
