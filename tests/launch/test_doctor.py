@@ -171,6 +171,7 @@ def test_the_environment_of_a_report_has_no_secrets():
         "XLA_FLAGS": "--xla_dump_to=/tmp/x",
         "TNT_JOB_SECRET": "s3cret",
         "TF_TOKEN_app": "s3cret",
+        "TF_VAR_admin": "s3cret",
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": "gs://ada:s3cret@bucket/cache",
         "SLURM_NTASKS": "2",

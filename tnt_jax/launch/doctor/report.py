@@ -18,6 +18,8 @@ _PACKAGES = (
     "h5py safetensors tensorflow tensorflow-cpu tensorflow-datasets ray optuna grain torch"
 ).split()
 _PREFIXES_OF_CLUSTERS = ("CUDA_", "SLURM_", "OMPI_", "PMIX_")
+# Its settings begin as TensorFlow's do, and hold what a user deploys.
+_OF_TERRAFORM = ("TF_VAR_", "TF_CLI_")
 _HIDDEN = "(hidden)"
 # SLURM_JWT and precondition_transports of Open MPI are keys of these.
 _SOUNDS_SECRET = (
@@ -66,6 +68,7 @@ def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: value for name, value in environ.items() if name.startswith(_PREFIXES_OF_CLUSTERS)
     }
     chosen = carried_environment(environ) | of_clusters
+    chosen = {name: value for name, value in chosen.items() if not name.startswith(_OF_TERRAFORM)}
     return {
         name: _HIDDEN if _SECRET.search(name) else _without_secrets(value, environ.get("HOME", ""))
         for name, value in sorted(chosen.items())
