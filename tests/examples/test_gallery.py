@@ -28,7 +28,7 @@ REACHED = {
 @pytest.fixture
 def program(request, monkeypatch):
     if request.param == "keras_hub_bert":
-        pytest.importorskip("keras_hub", reason="needs Keras Hub, whose TensorFlow is another one")
+        pytest.importorskip("keras_hub", reason="needs keras-hub, which no extra installs")
         if "TNT_JAX_DATA" not in os.environ:
             pytest.skip("needs the data sets in TNT_JAX_DATA")
     monkeypatch.syspath_prepend(str(GALLERY))
