@@ -34,10 +34,11 @@ def open_stream(
     read, if the data of all processes says beforehand what it is like, by a method `announce`.
     """
     stream = first = error = None
+    is_alone = runtime.get_process_count() == 1
     try:
         stream = EpochStream(make_source(), steps_per_epoch=steps_per_epoch).require_end(steps)
     except Exception as raised:  # Raised below, on every process.
-        if runtime.get_process_count() == 1:
+        if is_alone:
             raise
         error = raised
     reading = None
@@ -49,10 +50,12 @@ def open_stream(
         if stream is not None:
             first = stream.peek(epoch) if reading is None else reading.result()
     except Exception as raised:
-        if runtime.get_process_count() == 1:
+        if is_alone:
             raise
         error = raised
     if stream is not None and first is not None:
+        if is_alone:
+            return stream, first
         arguments |= {
             "initial_epoch": epoch,
             "steps": steps,

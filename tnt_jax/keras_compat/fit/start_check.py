@@ -70,6 +70,8 @@ def compare_starts(
 
 def compare_sources(call: str, what: str, source: Source) -> None:
     """Raises an error on all processes unless they have the same data."""
+    if get_process_count() == 1:
+        return
     values = {f"{name} of {what}": value for name, value in facts_of(source).items()}
     compare(call, values | {f"steps of {what}": source.num_batches}, advice=_ADVICE)
 
