@@ -158,7 +158,7 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
             notes["loss"] = float(logs["loss"])
             times.append(time.perf_counter() - self.began)
 
-    model.build(x[:1])
+    model.build(jax.tree.map(lambda a: a[:1], x))
     began = time.perf_counter()
     try:
         model.fit(
@@ -300,8 +300,8 @@ def main_measured(args: argparse.Namespace, results: "Results") -> None:
             whole = results.of(name).get("all memory", {"predicted": 0, "loss": 0})
             limit = None if share is None else int(share * whole["predicted"])
             found = results.add(name, budget, partial(measure, name, rows, limit, args))
-            is_other = limit is None or "error" in found
-            assert is_other or abs(found["loss"] - whole["loss"]) < 1e-4, "other numbers"
+            if limit is not None and abs(found.get("loss", whole["loss"]) - whole["loss"]) > 1e-4:
+                print(f"Another loss: {found['loss']} instead of {whole['loss']}", flush=True)
 
 
 class Results:
@@ -350,7 +350,8 @@ def table_measured(found: dict[str, Any]) -> str:
             limit = (BUDGETS[budget] or 0) * whole["predicted"]
             larger = bytes_with_a_pass_less(one, whole)
             part = one["measured"] / one["predicted"]
-            parts.append((one["predicted"] <= limit or not limit, part, one["programs"]))
+            fits = [not limit or one[x] <= limit for x in ("predicted", "measured")]
+            parts.append((*fits, part, one["programs"], abs(one["loss"] - whole["loss"])))
             cells = [name, budget, one["chosen"], mib(one["predicted"])]
             cells += [f"{one['predicted'] / limit:.0%}" if limit else ""]
             cells += [f"{larger / limit:.0%}" if limit and larger else ""]
@@ -362,13 +363,15 @@ def table_measured(found: dict[str, Any]) -> str:
                 cells += [f"{median:.0f} ({least:.0f} to {most:.0f})"]
                 cells += [f"{median / statistics.median(whole['step_ms']):.2f}"]
             lines.append(list(map(str, cells)))
-    fit, measured, programs = zip(*parts, strict=True)
+    stated, fit, measured, programs, apart = zip(*parts, strict=True)
     shown = (
-        f"{sum(fit)} of {len(parts)} chosen steps fit by the compiler's account. Measured are "
+        f"{sum(stated)} of {len(parts)} chosen steps fit by the compiler's account, {sum(fit)} as "
+        f"measured. Measured are "
         f"{min(measured):.2f} to {max(measured):.2f} times what is predicted (median "
         f"{statistics.median(measured):.2f}), in {sum(abs(x - 1) <= 0.1 for x in measured)} cases "
         f"within 10 %. Programs compiled: "
-        f"{', '.join(f'{n} in {programs.count(n)}' for n in sorted(set(programs)))} cases."
+        f"{', '.join(f'{n} in {programs.count(n)}' for n in sorted(set(programs)))} cases. "
+        f"Losses differ by {max(apart):.1g} at most from those of all rows at once."
     )
     return f"{as_table(titles, lines)}\n\n{shown}"
 
