@@ -9,6 +9,7 @@ keep the machine busy meanwhile.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -65,6 +66,8 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 def main() -> None:
     args = parse_arguments()
+    # So that a run that is interrupted ends its job.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     about = environment() | {"busy_processes": args.busy}
     runs: dict[str, list[dict]] = {name: [] for name in args.causes}
     with busy_processes(args.busy):

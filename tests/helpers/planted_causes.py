@@ -231,7 +231,7 @@ def images():
 
 PLANTED = {
     "slow decode": Planted(
-        lambda: fit(Batches(seconds=0.05)), "reading", "longer than the rest of a step. Keep"
+        lambda: fit(Batches(seconds=0.1)), "reading", "longer than the rest of a step. Keep"
     ),
     "slow first batch": Planted(
         lambda: fit(Batches(first_s=1.0)), "first batch", "as long as"
@@ -276,7 +276,7 @@ PLANTED = {
         "Put the channels last",
     ),
     "custom loop: slow decode": Planted(
-        lambda: loop(x=Batches(seconds=0.05), y=None, rows=None), "reading",
+        lambda: loop(x=Batches(seconds=0.1), y=None, rows=None), "reading",
         "longer than the rest of a step. Keep",
     ),
     "custom loop: logging every step": Planted(
@@ -335,12 +335,14 @@ def run(name: str, output: str, *, timeout_s: float = 180) -> dict:
     )
     try:
         said = job.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.communicate(timeout=30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise RuntimeError(f"{name} has not ended after {timeout_s} s.") from None
     results = os.path.join(output, "explain.json")
     if not os.path.exists(results):
