@@ -203,6 +203,16 @@ def test_log_dir_gets_a_file_for_each_rank(run, script, tmp_path):
     assert sorted((tmp_path / "logs" / "rank1.log").read_text().split()) == ["1", "err", "out"]
 
 
+def test_a_job_goes_on_without_a_log_for_which_the_disk_has_no_space(run, script, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").symlink_to("/dev/full")
+    path = script("import os; print('out', os.environ['TNT_PROCESS_ID'])")
+    code, out, err = run("-n", 2, "--no-gpu", "--log-dir", "logs", path, cwd=tmp_path)
+    assert (code, out) == (0, "out 0\n")
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "out 0\n"
+    assert err.count("rank1.log ends here: [Errno 28] No space left on device.") == 1
+
+
 def test_process_that_is_shown_alone_on_a_terminal_sees_a_terminal(tnt_jax, script, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # It would count for more than the terminal.
     path = script(

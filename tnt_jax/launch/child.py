@@ -80,6 +80,7 @@ class Child:
         streams: File descriptor of each open output pipe, by name ("stdout", "stderr").
         code: Exit code as a shell states it (128 + signal number), or None while it runs.
         link: The end of a socket over which a process of an elastic job talks to the launcher.
+        lost_log: Why its log ends before its output, until that has been shown; else empty.
     """
 
     def __init__(self, process: Mapping[str, Any]) -> None:
@@ -112,6 +113,7 @@ class Child:
         self.pid = self._popen.pid
         self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
         self.code: int | None = None
+        self.lost_log = ""
         self._received = Lines()
         self._kept: int | None = None
 
@@ -140,7 +142,10 @@ class Child:
     def _take(self, name: str, data: bytes) -> bytes:
         self._tails[name] = (self._tails[name] + data)[-TAIL_BYTES:]
         if self._log is not None:
-            self._log.write(data)
+            try:
+                self._log.write(data)
+            except OSError as error:
+                self._log, self.lost_log = None, f"{self._log.name} ends here: {error}."
         return data
 
     def hear(self) -> list[bytes] | None:

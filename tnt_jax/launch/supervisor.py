@@ -319,6 +319,9 @@ class Supervisor:
     def _show(self, child: Child, name: str, data: bytes) -> None:
         if data and name in child.shown:
             self._send("output", rank=child.rank, stream=name, data=data.decode("latin-1"))
+        if child.lost_log:
+            text, child.lost_log = f"[tnt-jax] {child.lost_log}\n", ""
+            self._send("output", rank=child.rank, stream="stderr", data=text)
 
     def _reap(self) -> None:
         while True:
