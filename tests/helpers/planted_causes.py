@@ -179,12 +179,12 @@ def loop(between=lambda metrics: None, *, x=X, y=Y, module=None, rows=ROWS):
 
 
 def slow_rank():
-    """Lets a process of its own stop process 1 for half of the time."""
+    """Lets a process of its own stop process 1 for most of the time."""
     if tnt.get_process_index() == 1:
         code = (
             "import os, signal, sys, time\nparent = os.getppid()\n"
             "while os.getppid() == parent:\n"
-            "    os.kill(parent, signal.SIGSTOP); time.sleep(0.001)\n"
+            "    os.kill(parent, signal.SIGSTOP); time.sleep(0.003)\n"
             "    os.kill(parent, signal.SIGCONT); time.sleep(0.001)\n"
         )
         subprocess.Popen([sys.executable, "-S", "-c", code])

@@ -360,7 +360,9 @@ class Explanation:
                     f"Process {slow} computes a step in {_ms(own[slow])}, the others in "
                     f"{_ms(others)}: all wait for it."
                 )
-                found.append(Finding("slow rank", text, share=self._share("waiting")))
+                # Sums wait for it, too.
+                share = self._share("waiting") + self._share("sums")
+                found.append(Finding("slow rank", text, share=share))
         if self._is_large("sharing"):
             number, cores = measured["processes"], measured["cores_of_machine"]
             text = (
