@@ -82,7 +82,10 @@ def test_a_tracker_is_started_before_it_gets_the_rest_of_an_epoch(become):
         finish=lambda: events.append("finish"),
     )
     model = SimpleNamespace(
-        resumption=SimpleNamespace(run={}), state=SimpleNamespace(step=0), optimizer=None
+        resumption=SimpleNamespace(run={}),
+        built=True,
+        state=SimpleNamespace(step=0),
+        optimizer=None,
     )
     become(is_master=False)
     hooks = opened(callbacks.Track(tracker, update_freq=1), model)

@@ -222,17 +222,21 @@ class StepCount:
     def begin(self, batch: int, model: Any) -> None:
         """Notes where an epoch begins, if this is its first step."""
         if self._batches is None:
-            self.done, self._batches = int(model.state.step), batch
+            self.done, self._batches = _steps_of(model), batch
 
     def end(self, batch: int, model: Any, num_batches: int | None) -> None:
         """Counts the steps up to a batch of an epoch, whose number of batches may be known."""
         # A group that the end of the data leaves incomplete has the number of a whole one.
         reached = min(batch + 1, num_batches or batch + 1)
         if self._batches is None:
-            self.done, self._batches = int(model.state.step) - reached, 0
+            self.done, self._batches = _steps_of(model) - reached, 0
         self.done += reached - self._batches
         self.of_run += reached - self._batches
         self._batches = reached
+
+
+def _steps_of(model: Any) -> int:
+    return int(model.state.step) if model.built else 0
 
 
 class Callback:
