@@ -37,6 +37,8 @@ OF_THE_PROCESS = {
     "launch.supervisor._listening",
     # The line to the launcher, which a process gets once.
     "distributed.elastic.link.link",
+    # The handler of errors of C++, which all jobs of a process need once it is set.
+    "_jax.processes.stop_threads_that_fail",
     "_jax.compiling._without_ynn_convolutions",
     # Answers about dtypes and modules, and kinds of keys by what they draw.
     "train.checkpoints.arrays._is_storable",
