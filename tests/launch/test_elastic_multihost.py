@@ -74,37 +74,38 @@ def test_training_goes_on_without_the_killed_coordinator(train, tmp_path):
     check_alike(tmp_path, "0", range(1, len(HOSTS)))
 
 
-@needs_cuts
-def test_training_goes_on_without_a_host_that_is_cut_off(train, tmp_path, wait_until):
+@pytest.fixture
+def train_with_cut(train, tmp_path, wait_until):
+    """Trains while the last host is cut off, for so many seconds or to the end."""
     run_undisturbed(train)
-    launcher = train("cut")
-    lost = len(HOSTS) - 1
-    wait_until(lambda: (tmp_path / f"trains-{lost}").exists(), timeout_s=90)
-    cut(HOSTS[lost])
-    try:
-        code, _, err = finish(launcher, timeout=120)
-    finally:
-        mend(HOSTS[lost])
-    assert code == 0, err
-    assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
+
+    def train_with_cut(name, for_s=None):
+        launcher = train(name)
+        lost = len(HOSTS) - 1
+        wait_until(lambda: (tmp_path / f"trains-{lost}").exists(), timeout_s=90)
+        cut(HOSTS[lost])
+        try:
+            ended = finish(launcher, timeout=120) if for_s is None else time.sleep(for_s)
+        finally:
+            mend(HOSTS[lost])
+        code, _, err = ended or finish(launcher, timeout=180)
+        assert code == 0, err
+        assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
+        return lost, err
+
+    return train_with_cut
+
+
+@needs_cuts
+def test_training_goes_on_without_a_host_that_is_cut_off(train_with_cut, tmp_path):
+    lost, _ = train_with_cut("cut")
     check_alike(tmp_path, "cut", range(lost))
     assert not (tmp_path / f"cut-{lost}.npz").exists()
 
 
 @needs_cuts
-def test_a_host_that_was_cut_off_joins_again(train, tmp_path, wait_until):
-    run_undisturbed(train)
-    launcher = train("back")
-    lost = len(HOSTS) - 1
-    wait_until(lambda: (tmp_path / f"trains-{lost}").exists(), timeout_s=90)
-    cut(HOSTS[lost])
-    try:
-        time.sleep(14)  # It is lost after eight seconds of silence.
-    finally:
-        mend(HOSTS[lost])
-    code, _, err = finish(launcher, timeout=180)
-    assert code == 0, err
-    assert f"process {lost} on {HOSTS[lost]} is out of reach" in err
+def test_a_host_that_was_cut_off_joins_again(train_with_cut, tmp_path):
+    lost, err = train_with_cut("back", for_s=14)  # It is lost after eight seconds of silence.
     assert f"{HOSTS[lost]} can be reached again" in err
     assert f"process {lost} joins on {HOSTS[lost]}" in err
     check_alike(tmp_path, "back", range(len(HOSTS)))
