@@ -10,7 +10,7 @@ PyTorch's DistributedDataParallel. A step without any exchange tells what sums c
 
 On hosts with rate-limited links, a command prefix chooses the host of each process:
 
-    python benchmarks/allreduce.py --prefix "netcluster exec node{number} --" --address
+    python benchmarks/allreduce.py --prefix "ip netns exec node{number}" --address
     10.77.0.{number} --rate-gbit 1
 """
 

@@ -9,7 +9,7 @@ epoch, evaluation, or the last update, with which `fit` ends.
 On hosts with rate-limited links, a command prefix places the processes; the labels of the link go
 to the table:
 
-    python benchmarks/local_steps.py --hosts 2 --speed --prefix "netcluster exec node{number} --"
+    python benchmarks/local_steps.py --hosts 2 --speed --prefix "ip netns exec node{number}"
     --address 10.77.0.{number} --link "1 Gbit/s" --output benchmarks/results/local_steps_1gbit.json
 
 `--speed` takes few rows and one seed. Results on test data need no links, and no idle machine:

@@ -6,8 +6,8 @@ steps. A step of one rank and of two, and the efficiency, should be the same wit
 
 On two hosts, processes are placed by a command prefix, and the launcher runs on the first:
 
-    python benchmarks/scale_agreement.py --prefix "netcluster exec node{number} --"
-    --address 10.77.0.{number} --launch-prefix "netcluster exec node1 --" --hostfile hosts
+    python benchmarks/scale_agreement.py --prefix "ip netns exec node{number}"
+    --address 10.77.0.{number} --launch-prefix "ip netns exec node1" --hostfile hosts
     --output benchmarks/results/scale_agreement.json
 """
 

@@ -27,7 +27,7 @@ On hosts with rate-limited links, a command prefix places the processes (and one
 first host):
 
     python benchmarks/scaling.py --kinds "processes, a core each"
-    --prefix "netcluster exec node{number} --" --address 10.77.0.{number}
+    --prefix "ip netns exec node{number}" --address 10.77.0.{number}
 
 In an allocation of SLURM the prefix is "srun --overlap --ntasks 1 --relative {index}", where
 {index} counts from 0. The GPU runs have not been made; see docs/performance.md.
