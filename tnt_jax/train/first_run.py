@@ -86,3 +86,13 @@ def half_as_many(num_rows: int, most: int | None) -> int | None:
         fewer,
     )
     return fewer
+
+
+def found_no_memory(name: str, less: str) -> None:
+    """Warns that a step, by its name, gives way to one that needs less memory."""
+    logger.warning(
+        "A device has no memory for a step of %s, although the compiler stated that it fits: %s "
+        "from here on. TNT_DEVICE_MEMORY sets the limit.",
+        name,
+        less,
+    )

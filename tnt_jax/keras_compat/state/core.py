@@ -34,7 +34,7 @@ from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
-from tnt_jax.train.first_run import half_as_many
+from tnt_jax.train.first_run import found_no_memory, half_as_many
 from tnt_jax.train.local.trainer import LocalTrainer
 from tnt_jax.train.loops.context import steps_in_use
 from tnt_jax.train.state import TrainState
@@ -316,10 +316,16 @@ class Core:
         batch: Batch,
         forms: Sequence[_Form],
         trace: Callable[[], Any] | None = None,
+        failed: memory_choice.Attempt | None = None,
     ) -> None:
-        """Chooses the first form of a step that fits the memory of a device, and takes it."""
+        """Chooses the first form of a step that fits the memory of a device, and takes it.
+
+        After a step that fitted and has `failed` for lack of memory, it is one that needs less.
+        """
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
         limit = memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        if failed is not None:
+            limit = int(failed.nbytes) - 1
         state, placed = trainer.require_state(), trainer.put(batch)
         functions, transformation = self.functions, compilation.transformation
         assert functions is not None and transformation is not None
@@ -390,7 +396,10 @@ class Core:
             self.at_once.training = self.at_once.evaluation = None
             self._compile_steps()
             raise
-        logger.info("%s.", choice)
+        if failed is None:
+            logger.info("%s.", choice)
+        else:
+            found_no_memory(failed.name, choice.chosen.name)
         self.memory_choice = choice
         form = looked_at[choice.way]
         if form.name or trace is None:
@@ -400,10 +409,27 @@ class Core:
         elif choice.rows_at_once != self.at_once.training:
             self._take(form, choice.rows_at_once)
         if num_rows is not None:
-            trainer.fewer_rows = lambda: why_whole() is None and self._compute_fewer_rows(num_rows)
+            trainer.fewer_rows = lambda: (
+                self._compute_fewer_rows(num_rows)
+                if why_whole() is None
+                else self._choose_less(asked, batch, trace)
+            )
             trainer.fewer_evaluated_rows = lambda: (
                 compilation.dependence is None and self._evaluate_fewer_rows(num_rows)
             )
+
+    def _choose_less(self, asked: str, batch: Batch, trace: Callable[[], Any] | None) -> bool:
+        """Chooses a step of all rows that needs less memory; returns whether there is one.
+
+        Batches stay where they are, so the mesh does, too.
+        """
+        assert self.memory_choice is not None
+        forms = [x for x in self._forms(in_passes=True) if x.sharding is self._sharding]
+        try:
+            self._choose(asked, batch, forms, trace, self.memory_choice.chosen)
+        except ValueError:
+            return False
+        return True
 
     def _compute_fewer_rows(self, num_rows: int) -> bool:
         """Halves the rows of a pass, of `num_rows` of a rank; returns whether they were several."""
