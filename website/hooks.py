@@ -6,6 +6,7 @@ It gets pages from the repository, from docstrings and from notebooks.
 from pathlib import Path
 from typing import Any
 
+import gallery
 import llms
 import messages
 import notebooks
@@ -40,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         page = source.removeprefix("docs/").replace(".ipynb", ".md")
         files.append(File.generated(config, page, content=notebooks.markdown(path)))
         _sources[page] = source
-    for page, text in reference.pages().items():
+    for page, text in {**reference.pages(), **gallery.pages()}.items():
         files.append(File.generated(config, page, content=text))
     for source, page in reachable(_sources.values()).items():
         if (ROOT / source).suffix in PICTURES:
@@ -69,12 +70,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Writes the pages for programs that read them."""
+    """Writes the pages for programs that read them, and notebooks of the gallery."""
     package, site = llms.load_package(), Path(config.site_dir)
     pages = {uri: llms.plain(text, package) for uri, text in _texts.items()}
     for uri, text in pages.items():
         (site / uri).parent.mkdir(parents=True, exist_ok=True)
         (site / uri).write_text(text)
+    for name in gallery.names():
+        if book := gallery.notebook(name):
+            (site / "gallery" / f"{name}.ipynb").write_text(book)
     summary = config.site_description or config.site_name
     (site / "llms.txt").write_text(llms.index(config.site_name, summary, _sections, pages))
     (site / "llms-full.txt").write_text(llms.full(_sections, pages))

@@ -1,8 +1,25 @@
 """Notebooks as Markdown: cells with the outputs that were stored with them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+_COLAB = "https://colab.research.google.com/github"
+
+
+def colab(path: str) -> str:
+    """Returns a link to Colab for a notebook of the published site; nothing elsewhere.
+
+    Args:
+        path: Path of the notebook below the site's root. The site of a release lies on the branch
+            `gh-pages` of the repository that GitHub's runners name, in the folder of its version.
+    """
+    repository, version = (os.environ.get(name) for name in ("GITHUB_REPOSITORY", "SITE_VERSION"))
+    if not repository or not version:
+        return ""
+    link = f"{_COLAB}/{repository}/blob/gh-pages/{version}/{path}"
+    return f'<a class="md-button" href="{link}">Open in Colab</a>'
 
 
 def markdown(path: Path) -> str:
@@ -13,6 +30,7 @@ def markdown(path: Path) -> str:
     book = json.loads(path.read_text())
     # As HTML, so that it leads to the file and not to this page of it.
     download = f'<a class="md-button" href="{path.name}" download>Download this notebook</a>'
+    download = f"{download} {colab(f'notebooks/{path.name}')}".rstrip()
     cells = [_cell(cell) for cell in book["cells"]]
     return "\n\n".join([cells[0], download, *cells[1:]])
 

@@ -5,7 +5,9 @@ import json
 from functools import reduce
 
 import check
+import gallery
 import llms
+import nbformat
 import notebooks
 import pytest
 import reference
@@ -182,3 +184,41 @@ def test_pages_of_the_reference_have_signatures_and_docstrings_for_programs():
     (line,) = [line for line in text.splitlines() if "`tnt.callbacks.CSVLogger(" in line]
     assert [name in line for name in shown.parameters] == [True] * 3
     assert inspect.getdoc(tnt_jax.callbacks.CSVLogger).splitlines()[0] in text
+
+
+def test_every_program_of_the_gallery_has_a_page_with_what_it_printed_and_found():
+    pages = gallery.pages()
+    for name in gallery.names():
+        page = pages[f"gallery/{name}.md"]
+        assert f"({name}.md)" in pages["gallery/index.md"]
+        assert (gallery.PROGRAMS / f"{name}.py").read_text().rstrip() in page
+        assert (gallery.RECORDED / f"{name}.txt").read_text().rstrip() in page
+        assert (gallery.RECORDED / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_of_the_gallery_runs_what_its_program_runs(tmp_path, monkeypatch):
+    book = nbformat.reads(gallery.notebook("distillation"), as_version=4)
+    nbformat.validate(book)
+    _, install, digits, program = (cell.source for cell in book.cells)
+    assert install.startswith("%pip install")
+    magic, _, text = digits.partition("\n")
+    assert magic == "%%writefile digits_data.py"
+    (tmp_path / "digits_data.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"__name__": "not run yet"}
+    exec(program, names)
+    assert len(names["load"]()[0][0]) == 1437
+    assert gallery.notebook("keras_hub_bert") is None  # Its data cannot be loaded there.
+
+
+def test_notebooks_lead_to_colab_on_the_site_of_a_release_alone(monkeypatch):
+    for name in ("GITHUB_REPOSITORY", "SITE_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    assert "colab" not in gallery.pages()["gallery/clip.md"]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "someone/something")
+    assert "colab" not in gallery.pages()["gallery/clip.md"]  # The site of no release.
+    monkeypatch.setenv("SITE_VERSION", "0.1")
+    link = "/github/someone/something/blob/gh-pages/0.1/"
+    assert f"{link}gallery/clip.ipynb" in gallery.pages()["gallery/clip.md"]
+    path = ROOT / "docs/notebooks/first_model.ipynb"
+    assert f"{link}notebooks/first_model.ipynb" in notebooks.markdown(path)
