@@ -87,6 +87,18 @@ BUCKETS = trial("sums", "--fusion-threshold 0", 0.02, 0.012)
     [
         ({"as is": 20}, {"trials": [CALLBACK]}, "callback", "Slow holds steps up"),
         (
+            {"as is": 20},
+            {"trials": [trial("callback", "Slow", 0.02, 0.02)]},
+            "callback",
+            "of the script's, Slow alone acts after each",
+        ),
+        (
+            {"as is": 20},
+            {"trials": [trial("callback", name, 0.02, 0.02) for name in ("Slow", "Other")]},
+            "callback",
+            "no single one does",
+        ),
+        (
             {"as is": 20, "no callbacks": 20},
             {"read_s": 0.018},
             "reading",
@@ -144,6 +156,12 @@ def test_the_cause_is_named(changes, facts, cause, text):
     found = explained(changes, **facts).findings
     assert [finding.cause for finding in found] == [cause]
     assert text in found[0].line
+
+
+def test_batches_are_small_only_where_nearly_all_rounds_say_so():
+    times = measured({"half the rows": 9})
+    times["seconds"]["half the rows"][:2] = [[0.005, 0.005]] * 2
+    assert Explanation("train.py", times).findings == []
 
 
 def test_a_slow_rank_is_named():
