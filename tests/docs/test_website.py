@@ -5,6 +5,7 @@ import json
 from functools import reduce
 
 import check
+import draw_rooms
 import gallery
 import llms
 import nbformat
@@ -222,3 +223,11 @@ def test_notebooks_lead_to_colab_on_the_site_of_a_release_alone(monkeypatch):
     assert f"{link}gallery/clip.ipynb" in gallery.pages()["gallery/clip.md"]
     path = ROOT / "docs/notebooks/first_model.ipynb"
     assert f"{link}notebooks/first_model.ipynb" in notebooks.markdown(path)
+
+
+@pytest.mark.parametrize("room", draw_rooms.ROOMS)
+def test_a_drawing_has_the_imports_of_its_room(room):
+    drawing = (draw_rooms.FOLDER / f"{room}.svg").read_text()
+    assert draw_rooms.arrows(drawing) == draw_rooms.arrows(draw_rooms.graph(room)), (
+        "`python website/draw_rooms.py` draws them anew."
+    )
