@@ -7,7 +7,6 @@ from functools import reduce
 import check
 import draw_rooms
 import gallery
-import llms
 import nbformat
 import notebooks
 import pytest
@@ -16,6 +15,11 @@ import repository
 from pages import ROOT
 
 import tnt_jax
+
+
+@pytest.fixture
+def llms():
+    return pytest.importorskip("llms", reason="needs the extra docs", exc_type=ImportError)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ class Item:
         self.file = type("File", (), {"src_uri": uri})
 
 
-def test_llms_txt_has_a_link_and_a_sentence_for_each_page():
+def test_llms_txt_has_a_link_and_a_sentence_for_each_page(llms):
     nav = [
         Item("Home", uri="index.md"),
         Item("Guides", Item("Data", uri="data.md"), Item("More", Item("Ray", uri="ray.md"))),
@@ -172,7 +176,7 @@ def test_llms_txt_has_a_link_and_a_sentence_for_each_page():
     assert "no. sentence" in whole
 
 
-def test_pages_of_the_reference_have_signatures_and_docstrings_for_programs():
+def test_pages_of_the_reference_have_signatures_and_docstrings_for_programs(llms):
     package = llms.load_package()
     for path, page in reference.pages().items():
         text = llms.plain(page, package)
@@ -227,6 +231,7 @@ def test_notebooks_lead_to_colab_on_the_site_of_a_release_alone(monkeypatch):
 
 @pytest.mark.parametrize("room", draw_rooms.ROOMS)
 def test_a_drawing_has_the_imports_of_its_room(room):
+    pytest.importorskip("importlinter", reason="needs the extra dev")
     drawing = (draw_rooms.FOLDER / f"{room}.svg").read_text()
     assert draw_rooms.arrows(drawing) == draw_rooms.arrows(draw_rooms.graph(room)), (
         "`python website/draw_rooms.py` draws them anew."
