@@ -307,29 +307,48 @@ def test_what_forbids_passes_is_found_by_tracing(use_ranks, what, reason):
     assert why_in_one_pass(Odd(what), state, batch, 3, tnt.init().mesh) == reason
 
 
+class Fail(tnt.callbacks.Callback):
+    """Replaces the program of the first step by one that finds no memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows_at_once = []
+
+    def on_train_begin(self, logs=None):
+        core = self.model._core
+
+        def step(state, sums, batch):
+            self.rows_at_once.append(core.at_once.training)
+            jax.tree.map(lambda x: x.delete(), state)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+        core.trainer.programs.training = lambda *_: step
+
+
 def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, few_rows):
     use_ranks(1)
     history = train(make_model(Net()), None)
     few_rows(12)
-    model = make_model(Net())
-    failures = []
-
-    class Fail(tnt.callbacks.Callback):
-        """Replaces the program of the first step by one that finds no memory."""
-
-        def on_train_begin(self, logs=None):
-            programs = model._core.trainer.programs
-
-            def step(state, sums, batch):
-                failures.append(model._core.at_once.training)
-                jax.tree.map(lambda x: x.delete(), state)
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
-
-            programs.training = lambda *_: step
-
-    assert_close(train(model, "auto", callbacks=[Fail()]), history)
-    assert failures == [12]
+    model, fail = make_model(Net()), Fail()
+    assert_close(train(model, "auto", callbacks=[fail]), history)
+    assert fail.rows_at_once == [12]
     assert model._core.at_once.training == 6
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_step_of_all_rows_that_finds_no_memory_gives_way_to_another(use_ranks, capfd, remat):
+    use_ranks(1)
+    history = train(make_model(Normalized()), None)
+    model = make_model(Normalized(), remat="full")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        train(model, "auto", callbacks=[Fail()])
+    use_ranks(4)
+    model = make_model(Normalized(), remat=remat)
+    assert_close(train(model, "auto", callbacks=[Fail()]), history)
+    name = {"none": "remat='full'", "full": "shard_optimizer_state"}[remat]
+    assert f"although the compiler stated that it fits: {name}" in capfd.readouterr().err
+    assert model._core._used.remat == "full"
+    assert model._core._used.shard_optimizer_state == (remat == "full")
 
 
 def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
