@@ -63,7 +63,7 @@ def evil(tmp_path, monkeypatch):
 
 
 def hostile(name="evil_module:run"):
-    processes = "tnt_jax.launch.child:Child"
+    processes = "tnt_jax.launch.supervisor:Child"
     return [
         {"import": name},
         {"linen": [name, {}, None]},

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tnt_jax.launch.child import Child
 from tnt_jax.launch.planning.plan import Process
+from tnt_jax.launch.supervisor import Child
 
 READS_LATE = """
 import os, socket, time

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tnt_jax.cluster.clusters import Job, detect_job
-from tnt_jax.launch.child import expand
 from tnt_jax.launch.doctor.command import doctor
 from tnt_jax.launch.explain.command import run_explain
 from tnt_jax.launch.planning.environment import task_environment
@@ -25,6 +24,7 @@ from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.restarts import clean_up, run_with_restarts
 from tnt_jax.launch.run import Attempt, check, new_job_id, run_attempt
 from tnt_jax.launch.scale.command import run_scale
+from tnt_jax.launch.supervisor import expand
 from tnt_jax.launch.verify.command import run_verify, verify_receipts
 from tnt_jax.settings import read_settings
 
