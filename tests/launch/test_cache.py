@@ -6,8 +6,7 @@ import pytest
 
 from tnt_jax.files import UnsafeFolder, private_folder
 from tnt_jax.launch.planning import facts as facts_module
-from tnt_jax.launch.planning.facts import Facts, cache_dir, inspect_host
-from tnt_jax.launch.planning.preflight import find_missing_caches
+from tnt_jax.launch.planning.facts import Facts, cache_dir, find_missing_caches, inspect_host
 
 
 def test_cache_dir_follows_the_xdg_specification(tmp_path):

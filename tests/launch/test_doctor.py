@@ -8,11 +8,17 @@ import socket
 import pytest
 
 from tnt_jax.distributed.host.link_probe import choose_pairs
-from tnt_jax.launch.doctor import report
-from tnt_jax.launch.doctor.checks import FAILURE, OK, WARNING, judge, judge_reachability
-from tnt_jax.launch.doctor.command import describe
-from tnt_jax.launch.doctor.examine import Examination, examine
-from tnt_jax.launch.doctor.report import shown_environment
+from tnt_jax.launch.doctor import (
+    FAILURE,
+    OK,
+    WARNING,
+    describe,
+    judge,
+    judge_reachability,
+    shown_environment,
+    write_report,
+)
+from tnt_jax.launch.planning.facts import Examination, examine
 
 REQUEST = {
     "cwd": "/",
@@ -21,7 +27,7 @@ REQUEST = {
     "environment": {"PATH": "/usr/bin:/bin"},
 }
 HEALTHY = dataclasses.replace(
-    Examination.from_json(examine(REQUEST, "/none")),
+    Examination(**examine(REQUEST, "/none")),
     proxies=[], open_files=None, shm_mb=8000, free_disk_mb=8000, token="t", driver=None, nccl=None,
 )  # fmt: skip
 HEALTHY.facts.update(
@@ -204,10 +210,10 @@ def test_the_environment_of_a_report_has_no_secrets():
 
 
 def test_what_the_doctor_found_is_in_a_report_without_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_list_devices", lambda environ: "no module in /home/ada/lib")
+    monkeypatch.setattr("tnt_jax.launch.doctor._list_devices", lambda environ: "no module in /home/ada/lib")
     found = {"detail": "no directory /home/ada/x there; http://ada:s3cret@proxy", "number": 1}
     diagnosis = {"ok": False, "findings": [found]}
-    report.write_report(tmp_path / "a.json", diagnosis, {"HOME": "/home/ada"})
+    write_report(tmp_path / "a.json", diagnosis, {"HOME": "/home/ada"})
     written = json.loads((tmp_path / "a.json").read_text())
     detail = "no directory ~/x there; http://(hidden)@proxy"
     assert written["findings"] == [{"detail": detail, "number": 1}]

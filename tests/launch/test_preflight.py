@@ -2,12 +2,14 @@ import dataclasses
 
 import pytest
 
-from tnt_jax.launch.planning.facts import Facts, inspect_host, ssh_address
-from tnt_jax.launch.planning.preflight import (
+from tnt_jax.launch.planning.facts import (
+    Facts,
     choose_address,
     find_obstacles,
     find_remedy,
     find_unreachable,
+    inspect_host,
+    ssh_address,
 )
 
 FACTS = Facts.from_json(

@@ -9,15 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tnt_jax.cluster.clusters import Job, detect_job
-from tnt_jax.launch.doctor.command import doctor
+from tnt_jax.launch.doctor import doctor
 from tnt_jax.launch.explain.command import run_explain
 from tnt_jax.launch.planning.environment import task_environment
-from tnt_jax.launch.planning.facts import Facts, inspect_host
+from tnt_jax.launch.planning.facts import Facts, find_obstacles, inspect_host
 from tnt_jax.launch.planning.fingerprint import fingerprint
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry
 from tnt_jax.launch.planning.options import Options, parse_options
 from tnt_jax.launch.planning.plan import script_command
-from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_orphans
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from tnt_jax.cluster.job import Job
 from tnt_jax.launch.planning.environment import SECRET, Launch, carried_environment
-from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.facts import (
+    Facts,
+    choose_address,
+    find_missing_caches,
+    find_obstacles,
+    find_remedy,
+    find_unreachable,
+    share_machine,
+)
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import (
@@ -23,14 +31,6 @@ from tnt_jax.launch.planning.plan import (
     Process,
     choose_devices,
     plan_processes,
-)
-from tnt_jax.launch.planning.preflight import (
-    choose_address,
-    find_missing_caches,
-    find_obstacles,
-    find_remedy,
-    find_unreachable,
-    share_machine,
 )
 from tnt_jax.launch.remote.connection import (
     Connection,

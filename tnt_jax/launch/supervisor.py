@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
-from tnt_jax.launch.doctor.examine import examine, read_clock
-from tnt_jax.launch.planning.facts import inspect_host
+from tnt_jax.launch.planning.facts import examine, inspect_host, read_clock
 from tnt_jax.launch.processtree import (
     adopt_orphans,
     catch_signals,

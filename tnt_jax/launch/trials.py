@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tnt_jax.launch.planning.facts import find_obstacles
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import choose_devices
-from tnt_jax.launch.planning.preflight import find_obstacles
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import Screen

@@ -1,12 +1,18 @@
-"""Facts about a host: the launcher asks before anything starts, the supervisor answers."""
+"""Facts about a host: the launcher asks before anything starts, the supervisor answers.
+
+The doctor asks for more (`examine`). What facts say against a job, pure functions find.
+"""
 
 import importlib.metadata
 import os
+import re
+import resource
 import shutil
 import socket
 import stat
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,3 +182,189 @@ def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]
     if interpreter and shutil.which(interpreter, path=environ.get("PATH")) is None:
         missing.append(f"interpreter {interpreter}")
     return missing
+
+
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The result of a host's examination, in addition to its `Facts`.
+
+    Attributes:
+        driver, nccl: Versions of the NVIDIA driver and of NCCL's Python package, or None.
+        proxies: Names of the proxy variables that are set.
+        open_files, locked_kb: Limits on what a process may open and lock; None for no limit.
+        shm_mb: Free space of /dev/shm, in MB; None if there is no such directory.
+        token: Content of the file that the launcher has just written to the working directory, or
+            None if it is not there.
+        free_disk_mb: Free space on the disk of the compilation cache, in MB.
+    """
+
+    facts: dict[str, Any]
+    driver: str | None
+    nccl: str | None
+    proxies: list[str]
+    open_files: int | None
+    locked_kb: int | None
+    shm_mb: int | None
+    token: str | None
+    free_disk_mb: int
+
+
+def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
+    """Returns this host's `Examination` as plain data; the request is for `inspect_host`."""
+    environ = {**os.environ, **request["environment"]}
+    facts = inspect_host(**request)
+    locked = _limit(resource.RLIMIT_MEMLOCK)
+    found = Examination(
+        facts=facts,
+        driver=_driver_version(),
+        nccl=next(filter(None, map(package_version, _NCCL_PACKAGES)), None),
+        proxies=sorted(name for name in environ if name.lower() in _PROXIES and environ[name]),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_kb=None if locked is None else locked // 1024,
+        shm_mb=_free_mb("/dev/shm"),
+        token=_read(token_file),
+        free_disk_mb=_free_mb(facts["cache_dir"]) or 0,
+    )
+    return asdict(found)
+
+
+def read_clock() -> float:
+    """Returns the host's clock, in seconds since 1970."""
+    return time.time()
+
+
+def _driver_version() -> str | None:
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _read(str(_DRIVER_VERSION)) or "")
+    return found[1] if found else None
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _free_mb(path: str) -> int | None:
+    """Returns the free space of a directory or of its nearest existing parent."""
+    here = Path(path)
+    if path == "/dev/shm" and not here.is_dir():
+        return None
+    while not here.is_dir():
+        here = here.parent
+    found = os.statvfs(here)
+    return found.f_bavail * found.f_frsize // 10**6
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+_REMEDIES = {
+    "permission denied": "Let ssh log in without a password: ssh-keygen, then ssh-copy-id {host}.",
+    "host key verification failed": "Log in once by hand to check and accept its key: ssh {host}.",
+    "could not resolve hostname": "Check its spelling in the hostfile; it must be known to ssh "
+    "here.",
+    "connection refused": "No ssh server listens there; start sshd, or give its port with "
+    "--ssh-args '-p PORT'.",
+    "timed out": "It is switched off, cut off, or a firewall drops ssh.",
+    "no route to host": "It is switched off or cut off from the network.",
+    "no such file or directory": "It needs the same Python environment at the same path as this "
+    "host.",
+    "not found": "It needs the same Python environment at the same path as this host.",
+    "no module named": "tnt_jax must be installed there at the same path as on this host.",
+    "no answer within": "It may be overloaded or waiting for a file system; try: ssh {host} true",
+}
+
+
+def find_remedy(host: str, reason: str) -> str:
+    """Returns the usual remedy if a host cannot be reached for this reason; empty if unknown."""
+    return next(
+        (hint.format(host=host) for sign, hint in _REMEDIES.items() if sign in reason.lower()), ""
+    )
+
+
+def find_obstacles(facts: Mapping[str, Facts]) -> dict[str, str]:
+    """Returns the reason and the remedy for each host that cannot take part.
+
+    The first host is the one that the others are compared with.
+    """
+    reference = next(iter(facts.values()))
+    expected = _versions(reference)
+    obstacles = {}
+    for host, found in facts.items():
+        reasons = []
+        if found.missing:
+            reasons.append(
+                f"There is no {' and no '.join(found.missing)} there. Is it spelled right, and is "
+                "the directory shared?"
+            )
+        versions = _versions(found)
+        reasons += [
+            f"{name} is {versions[name] or 'not installed'} there, but "
+            f"{version or 'not installed'} on {reference.hostname}; install the same."
+            for name, version in expected.items()
+            if versions[name] != version
+        ]
+        if reasons:
+            obstacles[host] = " ".join(reasons)
+    return obstacles
+
+
+def _versions(facts: Facts) -> dict[str, str | None]:
+    return {"Python": facts.python.rpartition(".")[0], **facts.versions}
+
+
+def find_missing_caches(facts: Mapping[str, Facts]) -> list[str]:
+    """Returns a sentence for each host on which compiled programs cannot be kept."""
+    return [
+        f"Compiled programs are not kept on {host}: {found.no_cache_because}. Set XDG_CACHE_HOME "
+        "to a directory of your own."
+        for host, found in facts.items()
+        if found.no_cache_because
+    ]
+
+
+def find_unreachable(facts: Mapping[str, Facts], device_kind: str) -> dict[str, str]:
+    """Returns the reason and the remedy for each host that others cannot reach by its own name.
+
+    CPU collectives (Gloo) listen on the address of the host's own name and would hang. GPU
+    collectives (NCCL) choose a network card instead.
+    """
+    if device_kind != "cpu" or share_machine(facts.values()):
+        return {}
+    traps = {}
+    for host, found in facts.items():
+        if all(map(is_loopback, found.own_addresses)):
+            name, resolved = found.hostname, ", ".join(found.own_addresses) or "no address"
+            traps[host] = (
+                f"Its own name, {name}, stands for {resolved} there, where no other host can reach "
+                f"it. Give {name} its network address in DNS or in /etc/hosts on that host, where "
+                f"Debian writes '127.0.1.1 {name}'."
+            )
+    return traps
+
+
+def share_machine(facts: Iterable[Facts]) -> bool:
+    """Returns whether hosts are one machine, as several nodes of a Ray cluster can be."""
+    return len({found.machine for found in facts}) == 1
+
+
+def choose_address(
+    candidates: Sequence[str], reachable: Mapping[str, Sequence[str]]
+) -> tuple[str, list[str]]:
+    """Returns the first candidate that most hosts reach, and the hosts that do not reach it.
+
+    Candidates are names and addresses of the first host, the preferred one first; `reachable` are
+    those that each of the other hosts reaches.
+    """
+    best = max(
+        candidates, key=lambda candidate: sum(candidate in found for found in reachable.values())
+    )
+    return best, [host for host, found in reachable.items() if best not in found]

@@ -1,1 +1,0 @@
-"""`tnt-jax doctor`: examines hosts, measures links between them, and suggests remedies."""
