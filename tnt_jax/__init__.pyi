@@ -37,9 +37,9 @@ from .keras_compat.facade.saved_models import load_model as load_model
 from .keras_compat.facade.saved_models import model_from_config as model_from_config
 from .keras_compat.facade.saved_models import model_from_json as model_from_json
 from .keras_compat.facade.saved_models import save_model as save_model
-from .launch.explain.notebook import explain as explain
-from .launch.scale.notebook import scaling as scaling
-from .launch.verify.notebook import verify as verify
+from .launch.notebook import explain as explain
+from .launch.notebook import scaling as scaling
+from .launch.notebook import verify as verify
 from .parameter_server.facade import ParameterServer as ParameterServer
 from .seeding import set_seed as set_seed
 from .sharded import Pipeline as Pipeline

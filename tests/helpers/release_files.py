@@ -18,8 +18,7 @@ import numpy as np
 import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.distributed.goodput import Account, AccountFile
-from tnt_jax.launch.scale.runs import Run, Shares
-from tnt_jax.launch.scale.scaling import Scaling
+from tnt_jax.launch.scale.scaling import Run, Scaling, Shares
 
 FOLDER = Path(__file__).parents[1] / "files"
 ENDINGS = {

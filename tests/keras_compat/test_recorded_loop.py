@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.launch.verify.comparison import Rounding, compare
-from tnt_jax.launch.verify.recording import read_lines
+from tnt_jax.launch.verify.comparison import Rounding, compare, read_lines
 from tnt_jax.settings import RECORD_MARK, TrialsDone
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from tnt_jax.data.indexed.random_access import RandomAccess
 from tnt_jax.data.recipes.token_batches import TokenBatches
 from tnt_jax.keras_compat.fit.data_intake import DataArguments
 from tnt_jax.keras_compat.fit.trials.timed import check_sums, scale_batch
-from tnt_jax.launch.scale.runs import MARK, read_line
+from tnt_jax.launch.scale.scaling import MARK, read_line
 from tnt_jax.settings import Settings, TrialsDone
 
 X, Y = np.ones((50, 3), np.float32), np.ones((50, 4), np.float32)

@@ -1,4 +1,4 @@
-"""Runs a script several times, as jobs that end early, and keeps what each run reports."""
+"""Runs a script, as jobs that end early, keeps what each run reports, and writes the results."""
 
 import os
 import signal
@@ -14,12 +14,14 @@ from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import choose_devices
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.ray_nodes import RayNodes
-from tnt_jax.launch.remote.screen import Screen
+from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.run import (
     Attempt,
+    Ending,
     ask_facts,
     check,
     hosts_of,
+    job_hosts,
     new_job_id,
     open_session,
     run_attempt,
@@ -37,17 +39,26 @@ class Stopped(Exception):
         self.code = code
 
 
-class Listener:
-    """Replaces the screen: keeps the lines in which process 0 reports something.
+IsKept = Callable[[bytes], bool]
+"""Returns whether a line is one in which process 0 reports something."""
 
-    Args:
-        is_kept: Whether a line is kept.
-        screen: Shows what else the processes print; None keeps it from the user.
+
+def marked(mark: str) -> IsKept:
+    """Returns whether a line begins with a mark, as a function of the line."""
+    return lambda line: line.startswith(mark.encode())
+
+
+class Listener:
+    """Replaces the screen, which it leaves what processes print if all are to be shown.
+
+    Attributes:
+        kept: The lines in which process 0 has reported something.
     """
 
-    def __init__(self, is_kept: Callable[[bytes], bool], screen: Screen | None) -> None:
+    def __init__(self, is_kept: IsKept, *, shows: bool) -> None:
         self.kept: list[str] = []
-        self._is_kept, self._screen = is_kept, screen
+        self._is_kept = is_kept
+        self._screen = Screen([]) if shows else None
         self._lines = Lines(_LONGEST_LINE_BYTES)
 
     def write(self, rank: int, name: str, data: bytes) -> None:
@@ -66,6 +77,36 @@ class Report:
     lines: list[str]
     num_hosts: int
     because: str
+
+
+def run_listening(
+    entries: Sequence[HostEntry],
+    options: Options,
+    environ: Mapping[str, str],
+    is_kept: IsKept,
+    limit_s: float,
+) -> tuple[Ending, list[str]]:
+    """Runs a job for some seconds at most; returns how it ended, and what it has reported."""
+    listener = Listener(is_kept, shows=options.output_on_all_devices)
+    attempt = Attempt(new_job_id(options.script_name), entries)
+    ending = run_attempt(attempt, options, environ, write=listener.write, timeout_s=limit_s)
+    return ending, listener.kept
+
+
+def write_results(
+    files: Mapping[Path, Callable[[], str | bytes]], *, what: str, note: str = ""
+) -> bool:
+    """Writes what functions return, and says so, or why it could not; returns whether it could."""
+    try:
+        for path, make in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = make()
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        say(f"error: the {what} could not be written: {error}")
+        return False
+    say(f"Wrote {' and '.join(map(str, files))}{note}.")
+    return True
 
 
 def check_folder(folder: Path) -> None:
@@ -149,7 +190,7 @@ class Trials:
     limit_s: float
     wanted: str
 
-    def run(self, ranks: int, is_kept: Callable[[bytes], bool], **changes: Any) -> Report:
+    def run(self, ranks: int, is_kept: IsKept, **changes: Any) -> Report:
         """Runs the script once, with changes of the options, and keeps the lines that are reported.
 
         Raises:
@@ -166,17 +207,25 @@ class Trials:
             else:
                 options = replace(options, devices_per_node=layout.per_host)
                 entries = list(layout.entries)
-            listener = Listener(is_kept, Screen([]) if options.output_on_all_devices else None)
-            ending = run_attempt(
-                Attempt(new_job_id(options.script_name), entries),
-                options,
-                self.environ,
-                write=listener.write,
-                timeout_s=self.limit_s,
-            )
+            ending, kept = run_listening(entries, options, self.environ, is_kept, self.limit_s)
         if ending.was_signalled:
             raise Stopped(ending.code or 128 + signal.SIGINT)
         because = ending.because if ending.code else ""
-        if not (because or listener.kept):
+        if not (because or kept):
             because = f"{options.script_name} has ended without {self.wanted}."
-        return Report(listener.kept, len(entries), because)
+        return Report(kept, len(entries), because)
+
+
+def plan_trials(
+    options: Options,
+    ranks: Sequence[int],
+    environ: Mapping[str, str],
+    *,
+    limit_s: float,
+    wanted: str,
+) -> Trials:
+    """Returns runs on these numbers of ranks; finds out where each runs, unless Ray chooses."""
+    layouts = {}
+    if options.ray_address is None:
+        layouts = choose_layouts(job_hosts(options, environ), options, ranks, environ)
+    return Trials(layouts, options, environ, limit_s, wanted)

@@ -9,11 +9,10 @@ from processes import environment
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Scale, parse_options
-from tnt_jax.launch.scale.command import _is_measured, _Table
+from tnt_jax.launch.scale.command import _Table
 from tnt_jax.launch.scale.projection import Outer
-from tnt_jax.launch.scale.runs import MARK
-from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.trials import Layout, Listener, check_folder, lay_out
+from tnt_jax.launch.scale.scaling import MARK, Scaling
+from tnt_jax.launch.trials import Layout, Listener, check_folder, lay_out, marked
 
 SCRIPT = """
 import sys
@@ -112,7 +111,7 @@ def test_a_folder_with_content_is_refused(tmp_path):
 
 
 def test_what_was_measured_is_found_in_whatever_pieces_it_comes(capsysbinary):
-    listener, in_table = Listener(_is_measured, None), Listener(_Table(), None)
+    listener, in_table = Listener(marked(MARK), shows=False), Listener(_Table(), shows=False)
     table = b"2 rank(s) on cpu, 5 rounds of 3 steps each\nway  ms\nUse a\n"
     for piece in (b"loss 0.1\rtnt-jax", b" scale: no\n" + MARK[:9].encode(), MARK[9:].encode()):
         listener.write(0, "stdout", piece)

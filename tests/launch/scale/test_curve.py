@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tnt_jax.launch.scale.projection import Links, Model, Outer
-from tnt_jax.launch.scale.runs import Run, Shares
-from tnt_jax.launch.scale.scaling import Scaling, continue_curve
+from tnt_jax.launch.scale.scaling import Run, Scaling, Shares, continue_curve
 
 # 2 MB of gradients in one bucket, 1 Gbit/s; a step of one rank takes 50 ms.
 MODEL = Model((2.0,), Links(1, 1, 0.125, 0, 0), overlap=False)

@@ -4,7 +4,7 @@ import pytest
 from processes import environment
 
 import tnt_jax as tnt
-from tnt_jax.launch.scale import notebook
+from tnt_jax.launch import notebook
 
 SCRIPT = """
 import sys

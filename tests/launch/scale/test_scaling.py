@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tnt_jax.launch.scale.runs import Run, Shares, as_line, read_line, read_run
-from tnt_jax.launch.scale.scaling import Scaling, Spread
+from tnt_jax.launch.scale.scaling import Run, Scaling, Shares, Spread, as_line, read_line, read_run
 
 
 def run(ranks, round, seconds, *, rows=1000, **changes):

@@ -4,7 +4,7 @@ import pytest
 from processes import SCRIPTS, environment
 
 import tnt_jax as tnt
-from tnt_jax.launch.scale import notebook
+from tnt_jax.launch import notebook
 
 
 def test_what_the_command_says_is_in_the_error(tmp_path):

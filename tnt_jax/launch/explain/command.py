@@ -5,17 +5,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tnt_jax.launch.explain.explanation import Explanation
+from tnt_jax.launch.explain.explanation import EXPLANATION, Explanation
 from tnt_jax.launch.planning.options import Explain, Options, Scale
-from tnt_jax.launch.remote.screen import Screen, say
+from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import Attempt, job_hosts, new_job_id, run_attempt
+from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.command import take_turns
-from tnt_jax.launch.trials import Listener, Stopped, Trials, check_folder, choose_layouts
+from tnt_jax.launch.trials import (
+    Stopped,
+    check_folder,
+    marked,
+    plan_trials,
+    run_listening,
+    write_results,
+)
 from tnt_jax.settings import EXPLAIN_MARK
 
-RESULTS = "explain.json"
-"""Name of the file with the results."""
 _PAGE = "explain.html"
 _ROUNDS = 3
 _TOO_SHORT = (
@@ -35,22 +40,15 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
     """
     if explain.output is not None:
         check_folder(Path(explain.output))
-    screen = Screen([]) if options.output_on_all_devices else None
-    listener = Listener(lambda line: line.startswith(EXPLAIN_MARK.encode()), screen)
-    ending = run_attempt(
-        Attempt(new_job_id(options.script_name), job_hosts(options, environ)),
-        options,
-        environ,
-        write=listener.write,
-        timeout_s=explain.run_timeout_s,
-    )
+    entries, is_kept = job_hosts(options, environ), marked(EXPLAIN_MARK)
+    ending, kept = run_listening(entries, options, environ, is_kept, explain.run_timeout_s)
     if ending.was_signalled or options.dry_run:
         return ending.code
-    if not listener.kept:
+    if not kept:
         because = ending.because if ending.code else _TOO_SHORT
         say(f"error: nothing was measured: {because}")
         return 1
-    measured = json.loads(listener.kept[-1].removeprefix(EXPLAIN_MARK))
+    measured = json.loads(kept[-1].removeprefix(EXPLAIN_MARK))
     explanation = Explanation(options.script_name, measured)
     if any(finding.cause == "sharing" for finding in explanation.findings):
         try:
@@ -60,7 +58,14 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
         except Stopped as stopped:
             return stopped.code
     print(explanation.text, flush=True)
-    return 0 if explain.output is None else _write(explanation, Path(explain.output))
+    if explain.output is None:
+        return 0
+    folder = Path(explain.output)
+    files = {
+        folder / EXPLANATION: lambda: explanation.to_json() + "\n",
+        folder / _PAGE: explanation.to_html,
+    }
+    return int(not write_results(files, what="results"))
 
 
 def _with_fewer(
@@ -75,8 +80,8 @@ def _with_fewer(
     scale = Scale(numbers, steps=explain.steps, rounds=_ROUNDS)
     options = replace(options, explain=None, scale=scale)
     try:
-        layouts = choose_layouts(job_hosts(options, environ), options, numbers, environ)
-        trials = Trials(layouts, options, environ, explain.run_timeout_s, "a call of fit")
+        limit_s, wanted = explain.run_timeout_s, "a call of fit"
+        trials = plan_trials(options, numbers, environ, limit_s=limit_s, wanted=wanted)
         runs, failures = take_turns(trials, scale)
     except (HostError, OSError, ValueError) as error:
         say(f"{numbers[0]} rank(s) could not be tried: {error}")
@@ -88,16 +93,3 @@ def _with_fewer(
         name: [run.examples_per_s for run in runs if run.ranks == number]
         for number, name in names.items()
     }
-
-
-def _write(explanation: Explanation, folder: Path) -> int:
-    """Writes the results and the page; returns 1 if they could not be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULTS).write_text(explanation.to_json() + "\n")
-        (folder / _PAGE).write_text(explanation.to_html())
-    except OSError as error:
-        say(f"error: the results could not be written: {error}")
-        return 1
-    say(f"Wrote {folder / RESULTS} and {folder / _PAGE}.")
-    return 0

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tnt_jax.launch.explain.page import Bar, draw_page
-from tnt_jax.launch.scale.runs import read_results
-from tnt_jax.launch.scale.scaling import Spread
+from tnt_jax.launch.scale.scaling import Spread, read_results
 
+EXPLANATION = "explain.json"
+"""Name of the file with the results."""
 _FORMAT = 1
 # Of a step; smaller shares are not worth a change.
 _WORTH_A_CHANGE = 0.05

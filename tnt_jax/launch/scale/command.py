@@ -1,7 +1,7 @@
 """Runs a script on several numbers of devices, in turns, and reports how its speed grows."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +9,17 @@ from pathlib import Path
 from tnt_jax.launch.planning.options import Options, Scale
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.projection import why_not_projected
-from tnt_jax.launch.scale.runs import MARK, Run, read_line
-from tnt_jax.launch.scale.scaling import RESULTS, Scaling, continue_curve
-from tnt_jax.launch.trials import Report, Stopped, Trials, check_folder, choose_layouts
+from tnt_jax.launch.scale.scaling import MARK, RESULTS, Run, Scaling, continue_curve, read_line
+from tnt_jax.launch.trials import (
+    Report,
+    Stopped,
+    Trials,
+    check_folder,
+    marked,
+    plan_trials,
+    write_results,
+)
 
 _PICTURE = "scaling.png"
 _TRIALS = re.compile(rb"\d+ rank\(s\) on \w+, \d+ rounds of \d+ steps each$")
@@ -31,10 +37,6 @@ class _Table:
         return self._has_begun
 
 
-def _is_measured(line: bytes) -> bool:
-    return line.startswith(MARK.encode())
-
-
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
     """Measures, prints a table, and writes the results to the folder that the user asked for.
 
@@ -47,20 +49,17 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
     if scale.output is not None:
         check_folder(Path(scale.output))
     if options.ray_address is None:
-        entries = job_hosts(options, environ)
-        layouts = choose_layouts(entries, options, scale.ranks, environ)
         options = replace(options, processes_per_node=None)
-        hosts = {ranks: len(layout.entries) for ranks, layout in layouts.items()}
-        reason = why_not_projected(hosts, link_gbit=scale.link_gbit)
-        if scale.project is not None and reason:
-            raise ValueError(f"--project: {reason}.")
-    else:
-        layouts = {}
     wanted = "a call of fit, of which there must be one to measure"
-    trials = Trials(layouts, options, environ, scale.run_timeout_s, wanted)
+    limit_s = scale.run_timeout_s
+    trials = plan_trials(options, scale.ranks, environ, limit_s=limit_s, wanted=wanted)
+    if scale.project is not None and trials.layouts:
+        hosts = {ranks: len(layout.entries) for ranks, layout in trials.layouts.items()}
+        if reason := why_not_projected(hosts, link_gbit=scale.link_gbit):
+            raise ValueError(f"--project: {reason}.")
     if options.dry_run:
         for ranks in scale.ranks:
-            trials.run(ranks, _is_measured)
+            trials.run(ranks, marked(MARK))
         return 0
     try:
         runs, failures = take_turns(trials, scale)
@@ -80,21 +79,13 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
 
 def _write(scaling: Scaling, folder: Path) -> bool:
     """Writes the results, and a picture if Matplotlib is installed; returns whether it could."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULTS).write_text(scaling.to_json() + "\n")
-        if find_spec("matplotlib") is None:
-            say(
-                f"Wrote {folder / RESULTS}; a picture needs Matplotlib: pip install "
-                "'tnt-jax[plots]'."
-            )
-        else:
-            scaling.plot(folder / _PICTURE)
-            say(f"Wrote {folder / RESULTS} and {folder / _PICTURE}.")
-    except OSError as error:
-        say(f"error: the results could not be written: {error}")
-        return False
-    return True
+    files: dict[Path, Callable[[], str | bytes]] = {
+        folder / RESULTS: lambda: scaling.to_json() + "\n"
+    }
+    if find_spec("matplotlib") is None:
+        note = "; a picture needs Matplotlib: pip install 'tnt-jax[plots]'"
+        return write_results(files, what="results", note=note)
+    return write_results(files | {folder / _PICTURE: scaling.to_png}, what="results")
 
 
 def take_turns(trials: Trials, scale: Scale) -> tuple[list[Run], dict[int, str]]:
@@ -105,7 +96,7 @@ def take_turns(trials: Trials, scale: Scale) -> tuple[list[Run], dict[int, str]]
         for ranks in (number for number in scale.ranks if number not in failures):
             say(f"Round {round + 1} of {scale.rounds}: {ranks} rank(s).")
             try:
-                report = trials.run(ranks, _is_measured)
+                report = trials.run(ranks, marked(MARK))
             except (HostError, OSError) as error:
                 if not runs:
                     raise

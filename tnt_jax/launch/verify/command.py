@@ -10,11 +10,17 @@ from pathlib import Path
 from tnt_jax.launch.planning.options import Options, Scale, Verify
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.command import take_turns
 from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.trials import Stopped, Trials, choose_layouts
-from tnt_jax.launch.verify.comparison import Rounding, compare, have_equal_bits, largest_difference
+from tnt_jax.launch.trials import Stopped, Trials, marked, plan_trials, write_results
+from tnt_jax.launch.verify.comparison import (
+    Recording,
+    Rounding,
+    compare,
+    have_equal_bits,
+    largest_difference,
+    read_lines,
+)
 from tnt_jax.launch.verify.receipt import (
     Check,
     Receipt,
@@ -25,9 +31,10 @@ from tnt_jax.launch.verify.receipt import (
     describe,
     read_receipt,
 )
-from tnt_jax.launch.verify.recording import Recording, is_record, read_lines
+from tnt_jax.settings import RECORD_MARK
 from tnt_jax.settings import Recording as Kind
 
+_IS_RECORD = marked(RECORD_MARK)
 _WANTED = "a call of fit, or of a distributed step, that trains"
 
 
@@ -53,15 +60,13 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
     theirs = None if verify.against is None else read_receipt(verify.against)
     if verify.receipt is not None:
         _check_file(Path(verify.receipt))
-    layouts = {}
-    if options.ray_address is None:
-        layouts = choose_layouts(job_hosts(options, environ), options, verify.ranks, environ)
-    trials = Trials(layouts, options, environ, verify.run_timeout_s, _WANTED)
+    limit_s = verify.run_timeout_s
+    trials = plan_trials(options, verify.ranks, environ, limit_s=limit_s, wanted=_WANTED)
     if options.dry_run:
         for ranks in verify.ranks:
-            trials.run(ranks, is_record, recording=("plain", verify.steps))
+            trials.run(ranks, _IS_RECORD, recording=("plain", verify.steps))
         return 0
-    hosts = max((len(layout.entries) for layout in layouts.values()), default=2)
+    hosts = max((len(layout.entries) for layout in trials.layouts.values()), default=2)
     try:
         with _scratch(verify, hosts) as folder:
             receipt = _verified(trials, verify, folder)
@@ -73,8 +78,9 @@ def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> 
         return stopped.code
     print(receipt.text, flush=True)
     code = int(not receipt.is_good)
-    if verify.receipt is not None and not _write(receipt, Path(verify.receipt)):
-        code = 1
+    if verify.receipt is not None:
+        files = {Path(verify.receipt): lambda: receipt.to_json() + "\n"}
+        code = max(code, int(not write_results(files, what="receipt")))
     return code if theirs is None else max(code, print_comparison(receipt, theirs))
 
 
@@ -87,17 +93,6 @@ def _check_file(path: Path) -> None:
             f"--receipt {path} cannot be written: {path.parent} is no folder that can be written "
             "to. Name another."
         )
-
-
-def _write(receipt: Receipt, path: Path) -> bool:
-    """Writes a receipt; returns whether it could be written."""
-    try:
-        path.write_text(receipt.to_json() + "\n")
-    except OSError as error:
-        say(f"error: the receipt could not be written: {error}")
-        return False
-    say(f"Wrote {path}.")
-    return True
 
 
 def verify_receipts(paths: Sequence[str]) -> int:
@@ -240,7 +235,7 @@ def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Reco
     """Returns what a run has recorded, or None and why it has recorded nothing."""
     say(f"{run.name}.")
     try:
-        report = trials.run(run.ranks, is_record, recording=(run.kind, steps), **changes)
+        report = trials.run(run.ranks, _IS_RECORD, recording=(run.kind, steps), **changes)
     except (HostError, OSError) as error:
         return None, str(error)
     # Of processes that end as by a kill, one may see that another has gone.

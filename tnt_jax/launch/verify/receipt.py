@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.launch.scale.runs import read_results
-from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.verify.comparison import Difference, Rounding, compare
-from tnt_jax.launch.verify.recording import Recording
+from tnt_jax.launch.scale.scaling import Scaling, read_results
+from tnt_jax.launch.verify.comparison import Difference, Recording, Rounding, compare
 
 _FORMAT = 1
 

@@ -20,7 +20,7 @@ from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.projection import Outer
-from tnt_jax.launch.scale.runs import as_line
+from tnt_jax.launch.scale.scaling import as_line
 from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import Settings, TrialsDone
 from tnt_jax.sharded.planning import plan_step

@@ -1,4 +1,4 @@
-"""`tnt-jax scale` from Python, as in a notebook."""
+"""`tnt-jax scale`, `verify` and `explain` from Python, as in a notebook."""
 
 import os
 import re
@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tnt_jax.launch.explain.explanation import EXPLANATION, Explanation
 from tnt_jax.launch.scale.scaling import RESULTS, Scaling
+from tnt_jax.launch.verify.receipt import Receipt
 
 # The virtual devices of this process: the processes that are measured get devices of their own.
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")
@@ -52,10 +54,73 @@ def scaling(
         *options,
     ]
     line = [os.fspath(script), *arguments]
-    return Scaling.from_json(run_for_result("scale", words, line, RESULTS, what="measured"))
+    return Scaling.from_json(_result_of("scale", words, line, RESULTS, what="measured"))
 
 
-def run_for_result(
+def verify(
+    script: str | os.PathLike[str],
+    *,
+    ranks: Sequence[int] = (1, 2, 4),
+    arguments: Sequence[str] = (),
+    steps: int = 8,
+    options: Sequence[str] = (),
+) -> Receipt:
+    """Checks that a script trains the same on any number of ranks, by `tnt-jax verify`.
+
+    The script runs in processes of their own, up to a few steps of its first `fit`, or of a loop
+    with `tnt.distributed_step`. See docs/verification.md.
+
+    Args:
+        script: The script.
+        ranks: Numbers of ranks; others are compared with the lowest.
+        arguments: Arguments of the script.
+        steps: Training steps that are compared.
+        options: Further options of the command, such as `["--processes-per-node", "1"]`.
+
+    Returns:
+        The receipt: `text`, `checks`, `is_good`, `to_json()`.
+
+    Raises:
+        RuntimeError: If nothing was compared; the message has the end of what the command said.
+    """
+    words = ["--ranks", *map(str, ranks), "--steps", str(steps), *options]
+    line = [os.fspath(script), *arguments]
+    text = _result_of("verify", words, line, what="compared", option="--receipt")
+    return Receipt.from_json(text)
+
+
+def explain(
+    script: str | os.PathLike[str],
+    *,
+    arguments: Sequence[str] = (),
+    steps: int = 20,
+    rounds: int = 5,
+    options: Sequence[str] = (),
+) -> Explanation:
+    """Finds out where the time of a script's steps goes, and tries what may help.
+
+    It is `tnt-jax explain`: the script runs in processes of its own, up to its first `fit`, or its
+    first loop with `tnt.distributed_step`, whose steps are timed. See docs/explanation.md.
+
+    Args:
+        script: The script.
+        arguments: Arguments of the script.
+        steps: Steps of each kind that are timed in a round.
+        rounds: Rounds, each of which takes all kinds in turn.
+        options: Further options of the command, such as `["-n", "4"]`.
+
+    Returns:
+        The explanation: `sentence`, `parts`, `findings`, `text`, `to_html()`, `to_json()`.
+
+    Raises:
+        RuntimeError: If nothing was measured; the message has the end of what the command said.
+    """
+    words = ["--steps", str(steps), "--rounds", str(rounds), *options]
+    line = [os.fspath(script), *arguments]
+    return Explanation.from_json(_result_of("explain", words, line, EXPLANATION, what="measured"))
+
+
+def _result_of(
     command: str,
     words: Sequence[str],
     script: Sequence[str],
@@ -64,15 +129,10 @@ def run_for_result(
     what: str,
     option: str = "--output",
 ) -> str:
-    """Runs a command of `tnt-jax`, and returns the text of the file that it writes.
+    """Runs a command of `tnt-jax` on a script, and returns the text of the file that it writes.
 
-    Args:
-        command: Its name.
-        words: Its options, without the one that says where it writes.
-        script: The script and its arguments.
-        name: Name of the file in the folder that `option` names; empty if that names the file.
-        what: What was not done if there is no file, for the error.
-        option: The option that says where it writes.
+    `option` says where it writes: a folder with a file `name`, or the file if that is empty; `what`
+    was not done if there is no file.
     """
     with tempfile.TemporaryDirectory(prefix=f"tnt-jax-{command}-") as folder:
         place = Path(folder, "results")
