@@ -6,8 +6,8 @@ library alone, so that the launcher can share it without importing JAX.
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -42,99 +42,203 @@ class TrialsDone(BaseException):
 _SECRET_CHARACTERS = 32
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
+_Read = Callable[[str, str], Any]
+"""Returns the value of a variable from its name and text, or raises a ValueError."""
+
+
+def _address(name: str, text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{name} must be host:port with a port from 1 to 65535, for instance node1:12345, but "
+            f"is {text!r}."
+        )
+    return text
+
+
+def _at_least(lowest: int) -> _Read:
+    def integer(name: str, text: str) -> int:
+        if not text.strip().isdigit() or int(text) < lowest:
+            raise ValueError(f"{name} must be an integer of at least {lowest}, but is {text!r}.")
+        return int(text)
+
+    return integer
+
+
+def _bytes(name: str, text: str) -> int | None:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B", text.strip())
+    nbytes = 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        nbytes = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if text.strip() and not nbytes:
+        raise ValueError(f"{name} must be a size such as 80GB or 40GiB, but is {text!r}.")
+    return nbytes or None
+
+
+def _recording(name: str, text: str) -> str:
+    if text not in get_args(Recording):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(Recording))}, not {text!r}.")
+    return text
+
+
+def _secret(name: str, text: str) -> str:
+    if len(text) < _SECRET_CHARACTERS:
+        raise ValueError(
+            f"{name} must be random text of at least {_SECRET_CHARACTERS} characters, but has "
+            f"{len(text)}. Take that of `openssl rand -hex 32`."
+        )
+    return text
+
+
+def _threshold(name: str, text: str) -> int | Literal["xla"] | None:
+    value = text.strip()
+    if value == "xla":
+        return "xla"
+    if value and not value.isdigit():
+        raise ValueError(f"{name} must be a number of KiB of at least 0, or xla, but is {text!r}.")
+    return int(value) if value else None
+
+
+def parse_save_freq(text: str) -> int | float | Literal["epoch"]:
+    """Returns how often to save: a number of batches (int), of seconds (float), or `"epoch"`.
+
+    Args:
+        text: Such as `500`, `30s`, `5m`, `1h` or `epoch`.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if text == "epoch":
+        return "epoch"
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])|([0-9]+)", text)
+    number = 0.0 if match is None else float(match[1] or match[3])
+    if match is None or not number:
+        raise ValueError(
+            "How often to save must be epoch, a number of batches from 1, or a time such as 30s, "
+            f"5m or 1h, but is {text!r}."
+        )
+    return int(number) if match[3] else number * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _save_freq(name: str, text: str) -> str:
+    value = text.strip() or Settings.checkpoint_every
+    try:
+        parse_save_freq(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return value
+
+
+def _boolean(name: str, text: str) -> bool:
+    value = text.strip().lower()
+    if value not in _TRUE + _FALSE:
+        raise ValueError(
+            f"{name} must be one of {', '.join(_TRUE)} or {', '.join(v for v in _FALSE if v)}, but "
+            f"is {text!r}."
+        )
+    return value in _TRUE
+
+
+def _log_level(name: str, text: str) -> str:
+    value = "WARNING" if text.upper() == "WARN" else text.upper()
+    if value not in LOG_LEVELS:
+        raise ValueError(f"{name} must be one of {', '.join(LOG_LEVELS)}, but is {text!r}.")
+    return value
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _number(name: str, text: str) -> float:
+    return float(text)
+
+
+def _variable(name: str, read: _Read, default: Any = None, **more: Any) -> Any:
+    """Returns a field whose value is that of a variable, or the default if it is not set."""
+    return field(default=default, metadata={"name": name, "read": read}, **more)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of this process, read from environment variables.
+    """The settings of this process, each from the environment variable that stands with it.
 
     Attributes:
-        coordinator_address: `host:port` of process 0 (`TNT_COORDINATOR_ADDRESS`), or None outside a
-            TNT job.
-        num_processes: Number of processes in the job (`TNT_NUM_PROCESSES`).
-        process_id: Number of this process (`TNT_PROCESS_ID`), `0 <= process_id < num_processes`.
-        init_timeout_s: Seconds to wait for all processes at start (`TNT_INIT_TIMEOUT_S`); None for
+        coordinator_address: `host:port` of process 0, or None outside a TNT job.
+        num_processes: Number of processes in the job.
+        process_id: Number of this process, `0 <= process_id < num_processes`.
+        init_timeout_s: Seconds to wait for all processes at start; None for
             `default_init_timeout_s`.
-        heartbeat_timeout_s: Seconds after which a silent process counts as dead
-            (`TNT_HEARTBEAT_TIMEOUT_S`).
-        log_level: Level of the logger `tnt_jax` (`TNT_LOG_LEVEL`).
-        log_on_all_devices: Whether every process logs, instead of the master alone
-            (`TNT_LOG_ON_ALL_DEVICES`).
-        output_on_all_devices: Whether every process prints progress and summaries
-            (`TNT_OUTPUT_ON_ALL_DEVICES`).
+        heartbeat_timeout_s: Seconds after which a silent process counts as dead.
+        log_level: Level of the logger `tnt_jax`.
+        log_on_all_devices: Whether every process logs, instead of the master alone.
+        output_on_all_devices: Whether every process prints progress and summaries.
         fusion_threshold_kb: KiB from which a gradient bucket is full, 0 for one bucket per array,
-            `"xla"` to leave it to the compiler (`TNT_FUSION_THRESHOLD`); None for the default of
-            the backend.
-        launched_at: Seconds since 1970 when the launcher was started (`TNT_LAUNCHED_AT`), to time
-            the start.
-        tune_steps: Steps per trial if `fit` compares ways to sum gradients instead of training
-            (`TNT_TUNE_STEPS`), otherwise None.
-        scale_steps: Steps that `fit` times instead of training (`TNT_SCALE_STEPS`), otherwise None.
-        scale_from: With `scale_steps`, the number of ranks that others are compared with
-            (`TNT_SCALE_FROM`).
-        scale_weak: With `scale_steps`, whether the global batch grows with the ranks
-            (`TNT_SCALE_WEAK`).
-        record_steps: Steps that the script records, and ends with (`TNT_RECORD_STEPS`), otherwise
-            None.
-        record_as: How these steps run (`TNT_RECORD_AS`).
-        explain_steps: Steps of each kind and round that `fit` times to explain where their time
-            goes (`TNT_EXPLAIN_STEPS`), otherwise None.
-        explain_rounds: How often each kind is timed (`TNT_EXPLAIN_ROUNDS`).
-        plan: Whether `fit` prints what a step needs instead of training (`TNT_PLAN`).
-        stall_warning_s: Seconds that a process waits for others before it warns and names them
-            (`TNT_STALL_WARNING_S`).
-        stall_timeout_s: Seconds without progress of a process after which the job ends, 0 for never
-            (`TNT_STALL_TIMEOUT`).
-        checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes
-            (`TNT_CHECKPOINT_DIR`); None for no checkpoints unless `fit` asks for them.
+            `"xla"` to leave it to the compiler; None for the default of the backend.
+        launched_at: Seconds since 1970 when the launcher was started, to time the start.
+        tune_steps: Steps per trial if `fit` compares ways to sum gradients instead of training.
+        plan: Whether `fit` prints what a step needs instead of training.
+        stall_warning_s: Seconds that a process waits for others before it warns and names them.
+        stall_timeout_s: Seconds without progress of a process after which the job ends, 0 for
+            never.
+        timeline: File for what the host does, in Chrome's trace format; or None.
+        checkpoint_dir: Directory in which every `fit` saves checkpoints and resumes; None for no
+            checkpoints unless `fit` asks for them.
         checkpoint_every: Batches, `"epoch"`, or a time such as `"30s"`, between two checkpoints of
-            `fit(resume=...)` (`TNT_CHECKPOINT_EVERY`).
-        timeline: File for what the host does, in Chrome's trace format (`TNT_TIMELINE`); or None.
-        restart_count: How many times `tnt-jax` has started the job before (`TNT_RESTART_COUNT`).
-        device_memory: Bytes of a device for `Model(mesh="auto")` (`TNT_DEVICE_MEMORY`, such as
-            `80GB` or `40GiB`); None for what the device states.
-        shared_memory: Whether the CPU processes of one machine sum in memory that they share
-            (`TNT_SHARED_MEMORY`).
-        job_secret: What only the processes of the job know (`TNT_JOB_SECRET`), with which they sign
-            what they tell one another; empty if they were started without one.
-        elastic_fd: Descriptor over which a process of an elastic job talks to the launcher
-            (`TNT_ELASTIC_FD`); None in other jobs.
-        joins: Whether it was started in the place of one that was lost (`TNT_ELASTIC_JOINS`).
-        goodput: File for where the time of the run goes (`TNT_GOODPUT`; by default `goodput.jsonl`
-            in the folder `TNT_CHECKPOINT_DIR`, if that is set); or None.
+            `fit(resume=...)`.
+        restart_count: How many times `tnt-jax` has started the job before.
+        goodput: File for where the time of the run goes, by default `goodput.jsonl` in
+            `checkpoint_dir`, if that is set; or None.
+        scale_steps: Steps that `fit` times instead of training, otherwise None.
+        scale_from: With `scale_steps`, the number of ranks that others are compared with.
+        scale_weak: With `scale_steps`, whether the global batch grows with the ranks.
+        record_steps: Steps that the script records, and ends with, otherwise None.
+        record_as: How these steps run.
+        explain_steps: Steps of each kind and round that `fit` times to explain where their time
+            goes, otherwise None.
+        explain_rounds: How often each kind is timed.
+        device_memory: Bytes of a device for `Model(mesh="auto")`, such as `80GB` or `40GiB`; None
+            for what the device states.
+        shared_memory: Whether the CPU processes of one machine sum in memory that they share.
+        job_secret: What only the processes of the job know, with which they sign what they tell one
+            another; empty if they were started without one.
+        elastic_fd: Descriptor over which a process of an elastic job talks to the launcher; None in
+            other jobs.
+        joins: Whether it was started in the place of one that was lost.
     """
 
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    init_timeout_s: int | None = None
-    heartbeat_timeout_s: int = 100
-    log_level: str = "WARNING"
-    log_on_all_devices: bool = False
-    output_on_all_devices: bool = False
-    fusion_threshold_kb: int | Literal["xla"] | None = None
-    launched_at: float | None = None
-    tune_steps: int | None = None
-    plan: bool = False
-    stall_warning_s: int = 60
-    stall_timeout_s: int = 60
-    timeline: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: str = "60s"
-    restart_count: int = 0
-    goodput: str | None = None
-    scale_steps: int | None = None
-    scale_from: int = 1
-    scale_weak: bool = False
-    record_steps: int | None = None
-    record_as: Recording = "plain"
-    explain_steps: int | None = None
-    explain_rounds: int = 5
-    device_memory: int | None = None
-    shared_memory: bool = True
-    job_secret: str = field(default="", repr=False)
-    elastic_fd: int | None = None
-    joins: bool = False
+    coordinator_address: str | None = _variable("TNT_COORDINATOR_ADDRESS", _address)
+    num_processes: int | None = _variable("TNT_NUM_PROCESSES", _at_least(1))
+    process_id: int | None = _variable("TNT_PROCESS_ID", _at_least(0))
+    init_timeout_s: int | None = _variable("TNT_INIT_TIMEOUT_S", _at_least(1))
+    heartbeat_timeout_s: int = _variable("TNT_HEARTBEAT_TIMEOUT_S", _at_least(1), 100)
+    log_level: str = _variable("TNT_LOG_LEVEL", _log_level, "WARNING")
+    log_on_all_devices: bool = _variable("TNT_LOG_ON_ALL_DEVICES", _boolean, False)
+    output_on_all_devices: bool = _variable("TNT_OUTPUT_ON_ALL_DEVICES", _boolean, False)
+    fusion_threshold_kb: int | Literal["xla"] | None = _variable("TNT_FUSION_THRESHOLD", _threshold)
+    launched_at: float | None = _variable("TNT_LAUNCHED_AT", _number)
+    tune_steps: int | None = _variable("TNT_TUNE_STEPS", _at_least(1))
+    plan: bool = _variable("TNT_PLAN", _boolean, False)
+    stall_warning_s: int = _variable("TNT_STALL_WARNING_S", _at_least(1), 60)
+    stall_timeout_s: int = _variable("TNT_STALL_TIMEOUT", _at_least(0), 60)
+    timeline: str | None = _variable("TNT_TIMELINE", _text)
+    checkpoint_dir: str | None = _variable("TNT_CHECKPOINT_DIR", _text)
+    checkpoint_every: str = _variable("TNT_CHECKPOINT_EVERY", _save_freq, "60s")
+    restart_count: int = _variable("TNT_RESTART_COUNT", _at_least(0), 0)
+    goodput: str | None = _variable("TNT_GOODPUT", _text)
+    scale_steps: int | None = _variable("TNT_SCALE_STEPS", _at_least(1))
+    scale_from: int = _variable("TNT_SCALE_FROM", _at_least(1), 1)
+    scale_weak: bool = _variable("TNT_SCALE_WEAK", _boolean, False)
+    record_steps: int | None = _variable("TNT_RECORD_STEPS", _at_least(1))
+    record_as: Recording = _variable("TNT_RECORD_AS", _recording, "plain")  # noqa: RUF009
+    explain_steps: int | None = _variable("TNT_EXPLAIN_STEPS", _at_least(1))
+    explain_rounds: int = _variable("TNT_EXPLAIN_ROUNDS", _at_least(1), 5)
+    device_memory: int | None = _variable("TNT_DEVICE_MEMORY", _bytes)
+    shared_memory: bool = _variable("TNT_SHARED_MEMORY", _boolean, True)
+    job_secret: str = _variable("TNT_JOB_SECRET", _secret, "", repr=False)
+    elastic_fd: int | None = _variable("TNT_ELASTIC_FD", _at_least(0))
+    joins: bool = _variable("TNT_ELASTIC_JOINS", _boolean, False)
 
 
 def default_init_timeout_s(num_processes: int) -> int:
@@ -157,42 +261,15 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             lists the valid values.
     """
     env = os.environ if environ is None else environ
-    stall_timeout_s = _integer(env, "TNT_STALL_TIMEOUT", at_least=0)
-    settings = Settings(
-        coordinator_address=_address(env, "TNT_COORDINATOR_ADDRESS"),
-        num_processes=_integer(env, "TNT_NUM_PROCESSES", at_least=1),
-        process_id=_integer(env, "TNT_PROCESS_ID", at_least=0),
-        init_timeout_s=_integer(env, "TNT_INIT_TIMEOUT_S", at_least=1),
-        heartbeat_timeout_s=_integer(env, "TNT_HEARTBEAT_TIMEOUT_S", at_least=1)
-        or Settings.heartbeat_timeout_s,
-        log_level=_log_level(env),
-        log_on_all_devices=_boolean(env, "TNT_LOG_ON_ALL_DEVICES"),
-        output_on_all_devices=_boolean(env, "TNT_OUTPUT_ON_ALL_DEVICES"),
-        fusion_threshold_kb=_threshold(env, "TNT_FUSION_THRESHOLD"),
-        tune_steps=_integer(env, "TNT_TUNE_STEPS", at_least=1),
-        scale_steps=_integer(env, "TNT_SCALE_STEPS", at_least=1),
-        scale_from=_integer(env, "TNT_SCALE_FROM", at_least=1) or Settings.scale_from,
-        scale_weak=_boolean(env, "TNT_SCALE_WEAK"),
-        plan=_boolean(env, "TNT_PLAN"),
-        stall_warning_s=_integer(env, "TNT_STALL_WARNING_S", at_least=1)
-        or Settings.stall_warning_s,
-        stall_timeout_s=Settings.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
-        timeline=env.get("TNT_TIMELINE") or None,
-        checkpoint_dir=env.get("TNT_CHECKPOINT_DIR") or None,
-        checkpoint_every=_save_freq(env, "TNT_CHECKPOINT_EVERY"),
-        restart_count=_integer(env, "TNT_RESTART_COUNT", at_least=0) or 0,
-        goodput=env.get("TNT_GOODPUT") or _in_folder(env, "TNT_CHECKPOINT_DIR", "goodput.jsonl"),
-        record_steps=_integer(env, "TNT_RECORD_STEPS", at_least=1),
-        record_as=_recording(env, "TNT_RECORD_AS"),
-        explain_steps=_integer(env, "TNT_EXPLAIN_STEPS", at_least=1),
-        explain_rounds=_integer(env, "TNT_EXPLAIN_ROUNDS", at_least=1) or Settings.explain_rounds,
-        device_memory=_bytes(env, "TNT_DEVICE_MEMORY"),
-        shared_memory="TNT_SHARED_MEMORY" not in env or _boolean(env, "TNT_SHARED_MEMORY"),
-        job_secret=_secret(env, "TNT_JOB_SECRET"),
-        elastic_fd=_integer(env, "TNT_ELASTIC_FD", at_least=0),
-        joins=_boolean(env, "TNT_ELASTIC_JOINS"),
-        launched_at=float(env["TNT_LAUNCHED_AT"]) if env.get("TNT_LAUNCHED_AT") else None,
-    )
+    values: dict[str, Any] = {}
+    for each in fields(Settings):
+        name, read = each.metadata["name"], each.metadata["read"]
+        # An empty variable counts as one that is not set, but turns off what is on by default.
+        if env.get(name) or (name in env and read is _boolean):
+            values[each.name] = read(name, env[name])
+    if "checkpoint_dir" in values:
+        values.setdefault("goodput", os.path.join(values["checkpoint_dir"], "goodput.jsonl"))
+    settings = Settings(**values)
     _check_job(settings)
     return settings
 
@@ -219,123 +296,3 @@ def _check_job(settings: Settings) -> None:
             f"TNT_PROCESS_ID ({settings.process_id}) must be below TNT_NUM_PROCESSES "
             f"({settings.num_processes}). Processes are numbered from 0."
         )
-
-
-def _address(env: Mapping[str, str], name: str) -> str | None:
-    value = env.get(name) or None
-    if value is None:
-        return None
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"{name} must be host:port with a port from 1 to 65535, for instance node1:12345, but "
-            f"is {value!r}."
-        )
-    return value
-
-
-def _integer(env: Mapping[str, str], name: str, *, at_least: int) -> int | None:
-    value = env.get(name) or None
-    if value is None:
-        return None
-    if not value.strip().isdigit() or int(value) < at_least:
-        raise ValueError(f"{name} must be an integer of at least {at_least}, but is {value!r}.")
-    return int(value)
-
-
-def _bytes(env: Mapping[str, str], name: str) -> int | None:
-    value = (env.get(name) or "").strip()
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B", value)
-    nbytes = 0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        nbytes = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if value and not nbytes:
-        raise ValueError(f"{name} must be a size such as 80GB or 40GiB, but is {env[name]!r}.")
-    return nbytes or None
-
-
-def _recording(env: Mapping[str, str], name: str) -> Recording:
-    value: Any = env.get(name) or Settings.record_as
-    if value not in get_args(Recording):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(Recording))}, not {value!r}.")
-    return value
-
-
-def _secret(env: Mapping[str, str], name: str) -> str:
-    value = env.get(name, "")
-    if 0 < len(value) < _SECRET_CHARACTERS:
-        raise ValueError(
-            f"{name} must be random text of at least {_SECRET_CHARACTERS} characters, but has "
-            f"{len(value)}. Take that of `openssl rand -hex 32`."
-        )
-    return value
-
-
-def _threshold(env: Mapping[str, str], name: str) -> int | Literal["xla"] | None:
-    value = (env.get(name) or "").strip()
-    if value and value != "xla" and not value.isdigit():
-        raise ValueError(
-            f"{name} must be a number of KiB of at least 0, or xla, but is {env[name]!r}."
-        )
-    if value == "xla":
-        return "xla"
-    return int(value) if value else None
-
-
-def parse_save_freq(text: str) -> int | float | Literal["epoch"]:
-    """Returns how often to save: a number of batches (int), of seconds (float), or `"epoch"`.
-
-    Args:
-        text: Such as `500`, `30s`, `5m`, `1h` or `epoch`.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
-    if text == "epoch":
-        return "epoch"
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])|([0-9]+)", text)
-    number = 0.0 if match is None else float(match[1] or match[3])
-    if match is None or not number:
-        raise ValueError(
-            "How often to save must be epoch, a number of batches from 1, or a time such as 30s, "
-            f"5m or 1h, but is {text!r}."
-        )
-    return int(number) if match[3] else number * {"s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-def _save_freq(env: Mapping[str, str], name: str) -> str:
-    value = env.get(name, "").strip() or Settings.checkpoint_every
-    try:
-        parse_save_freq(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return value
-
-
-def _in_folder(env: Mapping[str, str], name: str, file_name: str) -> str | None:
-    """Returns the path of a file in the folder that a variable names; None if it is not set."""
-    return os.path.join(env[name], file_name) if env.get(name) else None
-
-
-def _boolean(env: Mapping[str, str], name: str) -> bool:
-    value = env.get(name, "").strip().lower()
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    raise ValueError(
-        f"{name} must be one of {', '.join(_TRUE)} or {', '.join(v for v in _FALSE if v)}, but is "
-        f"{env[name]!r}."
-    )
-
-
-def _log_level(env: Mapping[str, str]) -> str:
-    value = (env.get("TNT_LOG_LEVEL") or Settings.log_level).upper()
-    value = "WARNING" if value == "WARN" else value
-    if value not in LOG_LEVELS:
-        raise ValueError(
-            f"TNT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, but is "
-            f"{env['TNT_LOG_LEVEL']!r}."
-        )
-    return value
