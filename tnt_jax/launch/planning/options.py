@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 # Options that say how a single job runs, or goes on.
-_NOT_WITH_SCALE = {
+_NOT_WITH_RUNS = {
     "num_processes": "-n",
     "max_restarts": "--max-restarts",
     "min_hosts": "--min-hosts",
@@ -125,7 +125,6 @@ class Scale:
     )
     is_weak: bool = False
     output: str | None = _option("DIR", "new folder for scaling.json and scaling.png")
-    run_timeout_s: float = _run_timeout()
     project: int | None = _number(
         "N", "continue the curve to N ranks by a model of the links, and state its error", lowest=2
     )
@@ -137,6 +136,7 @@ class Scale:
     tune: bool = _flag(
         "also find the fastest way to sum gradients on the highest number, as tnt-jax tune"
     )
+    run_timeout_s: float = _run_timeout()
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,10 @@ class Explain:
     )
     output: str | None = _option("DIR", "new folder for explain.json and explain.html")
     run_timeout_s: float = _run_timeout()
+
+
+# The commands that run a script for a few steps, with the tables of their options.
+_RUNS: dict[str, Any] = {"scale": Scale, "verify": Verify, "explain": Explain}
 
 
 @dataclass(frozen=True)
@@ -354,11 +358,10 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
         "ssh_args": _words(given.ssh_args),
         "pin_to_socket": given.pin_to_socket or given.pin_memory_to_socket,
         "this_host_only": given.num_processes is not None and given.hostfile is None,
-        "scale": _read_scale(given) if command == "scale" else None,
-        "verify": _read_verify(given) if command == "verify" else None,
-        "explain": _read_explain(given) if command == "explain" else None,
         "is_plan": command == "plan",
     }
+    if command in _RUNS:
+        chosen[command] = _read_runs(given, command)
     if command == "plan":
         chosen["processes_per_node"] = 1
     if given.ray:
@@ -369,67 +372,48 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     return Options(**chosen)
 
 
-def _check_runs(given: argparse.Namespace, command: str) -> str:
-    """Checks the options of a command that runs a script on several numbers of ranks.
-
-    Returns:
-        The numbers, as text.
-    """
-    for name, option in _NOT_WITH_SCALE.items():
+def _read_runs(given: argparse.Namespace, command: str) -> Any:
+    """Returns the checked options of a command that runs a script for a few steps."""
+    is_explain = command == "explain"
+    when = "for a few steps"
+    if not is_explain:
+        when = "several times for a few steps, on the devices that --ranks says"
+    for name, option in _NOT_WITH_RUNS.items():
+        is_allowed = is_explain and name in ("num_processes", "timeline")
         # The default is None, or 0 for --max-restarts.
-        if getattr(given, name) not in (None, 0):
+        if not is_allowed and getattr(given, name) not in (None, 0):
             raise ValueError(
-                f"{option} cannot be used with tnt-jax {command}, which runs a script several "
-                "times for a few steps, on the devices that --ranks says. Leave it out."
+                f"{option} cannot be used with tnt-jax {command}, which runs a script {when}. "
+                "Leave it out."
             )
-    ranks = " ".join(map(str, given.ranks))
-    if len(set(given.ranks)) < len(given.ranks):
-        raise ValueError(f"--ranks must name each number once, but got {ranks}.")
-    _check_limit(given)
-    return ranks
-
-
-def _check_limit(given: argparse.Namespace) -> None:
     if not given.run_timeout_s > 0:
         raise ValueError(f"--run-timeout must be above 0, but is {given.run_timeout_s:g}.")
-
-
-def _read_verify(given: argparse.Namespace) -> Verify:
-    _check_runs(given, "verify")
-    chosen = {each.name: getattr(given, each.name) for each in fields(Verify)}
-    return Verify(**{**chosen, "ranks": tuple(sorted(given.ranks))})
-
-
-def _read_explain(given: argparse.Namespace) -> Explain:
-    _check_limit(given)
-    for name, option in _NOT_WITH_SCALE.items():
-        is_refused = name not in ("num_processes", "timeline")
-        if is_refused and getattr(given, name) not in (None, 0, False):
-            raise ValueError(
-                f"{option} cannot be used with tnt-jax explain, which runs a script "
-                "for a few steps. Leave it out."
-            )
-    if given.ray:
+    if is_explain and given.ray:
         raise ValueError(
             "--ray cannot be used with tnt-jax explain. Start it on hosts that are named by "
             "--hostfile, or on this one."
         )
-    return Explain(**{each.name: getattr(given, each.name) for each in fields(Explain)})
+    chosen = {each.name: getattr(given, each.name) for each in fields(_RUNS[command])}
+    if not is_explain:
+        ranks = " ".join(map(str, given.ranks))
+        if len(set(given.ranks)) < len(given.ranks):
+            raise ValueError(f"--ranks must name each number once, but got {ranks}.")
+        chosen["ranks"] = tuple(sorted(given.ranks))
+    if command == "scale":
+        _check_scale(given)
+    return _RUNS[command](**chosen)
 
 
-def _read_scale(given: argparse.Namespace) -> Scale:
-    ranks = _check_runs(given, "scale")
+def _check_scale(given: argparse.Namespace) -> None:
     if given.project is not None and given.project <= max(given.ranks):
         raise ValueError(
             f"--project ({given.project}) must be above the numbers of ranks that are measured "
-            f"({ranks})."
+            f"({' '.join(map(str, given.ranks))})."
         )
     if given.link_gbit is not None and (given.project is None or given.link_gbit <= 0):
         raise ValueError("--link-gbit is only valid together with --project, and must be above 0.")
     if given.tune and max(given.ranks) == 1:
         raise ValueError("--tune needs a number of ranks above 1: one rank sends nothing.")
-    chosen = {each.name: getattr(given, each.name) for each in fields(Scale)}
-    return Scale(**{**chosen, "ranks": tuple(sorted(given.ranks))})
 
 
 def _words(option: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -561,14 +545,11 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     _add(processes, Options, "fusion_threshold_kb timeline checkpoint_dir checkpoint_every")
     _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts elastic")
     _add(processes, Options, "min_processes")
-    if command == "scale":
-        _add_scaling(parser.add_argument_group("scaling"))
-    if command == "verify":
-        names = "ranks steps rounds receipt against scratch run_timeout_s"
-        _add(parser.add_argument_group("verification"), Verify, names)
-    if command == "explain":
-        names = "steps rounds output run_timeout_s"
-        _add(parser.add_argument_group("explanation"), Explain, names)
+    if command in _RUNS:
+        title = {"scale": "scaling", "verify": "verification", "explain": "explanation"}[command]
+        table = _RUNS[command]
+        names = " ".join(each.name for each in fields(table))
+        _add(parser.add_argument_group(title), table, names)
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(
@@ -587,12 +568,14 @@ def _add(group: Any, table: type, names: str) -> None:
     for name in names.split():
         found = table.__dataclass_fields__[name]
         settings = {"default": found.default, **found.metadata}
+        if name == "is_weak":
+            _add_kind_of_scaling(group)
+            continue
         flags = settings.pop("flags", [f"--{name.replace('_', '-')}"])
         group.add_argument(*flags, dest=name, **settings)
 
 
-def _add_scaling(group: argparse._ArgumentGroup) -> None:
-    _add(group, Scale, "ranks steps rounds")
+def _add_kind_of_scaling(group: argparse._ArgumentGroup) -> None:
     kind = group.add_mutually_exclusive_group()
     kind.add_argument(
         "--strong",
@@ -609,4 +592,3 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
         help="multiply the global batch with the ranks: the script's own is that of the lowest "
         "number",
     )
-    _add(group, Scale, "output project link_gbit tune run_timeout_s")
